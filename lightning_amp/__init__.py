@@ -1,0 +1,70 @@
+"""Train multi-modal single-cell Hi-C models within the memory you have: `Trainer(strategy="amp")`.
+
+Importing this package registers the strategies "amp", "amp_spawn", "amp_fork" and "amp_notebook" with Lightning,
+whichever of the two is imported first, and does nothing else: every public name is loaded on first use, so the
+command line can profile and plan without loading torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from lightning_amp.errors import AmpError as AmpError
+from lightning_amp.errors import DataError as DataError
+from lightning_amp.errors import InstallError as InstallError
+from lightning_amp.errors import ModelError as ModelError
+from lightning_amp.errors import PlanError as PlanError
+
+if TYPE_CHECKING:
+    from lightning_amp.data.datamodule import SingleCellDataModule as SingleCellDataModule
+    from lightning_amp.data.prepare import prepare as prepare
+    from lightning_amp.diagnosis.diagnose import diagnose as diagnose
+    from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
+    from lightning_amp.lightning.predictions import PredictionWriter as PredictionWriter
+    from lightning_amp.lightning.strategy import AMPStrategy as AMPStrategy
+    from lightning_amp.models.glue import GLUE as GLUE
+    from lightning_amp.planning.plan import Plan as Plan
+    from lightning_amp.planning.policy import plan as plan
+    from lightning_amp.profiling.profile import Profile as Profile
+    from lightning_amp.profiling.read import profile as profile
+
+_HOME = {
+    "SingleCellDataModule": "data.datamodule",
+    "prepare": "data.prepare",
+    "diagnose": "diagnosis.diagnose",
+    "StratumMemoryMonitor": "lightning.memory_monitor",
+    "PredictionWriter": "lightning.predictions",
+    "AMPStrategy": "lightning.strategy",
+    "GLUE": "models.glue",
+    "Plan": "planning.plan",
+    "plan": "planning.policy",
+    "Profile": "profiling.profile",
+    "profile": "profiling.read",
+}
+
+__all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names are {sorted(__all__)}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+@wrapt.when_imported("lightning.pytorch.strategies")
+def _register(strategies: Any) -> None:
+    from lightning_amp.lightning.registration import register
+
+    register(strategies.StrategyRegistry)
+
+
+@wrapt.when_imported("pytorch_lightning.strategies")
+def _refuse(strategies: Any) -> None:
+    from lightning_amp.lightning.registration import refuse
+
+    refuse(strategies.StrategyRegistry)

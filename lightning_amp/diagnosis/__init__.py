@@ -1,0 +1,1 @@
+"""Profile -> Diagnosis: signals with their evidence."""

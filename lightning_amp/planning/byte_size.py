@@ -1,0 +1,44 @@
+"""Byte sizes as people write them: "24GiB", "24 GB", 25769803776."""
+
+import re
+
+from lightning_amp.errors import PlanError
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_UNITS |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+_UNITS |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Read a size in bytes.
+
+    Args:
+        text: A number of bytes, or a number with a unit: KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB or
+            a bare K, M, G, T (powers of 1024). Case does not matter.
+
+    Raises:
+        PlanError: Not a size, or not larger than zero.
+    """
+    match = _SIZE.match(str(text))
+    unit = match.group(2).lower() if match else "?"
+    if match is None or unit not in _UNITS:
+        raise PlanError(
+            f"a memory size was asked for, {text!r} was found; allowed are a number of bytes or a number with one of"
+            ' KB, MB, GB, TB, KiB, MiB, GiB, TiB, for example "24GiB"'
+        )
+    n_bytes = int(float(match.group(1)) * _UNITS[unit])
+    if n_bytes <= 0:
+        raise PlanError(f"a memory size must be larger than zero, found {text!r}; write for example '24GiB'")
+    return n_bytes
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Write a size with three digits and a binary unit, at most ten characters wide."""
+    size, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1000:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.{max(0, 3 - len(str(int(abs(size)))))}f} {unit}"

@@ -1,0 +1,86 @@
+"""A profile and a plan as text of at most 80 columns."""
+
+from collections.abc import Sequence
+from textwrap import wrap
+
+from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.strategies import STRATEGIES
+from lightning_amp.profiling.profile import Profile
+
+WIDTH = 80
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns that line up, the last one wrapped to the width; numbers are aligned by the caller's formatting."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header) - 1)]
+    left = sum(widths) + 2 * len(widths)
+    lines = []
+    for row in [header, ["-" * w for w in widths] + ["-" * max(4, WIDTH - left)], *rows]:
+        first = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
+        parts = wrap(str(row[-1]), max(20, WIDTH - left)) or [""]
+        lines += [f"{first}  {parts[0]}".rstrip(), *(" " * left + part for part in parts[1:])]
+    return "\n".join(lines)
+
+
+def profile_report(profile: Profile) -> str:
+    """The data, one row per modality."""
+    rows = []
+    for m in profile.modalities:
+        parts = m.decomposition
+        detail = ""
+        if parts is not None:
+            keys = "attention" if parts.attention else "convolution"
+            detail = f"{parts.anchors:,} anchors, {parts.strata} strata, {keys} keys"
+        rows.append(
+            [
+                m.name,
+                m.probability_model,
+                f"{m.cells:,}",
+                f"{m.features:,}",
+                "-" if m.zeros is None else f"{100 * m.zeros:.1f} %",
+                "-" if m.scale is None else f"{m.scale:.2f} x",
+                detail,
+            ]
+        )
+    text = table(["modality", "model", "cells", "features", "zeros", "scale", "decoder"], rows)
+    graph = profile.graph
+    line = f"guidance graph: {graph.vertices:,} vertices, {graph.edges:,} edges" if graph else "no guidance graph"
+    return f"Profile of {profile.data_dir}\n\n{text}\n\n{line}"
+
+
+def plan_report(plan: Plan) -> str:
+    """Signals, strategies, rules, prediction against budget and mesh."""
+    raised = [[e.split(": ", 1)[0], _mark(e, plan), e.split(": ", 1)[1]] for e in plan.evidence]
+    sections = []
+    if raised:
+        sections.append(table(["signal", "raised", "evidence"], raised))
+    rules = [
+        [rule.strategy, type(rule.spec).__name__, format_bytes(rule.saves_bytes) if rule.saves_bytes else "-", rule.why]
+        for rule in plan.rules
+    ]
+    sections.append(table(["", "technique", "saves", "why"], rules) if rules else "nothing to install")
+    sections.append("\n".join(_prediction(plan)))
+    sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in plan.notes]
+    names = ", ".join(f"{s} {STRATEGIES[s].title}" for s in plan.strategies) or "single-device execution"
+    return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
+
+
+def _mark(evidence: str, plan: Plan) -> str:
+    return "yes" if evidence.split(": ", 1)[0] in plan.signals else "no"
+
+
+def _prediction(plan: Plan) -> list[str]:
+    budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
+    rows = [
+        ("predicted peak per rank", f"{format_bytes(plan.predicted_peak_bytes)} of {budget} ({verdict})"),
+        ("base + strata x each", _epm(plan)),
+        ("mesh", f"{plan.mesh.data} data x {plan.mesh.model} model, {plan.batch_size} cells per rank and step"),
+    ]
+    return [f"{name.ljust(24)}{value}" for name, value in rows]
+
+
+def _epm(plan: Plan) -> str:
+    each = format_bytes(plan.predicted_stratum_bytes)
+    return f"{format_bytes(plan.predicted_base_bytes)} + {len(plan.strata_bytes)} x {each}"

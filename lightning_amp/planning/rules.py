@@ -1,0 +1,95 @@
+"""Strategies -> rules: which modules each chosen strategy changes, why, and what it is predicted to save."""
+
+from dataclasses import replace
+
+from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
+from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.planning.memory import estimate
+from lightning_amp.planning.plan import Axes, MeshShape, Rule
+from lightning_amp.planning.shape import DecoderShape, ModelShape
+from lightning_amp.planning.specs import (
+    BalanceCells,
+    ChunkedAttention,
+    DataParallel,
+    FeatureParallel,
+    HiddenParallel,
+    KeyFirstDecode,
+    ShareBatchStatistics,
+    Spec,
+)
+
+CHUNK_QUERIES = 128
+"""Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
+
+ASKED_BY = {
+    "S2": HIGH_INPUT_DIMENSIONALITY,
+    "S3": ATTENTION_DECODER,
+    "S4": HIGH_INPUT_DIMENSIONALITY,
+    "S5": HEAVY_DECOMPOSITION,
+}
+WITHOUT = {
+    "S2": {"features": "all"},
+    "S3": {"attention": "eager"},
+    "S4": {"decode": "full"},
+    "S5": {"placement": "replicated"},
+}
+
+
+def build_rules(
+    chosen: tuple[str, ...],
+    shape: ModelShape,
+    axes: Axes,
+    mesh: MeshShape,
+    diagnosis: Diagnosis,
+    *,
+    balance: bool,
+    user: bool,
+) -> tuple[Rule, ...]:
+    """The rules of a plan in the order of installation: data axis first, then the decoder's leaves.
+
+    Args:
+        chosen: Strategy ids.
+        shape: The model.
+        axes: The decoder's choices.
+        mesh: Ranks per axis.
+        diagnosis: The findings that asked for the strategies.
+        balance: Whether contacts are balanced over the ranks.
+        user: Whether the user named the strategies.
+    """
+    rules = _data_rules(mesh, balance=balance) if "S1" in chosen else []
+    for strategy in (s for s in chosen if s != "S1"):
+        assert shape.decoder is not None, "strategies beyond S1 need a decoder, which the policy has checked"
+        fqn, spec = _target(strategy, shape.decoder)
+        finding = diagnosis.finding(ASKED_BY[strategy])
+        why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
+        whole = estimate(shape, replace(axes, **WITHOUT[strategy]), model_ranks=mesh.model).peak_bytes
+        rules.append(
+            Rule(
+                fqn=fqn,
+                spec=spec,
+                strategy=strategy,
+                why=f"asked for by the user ({why})" if user else why,
+                saves_bytes=max(0, whole - estimate(shape, axes, model_ranks=mesh.model).peak_bytes),
+            )
+        )
+    return tuple(rules)
+
+
+def _data_rules(mesh: MeshShape, *, balance: bool) -> list[Rule]:
+    rules = [Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} ranks on the data axis")]
+    if mesh.data > 1:
+        why = "batch statistics over all ranks, or the result would depend on the number of ranks"
+        rules.append(Rule(fqn="*", spec=ShareBatchStatistics(), strategy="S1", why=why))
+    if balance:
+        why = "contacts per cell vary, and the slowest rank sets the pace"
+        rules.append(Rule(fqn="", spec=BalanceCells(), strategy="S1", why=why))
+    return rules
+
+
+def _target(strategy: str, decoder: DecoderShape) -> tuple[str, Spec]:
+    if strategy == "S3":
+        buckets = max(1, CHUNK_QUERIES // decoder.window)
+        return f"{decoder.fqn}.strata.*.key.attention", ChunkedAttention(buckets=buckets)
+    if strategy == "S4":
+        return f"{decoder.fqn}.strata.*.decode", KeyFirstDecode()
+    return decoder.fqn, FeatureParallel() if strategy == "S2" else HiddenParallel()

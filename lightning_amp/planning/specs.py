@@ -1,0 +1,71 @@
+"""What a rule can ask for: one frozen dataclass per technique; the installers are found by its type."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataParallel:
+    """S1: every rank of the data axis trains on its share of the cells; gradients are averaged by cells."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareBatchStatistics:
+    """Batch normalisation over the cells of all ranks of the data axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceCells:
+    """Every rank gets the same number of cells and nearly the same number of contacts in a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureParallel:
+    """S2: the features of every stratum are split over the model axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkedAttention:
+    """S3: local attention a few buckets at a time.
+
+    Attributes:
+        buckets: Buckets of `window` queries in one chunk.
+        retain: Keep every chunk's probabilities for the backward pass, as the paper does, instead of
+            recomputing them.
+    """
+
+    buckets: int
+    retain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyFirstDecode:
+    """S4: the keys of a stratum's anchors are selected before the product with the cells."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenParallel:
+    """S5: the hidden dimension of the decoder is split over the model axis."""
+
+
+Spec = (
+    DataParallel
+    | ShareBatchStatistics
+    | BalanceCells
+    | FeatureParallel
+    | ChunkedAttention
+    | KeyFirstDecode
+    | HiddenParallel
+)
+
+SPECS: dict[str, type[Spec]] = {
+    spec.__name__: spec
+    for spec in (
+        DataParallel,
+        ShareBatchStatistics,
+        BalanceCells,
+        FeatureParallel,
+        ChunkedAttention,
+        KeyFirstDecode,
+        HiddenParallel,
+    )
+}

@@ -1,0 +1,97 @@
+"""What the data files say, as inert data: a Profile is read once, printed, stored as JSON and compared.
+
+Legend: cells, features, anchors, strata, vertices and edges are counts; sizes in bytes end in `_bytes`.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecompositionProfile:
+    """How a modality's decoder is decomposed: for Hi-C, one unit per stratum.
+
+    Attributes:
+        anchors: Vertices that the keys are built for, N.
+        features: Features of every stratum, F_k, in column order.
+        distances: The bin distance k of every stratum; 0 means contacts of a bin with itself.
+        attention: Whether the decoder builds its keys with attention.
+    """
+
+    anchors: int
+    features: tuple[int, ...]
+    distances: tuple[int, ...]
+    attention: bool
+
+    @property
+    def strata(self) -> int:
+        """Number of strata, K."""
+        return len(self.features)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModalityProfile:
+    """One modality's file.
+
+    Attributes:
+        name: "rna", "hic", "atac" or "methyl".
+        file: File name inside the data directory.
+        probability_model: "NB", "ZINB", "HiCZINB", "ZILN" or "Normal".
+        cells: Cells in the file.
+        features: Features in the file.
+        nonzero: Stored non-zero values, None when the matrix is dense.
+        scale: Features relative to the largest other modality, None when it is the only one.
+        contact_spread: Standard deviation over mean of the counts per cell, None when the file does not store them.
+        decomposition: Strata of a Hi-C modality, None elsewhere.
+    """
+
+    name: str
+    file: str
+    probability_model: str
+    cells: int
+    features: int
+    nonzero: int | None
+    scale: float | None
+    contact_spread: float | None
+    decomposition: DecompositionProfile | None = None
+
+    @property
+    def zeros(self) -> float | None:
+        """Share of zeros in the matrix, None when the matrix is dense."""
+        if self.nonzero is None:
+            return None
+        return 1.0 - self.nonzero / max(1, self.cells * self.features)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphProfile:
+    """The guidance graph: its vertices (genes and bins) and edges, self-loops included."""
+
+    file: str
+    vertices: int
+    edges: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Everything the diagnosis reads: modalities in alphabetical order, and the guidance graph."""
+
+    data_dir: str
+    modalities: tuple[ModalityProfile, ...]
+    graph: GraphProfile | None
+    schema: int = SCHEMA
+
+    def modality(self, name: str) -> ModalityProfile | None:
+        """The modality of that name, None when the data directory has none."""
+        return next((m for m in self.modalities if m.name == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the share of zeros and the number of strata spelled out."""
+        plain = asdict(self)
+        for modality, row in zip(self.modalities, plain["modalities"], strict=True):
+            row["zeros"] = modality.zeros
+            if modality.decomposition is not None:
+                row["decomposition"]["strata"] = modality.decomposition.strata
+        return plain

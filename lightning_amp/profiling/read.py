@@ -1,0 +1,83 @@
+"""Data directory -> Profile: headers and index columns only, never the matrix (Zhang et al. 2026, Section 3.2)."""
+
+from pathlib import Path
+
+import numpy as np
+
+from lightning_amp.data.directory import DataDirectory, find
+from lightning_amp.data.graph import count_graph
+from lightning_amp.data.header import ModalityHeader, read_header
+from lightning_amp.data.layout import read_layout
+from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
+
+PROBABILITY_MODELS = {"rna": "NB", "atac": "ZINB", "methyl": "ZILN", "hic": "HiCZINB"}
+DENSE_RNA_MODEL = "Normal"
+"""RNA stored as a dense matrix without a counts layer holds scaled values, not counts."""
+
+
+def profile(data_dir: str | Path, *, setting: str | None = None, attention: bool | None = None) -> Profile:
+    """Profile a data directory.
+
+    Args:
+        data_dir: A directory written by `lightning-amp prepare`, or by HiGLUE's preprocessing.
+        setting: Which files to take where the directory holds several settings.
+        attention: Whether the Hi-C decoder builds its keys with attention; None means that it does as soon as it
+            has more than one stratum, as HiGLUE's does.
+
+    Raises:
+        DataError: The directory or one of its files cannot be read.
+    """
+    directory = find(data_dir, setting=setting)
+    found = {name: path for name in PROBABILITY_MODELS if (path := getattr(directory, name)) is not None}
+    headers = {name: read_header(path) for name, path in sorted(found.items())}
+    return Profile(
+        data_dir=str(directory.root),
+        modalities=tuple(_modality(name, headers, directory, attention) for name in headers),
+        graph=_graph(directory),
+    )
+
+
+def _modality(
+    name: str, headers: dict[str, ModalityHeader], directory: DataDirectory, attention: bool | None
+) -> ModalityProfile:
+    header = headers[name]
+    others = [h.n_features for other, h in headers.items() if other != name]
+    return ModalityProfile(
+        name=name,
+        file=str(header.path.relative_to(directory.root)),
+        probability_model=_probability_model(name, header),
+        cells=header.n_cells,
+        features=header.n_features,
+        nonzero=header.n_nonzero,
+        scale=header.n_features / max(others) if others else None,
+        contact_spread=_spread(header),
+        decomposition=_decomposition(header, attention) if name == "hic" else None,
+    )
+
+
+def _probability_model(name: str, header: ModalityHeader) -> str:
+    scaled = name == "rna" and header.n_nonzero is None and not header.has_counts_layer
+    return DENSE_RNA_MODEL if scaled else PROBABILITY_MODELS[name]
+
+
+def _spread(header: ModalityHeader) -> float | None:
+    if header.depth is None or not np.all(np.isfinite(header.depth)) or header.depth.sum() <= 0:
+        return None
+    return float(header.depth.std() / header.depth.mean())
+
+
+def _decomposition(header: ModalityHeader, attention: bool | None) -> DecompositionProfile:
+    layout = read_layout(header.path)
+    return DecompositionProfile(
+        anchors=layout.n_anchors,
+        features=tuple(stratum.n_features for stratum in layout.strata),
+        distances=tuple(stratum.k for stratum in layout.strata),
+        attention=layout.n_strata > 1 if attention is None else attention,
+    )
+
+
+def _graph(directory: DataDirectory) -> GraphProfile | None:
+    if directory.graph is None:
+        return None
+    vertices, edges = count_graph(directory.graph)
+    return GraphProfile(file=str(directory.graph.relative_to(directory.root)), vertices=vertices, edges=edges)

@@ -1,0 +1,165 @@
+"""Claim: the policy follows AMP's mapping, refuses what cannot run, and a plan survives JSON unchanged."""
+
+import json
+
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.byte_size import format_bytes, parse_bytes
+from lightning_amp.planning.memory import estimate
+from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.policy import plan
+from lightning_amp.planning.report import plan_report, profile_report
+from lightning_amp.planning.strategies import parse_strategies
+from tests.profiles import hic, profile, rna, shape
+
+
+def peak(strategies: str, devices: int) -> int:
+    return plan(profile(), devices=devices, strategies=strategies, batch_size=256).predicted_peak_bytes
+
+
+def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> None:
+    made = plan(profile(), devices=1, device_memory="1GiB", batch_size=256)
+    assert made.strategies == ()
+    assert made.rules == ()
+    assert made.fits is False
+    assert made.fails_at_stratum is not None
+    assert f"out of memory at stratum {made.fails_at_stratum}" in " ".join(made.notes)
+
+
+def test_no_contacts_or_enough_memory_is_data_parallel_only() -> None:
+    assert plan(profile(rna()), devices=4, device_memory="1MiB").strategies == ("S1",)
+    assert plan(profile(), devices=4, device_memory="24GiB").strategies == ("S1",)
+
+
+def test_signals_activate_their_strategies_when_data_parallelism_does_not_fit() -> None:
+    roomy = peak("S1,S2,S3,S4", 4) + 1
+    made = plan(profile(), devices=4, device_memory=roomy, batch_size=256)
+    assert made.strategies == ("S1", "S2", "S3", "S4")
+    assert made.mesh == MeshShape(data=1, model=4)
+    tight = plan(profile(), devices=4, device_memory=roomy - 2, batch_size=256)
+    assert tight.strategies == ("S1", "S2", "S3", "S4", "S5")
+    no_ratio = plan(profile(hic(scale=2.0), rna()), devices=4, device_memory="10MiB", batch_size=256)
+    assert no_ratio.strategies == ("S1", "S3", "S5")
+    convolution = plan(profile(hic(attention=False), rna()), devices=4, device_memory="10MiB", batch_size=256)
+    assert convolution.strategies == ("S1", "S2", "S4", "S5")
+
+
+def test_each_rule_says_why_and_what_it_saves() -> None:
+    made = plan(profile(), devices=2, strategies=["s3", "S4"], batch_size=256)
+    assert made.strategies == ("S1", "S3", "S4")
+    assert made.axes == Axes(attention="chunked", decode="key-first")
+    by_strategy = {rule.strategy: rule for rule in made.rules if rule.strategy != "S1"}
+    assert "ATTENTION_DECODER" in by_strategy["S3"].why
+    assert by_strategy["S3"].fqn == "decoders.hic.strata.*.key.attention"
+    assert by_strategy["S3"].saves_bytes == peak("S1,S4", 2) - made.predicted_peak_bytes > 0
+    assert all(rule.why for rule in made.rules)
+
+
+def test_cells_are_balanced_where_contacts_vary_and_not_on_one_rank() -> None:
+    assert plan(profile(), devices=2, batch_size=32).balance_cells
+    assert not plan(profile(), devices=2, batch_size=100_000).balance_cells
+    assert not plan(profile(), devices=1, batch_size=32).balance_cells
+
+
+def test_json_round_trip_and_the_contract_of_its_keys() -> None:
+    made = plan(profile(), devices=2, strategies="S1,S3", device_memory="24GiB", batch_size=8)
+    assert Plan.from_json(made.to_json()) == made
+    plain = json.loads(made.to_json())
+    for key in ("schema", "signals", "strategies", "mesh", "predicted_peak_bytes", "budget_bytes", "rules"):
+        assert key in plain
+    assert plain["mesh"] == {"data": 2, "model": 1}
+    assert all({"fqn", "why"} <= set(rule) for rule in plain["rules"])
+
+
+def test_plans_are_deterministic() -> None:
+    assert plan(profile(), devices=4, device_memory="1GiB") == plan(profile(), devices=4, device_memory="1GiB")
+
+
+def test_reports_fit_80_columns() -> None:
+    made = plan(profile(), devices=4, device_memory="1GiB", batch_size=256)
+    text = profile_report(profile()) + "\n" + plan_report(made)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "S5" in text
+    assert "does NOT fit" in text
+
+
+def test_memory_grows_by_the_same_amount_per_stratum_and_shrinks_with_each_strategy() -> None:
+    whole = estimate(shape(), Axes())
+    assert len(whole.strata_bytes) == 32
+    assert whole.strata_bytes[-1] == whole.base_bytes + sum(whole.stratum_bytes)
+    steps = [b - a for a, b in zip(whole.strata_bytes[1:], whole.strata_bytes[2:], strict=False)]
+    assert max(steps) < 1.01 * min(steps)
+    for axes in (Axes(attention="chunked"), Axes(placement="hidden"), Axes(features="sharded")):
+        assert estimate(shape(), axes, model_ranks=4).peak_bytes < whole.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"policy": "fast"}, "policy='fast' was asked for; allowed are 'auto', 'paper'"),
+        ({"devices": 0}, "devices=0 was asked for; allowed is a whole number of 1 or more"),
+        ({"devices": "two"}, "devices='two'"),
+        ({"batch_size": -1}, "batch_size=-1"),
+        ({"device_memory": "24 apples"}, "'24 apples' was found; allowed are a number of bytes"),
+        ({"device_memory": "0GiB"}, "larger than zero, found '0GiB'"),
+        ({"strategies": "S1,S9"}, r"\['S9'\] is not in the library; allowed are S1, S2, S3, S4, S5"),
+        ({"strategies": ""}, "'nothing' is not in the library"),
+        ({"model_parallel_size": "most"}, "model_parallel_size='most'"),
+        ({"model_parallel_size": 3, "devices": 4, "strategies": "S5"}, r"must divide them, choose one of \[1, 2, 4\]"),
+        ({"model_parallel_size": 2, "devices": 2, "strategies": "S1"}, "S1 split nothing over the model axis"),
+        ({"strategies": "S5", "devices": 1}, "S5 split a module over the model axis"),
+    ],
+)
+def test_bad_requests_are_refused(request_, message) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(profile(), **request_)
+
+
+def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
+    with pytest.raises(PlanError, match="S3 chunks attention, but 'decoders.hic' builds its keys without attention"):
+        plan(profile(hic(attention=False), rna()), devices=2, strategies="S3")
+    with pytest.raises(PlanError, match="S4 change a decomposed decoder, and none was recognised"):
+        plan(profile(rna()), devices=2, strategies="S4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the plan is not JSON"),
+        ("[]", r"has schema \[\]"),
+        ('{"schema": 99}', "schema 1 was asked for, the plan has schema 99"),
+        ('{"schema": 1}', "does not read as a plan"),
+    ],
+)
+def test_plans_that_cannot_be_read(text, message) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_rule_of_unknown_type_and_a_missing_file(tmp_path) -> None:
+    plain = json.loads(plan(profile(), devices=2).to_json())
+    plain["rules"][0]["spec"]["type"] = "Teleport"
+    with pytest.raises(PlanError, match="a rule asks for 'Teleport'; this version can install"):
+        Plan.from_json(json.dumps(plain))
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.read(tmp_path / "absent.json")
+    with pytest.raises(PlanError, match="a mesh of 0 x 2"):
+        MeshShape(data=0, model=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("1.5k", 1536), (7, 7), ("512", 512), ("2TiB", 2 * 2**40)],
+)
+def test_sizes_are_read(text, n_bytes) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+def test_sizes_are_written_with_three_digits() -> None:
+    sizes = (0, 999, 1024, 123_456, 10**9, 25_769_803_776)
+    assert [format_bytes(n) for n in sizes] == ["0 B", "999 B", "1.00 KiB", "121 KiB", "954 MiB", "24.0 GiB"]
+
+
+def test_strategies_are_sorted_and_include_data_parallelism() -> None:
+    assert parse_strategies(" s4,S3, S3") == ("S1", "S3", "S4")
