@@ -48,7 +48,9 @@ __all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", *
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names are {sorted(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; its public names are {sorted(__all__)}"
+        )
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

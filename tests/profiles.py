@@ -4,7 +4,9 @@ from lightning_amp.planning.shape import ModelShape, reference_shape
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
 
-def hic(*, anchors: int = 5400, strata: int = 32, attention: bool = True, scale: float | None = 34.0) -> ModalityProfile:
+def hic(
+    *, anchors: int = 5400, strata: int = 32, attention: bool = True, scale: float | None = 34.0
+) -> ModalityProfile:
     features = tuple(anchors - k for k in range(strata))
     return ModalityProfile(
         name="hic",

@@ -73,7 +73,9 @@ def test_json_round_trip_and_the_contract_of_its_keys() -> None:
 
 
 def test_plans_are_deterministic() -> None:
-    assert plan(profile(), devices=4, device_memory="1GiB") == plan(profile(), devices=4, device_memory="1GiB")
+    assert plan(profile(), devices=4, device_memory="1GiB") == plan(
+        profile(), devices=4, device_memory="1GiB"
+    )
 
 
 def test_reports_fit_80_columns() -> None:
@@ -106,8 +108,14 @@ def test_memory_grows_by_the_same_amount_per_stratum_and_shrinks_with_each_strat
         ({"strategies": "S1,S9"}, r"\['S9'\] is not in the library; allowed are S1, S2, S3, S4, S5"),
         ({"strategies": ""}, "'nothing' is not in the library"),
         ({"model_parallel_size": "most"}, "model_parallel_size='most'"),
-        ({"model_parallel_size": 3, "devices": 4, "strategies": "S5"}, r"must divide them, choose one of \[1, 2, 4\]"),
-        ({"model_parallel_size": 2, "devices": 2, "strategies": "S1"}, "S1 split nothing over the model axis"),
+        (
+            {"model_parallel_size": 3, "devices": 4, "strategies": "S5"},
+            r"must divide them, choose one of \[1, 2, 4\]",
+        ),
+        (
+            {"model_parallel_size": 2, "devices": 2, "strategies": "S1"},
+            "S1 split nothing over the model axis",
+        ),
         ({"strategies": "S5", "devices": 1}, "S5 split a module over the model axis"),
     ],
 )
@@ -117,7 +125,9 @@ def test_bad_requests_are_refused(request_, message) -> None:
 
 
 def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
-    with pytest.raises(PlanError, match="S3 chunks attention, but 'decoders.hic' builds its keys without attention"):
+    with pytest.raises(
+        PlanError, match="S3 chunks attention, but 'decoders.hic' builds its keys without attention"
+    ):
         plan(profile(hic(attention=False), rna()), devices=2, strategies="S3")
     with pytest.raises(PlanError, match="S4 change a decomposed decoder, and none was recognised"):
         plan(profile(rna()), devices=2, strategies="S4")

@@ -17,9 +17,13 @@ from itertools import accumulate
 from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import DecoderShape, ModelShape
 
+CHUNK_QUERIES = 128
+"""Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 
-CHUNKED_COPIES = 3
-CHUNK_ROWS = 1
+
+def chunk_buckets(window: int) -> int:
+    """Buckets of `window` queries in one chunk: about `CHUNK_QUERIES` queries, one bucket at least."""
+    return max(1, CHUNK_QUERIES // window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +33,14 @@ class Estimate:
     Attributes:
         base_bytes: M_base: weights, optimiser state, base activations and the decoder's own inputs.
         stratum_bytes: Delta M_k of every stratum.
+        other_decoder_bytes: Kept by the decoders without strata.
         transient_bytes: Largest temporaries of one stratum's backward pass.
         step_bytes: Held in the optimiser step.
     """
 
     base_bytes: int
     stratum_bytes: tuple[int, ...]
+    other_decoder_bytes: int
     transient_bytes: int
     step_bytes: int
 
@@ -46,7 +52,8 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         """Peak of the step."""
-        return max(self.base_bytes + sum(self.stratum_bytes) + self.transient_bytes, self.step_bytes)
+        forward = self.base_bytes + sum(self.stratum_bytes) + self.other_decoder_bytes
+        return max(forward + self.transient_bytes, self.step_bytes)
 
 
 def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate:
@@ -67,6 +74,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
     return Estimate(
         base_bytes=weights + shape.base_activation_bytes,
         stratum_bytes=strata,
+        other_decoder_bytes=shape.other_decoder_bytes,
         transient_bytes=transient,
         step_bytes=weights + shape.parameter_bytes,
     )
@@ -124,7 +132,7 @@ def _attention_terms(decoder: DecoderShape, axes: Axes, ranks: int, element: int
         "rotation [3 w, D]": element * 3 * w * d,
     }
     if axes.attention == "chunked":
-        return terms | {"queries, keys, values of the buckets [P, D]": element * CHUNKED_COPIES * p * d}
+        return terms | {"queries, keys, values of the buckets [P, D]": element * 3 * p * d}
     return terms | {
         "queries and values of the buckets [P, D]": element * (2 * p + 2 * w) * d,
         "neighbouring keys [P / w, 3 w, D]": element * 3 * p * d,
@@ -147,7 +155,8 @@ def _transient(shape: ModelShape, axes: Axes, k: int, ranks: int) -> int:
         likelihood += shape.element_bytes * shape.batch_size * decoder.anchors
     if decoder.distances[k] == 0 or not decoder.attention:
         return likelihood
-    rows = _padded(decoder) if axes.attention == "eager" else CHUNK_ROWS * decoder.window
-    kept = 1 if axes.attention == "eager" else 2
-    scores = shape.element_bytes * 3 * decoder.window * rows * (1 + kept)
-    return max(likelihood, scores + shape.element_bytes * 3 * _padded(decoder) * _width(decoder, axes, ranks))
+    p, w, d = _padded(decoder), decoder.window, _width(decoder, axes, ranks)
+    if axes.attention == "eager":
+        return max(likelihood, shape.element_bytes * (3 * p * w + 2 * p * d))
+    rows = min(p, chunk_buckets(w) * w)
+    return max(likelihood, shape.element_bytes * (rows * (6 * w + 5 * d) + p * d))

@@ -43,7 +43,9 @@ class MeshShape:
 
     def __post_init__(self) -> None:
         if self.data < 1 or self.model < 1:
-            raise PlanError(f"a mesh of {self.data!r} x {self.model!r} was asked for; both axes need 1 rank or more")
+            raise PlanError(
+                f"a mesh of {self.data!r} x {self.model!r} was asked for; both axes need 1 rank or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,7 +125,9 @@ def check_request(
     if strategies is not None:
         parse_strategies(strategies)
     if model_parallel_size != "auto" and (
-        isinstance(model_parallel_size, bool) or not isinstance(model_parallel_size, int) or model_parallel_size < 1
+        isinstance(model_parallel_size, bool)
+        or not isinstance(model_parallel_size, int)
+        or model_parallel_size < 1
     ):
         raise PlanError(
             f'model_parallel_size={model_parallel_size!r} was asked for; allowed are "auto" or a whole number of 1 or'
@@ -150,10 +152,14 @@ def _paper(
         chosen |= {"S2", "S4"}
     if ATTENTION_DECODER in diagnosis.signals:
         chosen.add("S3")
-    lean = estimate(shape, _axes(tuple(chosen), shape), model_ranks=devices if "S2" in chosen else 1).peak_bytes
+    lean = estimate(
+        shape, _axes(tuple(chosen), shape), model_ranks=devices if "S2" in chosen else 1
+    ).peak_bytes
     if HEAVY_DECOMPOSITION in diagnosis.signals and lean > budget:
         chosen.add("S5")
-    return tuple(sorted(chosen)), [f"{format_bytes(whole)} per device under S1 exceeds {format_bytes(budget)}"]
+    return tuple(sorted(chosen)), [
+        f"{format_bytes(whole)} per device under S1 exceeds {format_bytes(budget)}"
+    ]
 
 
 def _mesh(chosen: tuple[str, ...], *, devices: int, model_parallel_size: int | str) -> MeshShape:
@@ -206,7 +212,9 @@ def _balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[bool, 
     The sum over B cells has a relative spread of spread / sqrt(B); the largest of R such sums exceeds their mean by
     about that times the expected maximum of R standard normal numbers (Blom's approximation).
     """
-    spreads = [m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread]
+    spreads = [
+        m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread
+    ]
     if mesh.data == 1 or not spreads:
         return False, []
     largest = NormalDist().inv_cdf((mesh.data - 0.375) / (mesh.data + 0.25))
@@ -229,9 +237,17 @@ def _notes(
     if policy == "auto" and strategies is None:
         notes.append('policy "auto" follows the paper\'s fixed mapping in this version')
     if shape.decoder is None:
-        notes.append("activations of an unrecognised module cannot be predicted: the peak covers weights and gradients")
+        notes.append(
+            "activations of an unrecognised module cannot be predicted: the peak covers weights and gradients"
+        )
     if budget is not None and predicted.peak_bytes > budget:
         stratum = next((k for k, n in enumerate(predicted.strata_bytes) if n > budget), None)
-        where = f"out of memory at stratum {stratum}" if stratum is not None else "out of memory in the backward pass"
-        notes.append(f"predicted {where}: {format_bytes(predicted.peak_bytes)} against {format_bytes(budget)}")
+        where = (
+            f"out of memory at stratum {stratum}"
+            if stratum is not None
+            else "out of memory in the backward pass"
+        )
+        notes.append(
+            f"predicted {where}: {format_bytes(predicted.peak_bytes)} against {format_bytes(budget)}"
+        )
     return notes

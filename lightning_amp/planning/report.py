@@ -45,7 +45,11 @@ def profile_report(profile: Profile) -> str:
         )
     text = table(["modality", "model", "cells", "features", "zeros", "scale", "decoder"], rows)
     graph = profile.graph
-    line = f"guidance graph: {graph.vertices:,} vertices, {graph.edges:,} edges" if graph else "no guidance graph"
+    line = (
+        f"guidance graph: {graph.vertices:,} vertices, {graph.edges:,} edges"
+        if graph
+        else "no guidance graph"
+    )
     return f"Profile of {profile.data_dir}\n\n{text}\n\n{line}"
 
 
@@ -56,7 +60,12 @@ def plan_report(plan: Plan) -> str:
     if raised:
         sections.append(table(["signal", "raised", "evidence"], raised))
     rules = [
-        [rule.strategy, type(rule.spec).__name__, format_bytes(rule.saves_bytes) if rule.saves_bytes else "-", rule.why]
+        [
+            rule.strategy,
+            type(rule.spec).__name__,
+            format_bytes(rule.saves_bytes) if rule.saves_bytes else "-",
+            rule.why,
+        ]
         for rule in plan.rules
     ]
     sections.append(table(["", "technique", "saves", "why"], rules) if rules else "nothing to install")
@@ -76,7 +85,10 @@ def _prediction(plan: Plan) -> list[str]:
     rows = [
         ("predicted peak per rank", f"{format_bytes(plan.predicted_peak_bytes)} of {budget} ({verdict})"),
         ("base + strata x each", _epm(plan)),
-        ("mesh", f"{plan.mesh.data} data x {plan.mesh.model} model, {plan.batch_size} cells per rank and step"),
+        (
+            "mesh",
+            f"{plan.mesh.data} data x {plan.mesh.model} model, {plan.batch_size} cells per rank and step",
+        ),
     ]
     return [f"{name.ljust(24)}{value}" for name, value in rows]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.diagnosis.diagnosis import Diagnosis
-from lightning_amp.planning.memory import estimate
+from lightning_amp.planning.memory import chunk_buckets, estimate
 from lightning_amp.planning.plan import Axes, MeshShape, Rule
 from lightning_amp.planning.shape import DecoderShape, ModelShape
 from lightning_amp.planning.specs import (
@@ -17,9 +17,6 @@ from lightning_amp.planning.specs import (
     ShareBatchStatistics,
     Spec,
 )
-
-CHUNK_QUERIES = 128
-"""Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 
 ASKED_BY = {
     "S2": HIGH_INPUT_DIMENSIONALITY,
@@ -88,8 +85,9 @@ def _data_rules(mesh: MeshShape, *, balance: bool) -> list[Rule]:
 
 def _target(strategy: str, decoder: DecoderShape) -> tuple[str, Spec]:
     if strategy == "S3":
-        buckets = max(1, CHUNK_QUERIES // decoder.window)
-        return f"{decoder.fqn}.strata.*.key.attention", ChunkedAttention(buckets=buckets)
+        return f"{decoder.fqn}.strata.*.key.attention", ChunkedAttention(
+            buckets=chunk_buckets(decoder.window)
+        )
     if strategy == "S4":
         return f"{decoder.fqn}.strata.*.decode", KeyFirstDecode()
     return decoder.fqn, FeatureParallel() if strategy == "S2" else HiddenParallel()

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from lightning_amp.profiling.profile import Profile
 
 LATENT_DIM = 64
-HIDDEN_DIM = 128
-HIDDEN_DEPTH = 2
 WINDOW_PER_STRATUM = 20
 """Default attention window in bins, per stratum of the decoder: w = 20 K."""
 TABLES_PER_FEATURE = 4
@@ -47,6 +45,16 @@ class DecoderShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkShape:
+    """The reference model outside its strata, with its default sizes."""
+
+    hidden_dim: int = 128
+    hidden_depth: int = 2
+    edges_per_step: int = 4096
+    negatives_per_edge: int = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """A model as the memory model sees it; sizes in bytes are those of one whole, unsharded copy.
 
@@ -54,8 +62,8 @@ class ModelShape:
         decoder: The decomposed decoder, None when no module was recognised.
         batch_size: B.
         parameter_bytes: All parameters and buffers.
-        base_activation_bytes: What the backward pass keeps outside the strata: batch, encoders, graph, other
-            decoders.
+        base_activation_bytes: Alive before the first stratum: batch, encoders, graph.
+        other_decoder_bytes: What the decoders without strata keep.
         optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
         element_bytes: Bytes per activation element.
     """
@@ -64,11 +72,14 @@ class ModelShape:
     batch_size: int
     parameter_bytes: int
     base_activation_bytes: int
+    other_decoder_bytes: int = 0
     optimizer_slots: int = 1
     element_bytes: int = 4
 
 
-def decoder_shape(profile: Profile, *, latent_dim: int = LATENT_DIM, window: int | None = None) -> DecoderShape | None:
+def decoder_shape(
+    profile: Profile, *, latent_dim: int = LATENT_DIM, window: int | None = None
+) -> DecoderShape | None:
     """The reference model's decoder for a profile, None without a decomposed modality."""
     modality = next((m for m in profile.modalities if m.decomposition is not None), None)
     if modality is None or modality.decomposition is None:
@@ -93,35 +104,59 @@ def reference_shape(
     window: int | None = None,
 ) -> ModelShape:
     """The reference model for a profile, for a plan made before there is a module."""
-    vertices = profile.graph.vertices if profile.graph else sum(m.features for m in profile.modalities)
-    edges = profile.graph.edges if profile.graph else 0
+    network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
-    encoders = sum(HIDDEN_DIM * m.features + HIDDEN_DIM * (HIDDEN_DIM + 5) * HIDDEN_DEPTH for m in profile.modalities)
-    tables = sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.features for m in profile.modalities)
-    graph = vertices * latent_dim + 2 * latent_dim * (latent_dim + 1)
-    blocks = 0
-    if decoder is not None:
-        per_block = 4 * latent_dim**2 + 4 * latent_dim if decoder.attention else 3 * latent_dim
-        blocks = per_block * sum(k > 0 for k in decoder.distances)
     return ModelShape(
         decoder=decoder,
         batch_size=batch_size,
-        parameter_bytes=4 * (encoders + tables + graph + blocks),
-        base_activation_bytes=base_activations(
-            features=[m.features for m in profile.modalities],
-            batch_size=batch_size,
-            latent_dim=latent_dim,
-            vertices=vertices,
-            edges=edges,
-        ),
+        parameter_bytes=_parameters(network, decoder, profile, latent_dim),
+        base_activation_bytes=base_activations(network, profile, batch_size=batch_size, latent_dim=latent_dim),
+        other_decoder_bytes=other_decoders(profile, batch_size=batch_size),
     )
 
 
-def base_activations(
-    *, features: list[int], batch_size: int, latent_dim: int, vertices: int, edges: int, element_bytes: int = 4
-) -> int:
-    """Bytes kept outside the strata: counts and normalised counts, hidden layers, vertices and edge messages."""
-    counts = 2 * batch_size * sum(features)
-    hidden = len(features) * batch_size * HIDDEN_DIM * 5 * HIDDEN_DEPTH
-    graph = 4 * vertices * latent_dim + 2 * edges * latent_dim
-    return element_bytes * (counts + hidden + graph)
+def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
+    """Bytes of the reference model's parameters and of the graph that it holds."""
+    h, depth = network.hidden_dim, network.hidden_depth
+    floats = sum(h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities)
+    floats += sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.features for m in profile.modalities)
+    floats += h * (dim + h + len(profile.modalities))
+    if profile.graph is not None:
+        # An edge is held in both directions: two int64 vertices, a weight and a sign.
+        floats += profile.graph.vertices * dim + 2 * dim * (dim + 1) + 2 * 6 * profile.graph.edges
+    if decoder is not None:
+        block = 4 * dim**2 + 4 * dim if decoder.attention else 3 * dim
+        # Each feature also has its anchor, int64.
+        floats += block * sum(k > 0 for k in decoder.distances) + 2 * sum(decoder.features)
+    return 4 * floats
+
+
+def base_activations(network: NetworkShape, profile: Profile, *, batch_size: int, latent_dim: int) -> int:
+    """Bytes alive before the first stratum, weights apart: batch, encoders, vertices and sampled edges.
+
+    The factors count what the reference model keeps; tests compare them with the bytes that are alive.
+
+    Args:
+        network: The reference model's settings outside the decoder.
+        profile: The data.
+        batch_size: B, cells per rank and modality.
+        latent_dim: D.
+    """
+    features = sum(m.features for m in profile.modalities)
+    cells = batch_size * len(profile.modalities)
+    vertices = profile.graph.vertices if profile.graph else 0
+    edges = network.edges_per_step if profile.graph else 0
+    floats = {
+        "counts, scaled counts and their logarithms [B, F]": 3 * batch_size * features,
+        "hidden layers [B, h]": 5 * network.hidden_depth * cells * network.hidden_dim,
+        "cells' latents [B, D]": 10 * cells * latent_dim,
+        "vertices' latents [V, D]": 9 * vertices * latent_dim,
+        "ends of sampled edges [E, D]": (network.negatives_per_edge + 3) * edges * latent_dim,
+        "scores of sampled edges [E]": 6 * network.negatives_per_edge * edges,
+    }
+    return 4 * sum(floats.values())
+
+
+def other_decoders(profile: Profile, *, batch_size: int) -> int:
+    """Bytes that the decoders without strata keep, once the strata are done."""
+    return 4 * 9 * batch_size * sum(m.features for m in profile.modalities if m.decomposition is None)

@@ -1,0 +1,191 @@
+"""`lightning-amp`: demo | prepare | profile | plan | fit | validate | test | predict, in workflow order.
+
+The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_amp.errors import AmpError
+
+TRAINING = ("fit", "validate", "test", "predict")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 after an error that the user can mend."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words and words[0] in TRAINING:
+            from lightning_amp.lightning.training_cli import train
+
+            train(words)
+        else:
+            arguments = _parser().parse_args(words)
+            arguments.run(arguments)
+    except AmpError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"lightning-amp: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-amp",
+        description="Train multi-modal single-cell Hi-C models within the memory you have.",
+        epilog="fit, validate, test and predict take Lightning's flags: lightning-amp fit --help",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(verbs.add_parser("demo", help="make a small data set, plan, train on two CPU ranks, predict"))
+    _add_prepare(verbs.add_parser("prepare", help="write a data directory from .scool, .h5ad and genes"))
+    _add_profile(verbs.add_parser("profile", help="say what a data directory holds"))
+    _add_plan(verbs.add_parser("plan", help="say where memory will end, and what to do about it"))
+    for verb in TRAINING:
+        verbs.add_parser(
+            verb, help=f"Lightning's {verb}, with strategy amp: lightning-amp {verb} --config FILE.yaml"
+        )
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it"
+    )
+    parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
+    parser.add_argument("--epochs", type=int, default=15, help="training epochs (default: 15)")
+    parser.set_defaults(run=_demo)
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hic", required=True, help="single-cell Hi-C, .scool")
+    parser.add_argument("--rna", required=True, help="RNA, .h5ad with raw counts in X or layers['counts']")
+    parser.add_argument("--genes", required=True, help="gene positions, GTF or BED, plain or .gz")
+    parser.add_argument("--strata", required=True, type=int, help="bin distances to keep: 0 to STRATA - 1")
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--labels", help="SCORE's table: cell, depth, batch, cluster")
+    parser.add_argument("--resolution", help="check: the bin size that the file must have, such as 500kb")
+    parser.add_argument(
+        "--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)"
+    )
+    parser.add_argument(
+        "--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)"
+    )
+    parser.add_argument("--trans", action="store_true", help="keep pairs that cross a chromosome's end")
+    parser.add_argument("--chromosomes", help="chromosomes to keep, separated by commas (default: all)")
+    parser.add_argument(
+        "--loop-quantile", type=float, default=0.98, help="pseudobulk quantile of graph edges"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    parser.set_defaults(run=_prepare)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "data_dir", metavar="DIR", help="a folder written by `lightning-amp prepare` or by HiGLUE"
+    )
+    parser.add_argument("--setting", help="which files to take where the folder has several settings")
+    parser.add_argument(
+        "--keys", choices=["attention", "convolution"], help="how the decoder builds its keys"
+    )
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
+    parser.set_defaults(run=_profile)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_profile(parser)
+    parser.add_argument("--devices", type=int, default=1, help="ranks in all (default: 1)")
+    parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
+    parser.add_argument("--policy", default="auto", help="auto (default) or paper")
+    parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
+    parser.add_argument("--batch-size", type=int, default=64, help="cells per rank and step (default: 64)")
+    parser.add_argument(
+        "--latent-dim", type=int, default=None, help="latent dimension of the model (default: 64)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=None, help="attention window in bins (default: 20 per stratum)"
+    )
+    parser.add_argument(
+        "--model-parallel-size", default="auto", help='ranks of the model axis (default: "auto")'
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from lightning_amp.demo import run_demo
+
+    for line in run_demo(Path(arguments.out), devices=arguments.devices, epochs=arguments.epochs):
+        print(line, flush=True)
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    from lightning_amp.data.prepare import prepare
+
+    directory = prepare(
+        hic=arguments.hic,
+        rna=arguments.rna,
+        genes=arguments.genes,
+        strata=arguments.strata,
+        out=arguments.out,
+        labels=arguments.labels,
+        resolution=arguments.resolution,
+        min_depth=arguments.min_depth,
+        n_genes=arguments.n_genes,
+        cis_only=not arguments.trans,
+        chromosomes=arguments.chromosomes.split(",") if arguments.chromosomes else None,
+        loop_quantile=arguments.loop_quantile,
+        overwrite=arguments.overwrite,
+    )
+    for path in (directory.hic, directory.rna, directory.graph):
+        print(f"wrote {path}")
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.report import profile_report
+
+    profile = _read(arguments)
+    print(json.dumps(profile.to_dict(), indent=2) if arguments.format == "json" else profile_report(profile))
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.policy import check_request, plan
+    from lightning_amp.planning.report import plan_report, profile_report
+    from lightning_amp.planning.shape import LATENT_DIM, reference_shape
+
+    size = arguments.model_parallel_size
+    request = {
+        "devices": arguments.devices,
+        "device_memory": arguments.device_memory,
+        "policy": arguments.policy,
+        "strategies": arguments.strategies,
+        "batch_size": arguments.batch_size,
+        "model_parallel_size": int(size) if size.isdecimal() else size,
+    }
+    check_request(**request)
+    profile = _read(arguments)
+    shape = reference_shape(
+        profile,
+        batch_size=arguments.batch_size,
+        latent_dim=arguments.latent_dim or LATENT_DIM,
+        window=arguments.window,
+    )
+    made = plan(profile, **request, shape=shape)
+    print(
+        made.to_json() if arguments.format == "json" else f"{profile_report(profile)}\n\n{plan_report(made)}"
+    )
+
+
+def _read(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from lightning_amp.profiling.read import profile
+
+    keys = arguments.keys
+    return profile(
+        arguments.data_dir, setting=arguments.setting, attention=None if keys is None else keys == "attention"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Data files on disk: reading, checking, preparing and synthesising them."""

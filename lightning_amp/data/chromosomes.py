@@ -1,0 +1,40 @@
+"""Matches chromosome names written with and without "chr"."""
+
+from collections.abc import Iterable, Sequence
+
+from lightning_amp.errors import DataError
+
+
+def bare_name(chrom: str) -> str:
+    """Return the name without "chr", the mitochondrial one as "M", so that two spellings compare equal."""
+    name = chrom[3:] if chrom.lower().startswith("chr") else chrom
+    return "M" if name == "MT" else name
+
+
+def spell_as(reference: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return, for each name that the reference knows in some spelling, the reference's spelling."""
+    spelling = {bare_name(chrom): chrom for chrom in reference}
+    return {name: spelling[bare_name(name)] for name in names if bare_name(name) in spelling}
+
+
+def choose_chromosomes(asked: Sequence[str] | None, present: Sequence[str], *, path: object) -> list[str]:
+    """Return the chromosomes to keep, in the file's spelling and order.
+
+    Args:
+        asked: Names in either spelling, or None for all.
+        present: The file's chromosomes in order.
+        path: The file, for messages.
+
+    Raises:
+        DataError: A name is not in the file, or none is asked for.
+    """
+    if asked is None:
+        return list(present)
+    spelled = spell_as(present, asked)
+    unknown = [name for name in asked if name not in spelled]
+    if unknown or not asked:
+        raise DataError(
+            f"{path}: asked for chromosomes {list(asked)!r}, of which {unknown!r} are not in the file; it "
+            f"has {list(present)[:30]!r}"
+        )
+    return [chrom for chrom in present if chrom in spelled.values()]

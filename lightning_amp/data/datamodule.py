@@ -1,0 +1,200 @@
+"""A directory of single-cell files as a LightningDataModule."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from lightning_amp.data.batch import Batch
+from lightning_amp.data.dataset import CellTable, MultiModalDataset
+from lightning_amp.data.directory import DataDirectory, find
+from lightning_amp.data.graph import Graph, read_graph
+from lightning_amp.data.keys import hash_integers, hash_text
+from lightning_amp.data.layout import FeatureLayout, read_layout
+from lightning_amp.data.sampler import CellRowsOf, StepLoader, StepSampler
+from lightning_amp.errors import DataError
+
+
+class SingleCellDataModule(pl.LightningDataModule):
+    """Serves the cells of a data directory, all modalities at once, to any number of ranks.
+
+    Training cycles through the cells that are not held out; validation takes the held-out cells once, or,
+    with `val_fraction=0`, all cells (the model is unsupervised, so this still says something); test and
+    predict take all cells once, in file order.
+
+    After `setup`: `directory`, `tables` (modality -> CellTable), `layout` (of Hi-C, or None), `graph` (or
+    None).
+
+    Args:
+        data_dir: directory written by `lightning-amp prepare`, or one of the same form
+        batch_size: cells per modality, rank and step
+        setting: which preparation to take when the directory holds several
+        balance: give the ranks equal contacts, not only equally many cells; None leaves it to the strategy
+        num_workers: processes that read ahead
+        seed: of order, held-out cells and random draws; must be the same on every rank
+        modalities: which of the directory's modalities to take, by default all
+        val_fraction: share of each modality's cells that is held out for validation, in [0, 1)
+
+    Raises:
+        DataError: an argument is out of range, or, from `setup`, the directory does not hold what is asked
+            for
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        *,
+        batch_size: int = 64,
+        setting: str | None = None,
+        balance: bool | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        modalities: list[str] | None = None,
+        val_fraction: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise DataError(
+                f"batch_size={batch_size!r} was asked; it counts cells per rank and must be at least 1"
+            )
+        if not 0 <= val_fraction < 1:
+            raise DataError(
+                f"val_fraction={val_fraction!r} was asked; it is a share of the cells in [0, 1), 0 to hold none out"
+            )
+        self.data_dir = Path(data_dir)
+        self.batch_size = batch_size
+        self.setting = setting
+        self.balance = balance
+        self.num_workers = num_workers
+        self.seed = seed
+        self.modalities = modalities
+        self.val_fraction = val_fraction
+        self.directory: DataDirectory | None = None
+        self.tables: dict[str, CellTable] = {}
+        self.layout: FeatureLayout | None = None
+        self.graph: Graph | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read everything once; counts stay sparse."""
+        if self.tables:
+            return
+        directory = find(self.data_dir, setting=self.setting)
+        paths = self._chosen(directory)
+        graph = self._read_graph(directory, paths)
+        layout = read_layout(paths["hic"]) if "hic" in paths else None
+        self.tables = {modality: CellTable(path, modality) for modality, path in paths.items()}
+        self.directory, self.layout, self.graph = directory, layout, graph
+
+    def train_dataloader(self) -> StepLoader:
+        """Cycle through the cells that are not held out; Lightning saves and restores the position."""
+        overfit = bool(getattr(self.trainer, "overfit_batches", 0))
+        sampler = self._sampler(self._split()[0], cycle=True, shuffle=not overfit)
+        return StepLoader(MultiModalDataset(self.tables), sampler, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Take every held-out cell once, or every cell when none is held out."""
+        return self._once(self._split()[1])
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """Take every cell once."""
+        return self._once(None)
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        """Take every cell once."""
+        return self._once(None)
+
+    def vertices(self, modality: str) -> NDArray[np.int64]:
+        """Return the graph vertex of each feature, for Hi-C of each anchor.
+
+        Returns:
+            int64 [feature], for Hi-C [anchor]
+
+        Raises:
+            DataError: the modality is not loaded, there is no graph, or it lacks features
+        """
+        if modality not in self.tables:
+            raise DataError(f"modality {modality!r} is not loaded; loaded are {sorted(self.tables)!r}")
+        if self.graph is None:
+            raise DataError(_no_graph(self.data_dir, list(self.tables)))
+        row_of = {name: row for row, name in enumerate(self.graph.vertices.tolist())}
+        if modality == "hic" and self.layout is not None:
+            names = self.layout.anchor_names.tolist()
+        else:
+            names = self.tables[modality].feature_names()
+        missing = [name for name in names if name not in row_of]
+        if missing:
+            raise DataError(
+                f"{self.data_dir}: {len(missing)!r} of {len(names)!r} features of modality {modality!r} are no "
+                f"vertices of the guidance graph, e.g. {missing[:3]!r}; the graph belongs to other files, write "
+                "all anew with `lightning-amp prepare`"
+            )
+        return np.array([row_of[name] for name in names], dtype=np.int64)
+
+    def _chosen(self, directory: DataDirectory) -> dict[str, Path]:
+        """Return the files of the modalities that were asked for."""
+        found = directory.modalities
+        if self.modalities is None:
+            return found
+        absent = [modality for modality in self.modalities if modality not in found]
+        if absent or not self.modalities:
+            raise DataError(
+                f"{self.data_dir}: modalities={self.modalities!r} were asked, found {sorted(found)!r}; "
+                "choose one or more of those"
+            )
+        return {modality: path for modality, path in found.items() if modality in self.modalities}
+
+    def _read_graph(self, directory: DataDirectory, paths: dict[str, Path]) -> Graph | None:
+        if directory.graph is not None:
+            return read_graph(directory.graph)
+        if len(paths) > 1:
+            raise DataError(_no_graph(self.data_dir, list(paths)))
+        return None
+
+    def _split(self) -> tuple[CellRowsOf, CellRowsOf]:
+        """Return the cells for training and for validation, a function of the seed alone."""
+        train, val = {}, {}
+        for modality, table in self.tables.items():
+            rng = np.random.default_rng(hash_integers(self.seed, hash_text(modality)))
+            n_held = int(np.ceil(self.val_fraction * table.n_cells)) if table.n_cells > 1 else 0
+            order = rng.permutation(table.n_cells)
+            train[modality] = np.sort(order[min(n_held, table.n_cells - 1) :])
+            val[modality] = np.sort(order[: min(n_held, table.n_cells - 1)]) if n_held else train[modality]
+        return train, val
+
+    def _once(self, cells: CellRowsOf | None) -> DataLoader[Batch]:
+        # A plain DataLoader: Lightning builds the one for prediction anew from its attributes.
+        return DataLoader(
+            MultiModalDataset(self.tables),
+            batch_size=None,
+            sampler=self._sampler(cells, cycle=False, shuffle=False),
+            num_workers=self.num_workers,
+        )
+
+    def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
+        replicas = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
+        return StepSampler(
+            {modality: table.contacts for modality, table in self.tables.items()},
+            self.batch_size,
+            num_replicas=replicas.get("num_replicas", 1),
+            rank=replicas.get("rank", 0),
+            seed=self.seed,
+            shuffle=shuffle,
+            balance=self._balances(),
+            cycle=cycle,
+            cells=cells,
+        )
+
+    def _balances(self) -> bool:
+        if self.balance is not None:
+            return self.balance
+        strategy = getattr(self.trainer, "strategy", None)
+        return getattr(strategy, "balance_cells", False) is True
+
+
+def _no_graph(data_dir: Path, modalities: list[str]) -> str:
+    return (
+        f"{data_dir}: modalities {modalities!r} are related through a guidance graph, and graphs/ holds none; "
+        "`lightning-amp prepare` writes it"
+    )

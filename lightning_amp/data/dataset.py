@@ -1,0 +1,145 @@
+"""Cells of every modality as training batches, read from h5ad files.
+
+A data set item is a whole step: the sampler says which rows of each modality the step holds (`StepIndices`),
+and the item is the batch. Counts stay sparse; only the rows of one step are ever dense.
+
+Words: cell, feature = rows and columns of one modality's matrix.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from torch.utils.data import Dataset
+
+from lightning_amp.data.batch import Batch, CellBatch, CellRows
+from lightning_amp.data.hdf5 import index_of, open_h5ad, read_strings
+from lightning_amp.data.header import read_header
+from lightning_amp.data.keys import draw_keys
+from lightning_amp.errors import DataError
+
+try:
+    from anndata.io import read_elem
+except ImportError:  # anndata 0.10 keeps it elsewhere
+    from anndata.experimental import read_elem
+
+COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
+CHECK_BLOCK = 2**24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepIndices:
+    """What one step of one rank holds.
+
+    Args:
+        rows: modality -> int64 [cell], rows of its file
+        draw_key: names the step to `draw_keys`; the same on every rank
+    """
+
+    rows: Mapping[str, NDArray[np.int64]]
+    draw_key: int
+
+
+class CellTable:
+    """One modality's cells: raw counts as CSR in memory, with library sizes, experimental batches and names.
+
+    Args:
+        path: h5ad file; counts are taken from layers["counts"] when present, else from X
+        modality: "hic", "rna" and "atac" must hold whole numbers
+
+    Raises:
+        DataError: the file cannot be read, or its counts are negative, fractional, not finite or all zero
+    """
+
+    def __init__(self, path: Path, modality: str) -> None:
+        self.path = Path(path)
+        self.modality = modality
+        source = "layers/counts" if read_header(self.path).has_counts_layer else "X"
+        with open_h5ad(self.path) as file:
+            self.counts = _as_csr(read_elem(file[source]))
+        obs = self.read_obs()
+        self._check_counts(source)
+        self.n_cells, self.n_features = self.counts.shape
+        self.contacts: NDArray[np.float64] = np.asarray(self.counts.sum(axis=1, dtype=np.float64)).ravel()
+        self.obs_names: NDArray[np.str_] = obs.index.to_numpy().astype(str)
+        labels = obs["batch"].astype(str) if "batch" in obs else np.full(self.n_cells, "0")
+        self.batch_names, codes = np.unique(labels, return_inverse=True)
+        self.batch: NDArray[np.int64] = codes.astype(np.int64)
+        self.n_batches = len(self.batch_names)
+
+    def read_obs(self) -> pd.DataFrame:
+        """Read the table of cells; not kept."""
+        with open_h5ad(self.path) as file:
+            obs: pd.DataFrame = read_elem(file["obs"])
+        return obs
+
+    def feature_names(self) -> list[str]:
+        """Read the feature names in file order; not kept, since a Hi-C modality has a million of them."""
+        with open_h5ad(self.path) as file:
+            return read_strings(index_of(file["var"]))
+
+    def rows(self, indices: NDArray[np.int64]) -> CellRows:
+        """Return some cells as dense tensors, in the order asked.
+
+        Args:
+            indices: int64 [cell], rows of the file; repeats are allowed
+        """
+        return CellRows(
+            x=torch.from_numpy(self.counts[indices].toarray()),
+            library=torch.from_numpy(self.contacts[indices].astype(np.float32)[:, None]),
+            batch=torch.from_numpy(self.batch[indices]),
+            index=torch.from_numpy(np.array(indices, dtype=np.int64)),
+        )
+
+    def _check_counts(self, source: str) -> None:
+        where = f"{self.path}, {source}"
+        for start in range(0, self.counts.nnz, CHECK_BLOCK):  # in blocks: the checks make temporary copies
+            values = self.counts.data[start : start + CHECK_BLOCK]
+            for problem, wrong in _problems(values, whole=self.modality in COUNT_MODALITIES):
+                if wrong.any():
+                    found = float(values[wrong.argmax()])
+                    raise DataError(
+                        f"{where}: found {problem}, e.g. {found!r}; raw counts are needed, "
+                        "store them in layers['counts']"
+                    )
+        if not self.counts.data.any():
+            raise DataError(
+                f"{where}: none of its {self.counts.shape[0]!r} cells has a count; drop this modality"
+            )
+
+
+class MultiModalDataset(Dataset[Batch]):
+    """Several modalities as one data set whose item is the batch of a whole step.
+
+    Args:
+        tables: modality -> its cells
+    """
+
+    def __init__(self, tables: Mapping[str, CellTable]) -> None:
+        self.tables = dict(tables)
+
+    def __getitem__(self, step: StepIndices) -> Batch:
+        return {modality: self._cells(modality, rows, step.draw_key) for modality, rows in step.rows.items()}
+
+    def _cells(self, modality: str, rows: NDArray[np.int64], draw_key: int) -> CellBatch:
+        draw = torch.from_numpy(draw_keys(draw_key, modality, rows))
+        return CellBatch(**self.tables[modality].rows(rows), draw=draw)
+
+
+def _as_csr(counts: Any) -> sparse.csr_matrix:
+    matrix = sparse.csr_matrix(counts, dtype=np.float32)
+    matrix.sum_duplicates()
+    return matrix
+
+
+def _problems(values: NDArray[np.float32], *, whole: bool) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    yield "values that are not finite", ~np.isfinite(values)
+    yield "negative values", values < 0
+    if whole:
+        yield "fractional values", values != np.round(values)

@@ -1,0 +1,107 @@
+"""Finds the files of a data directory.
+
+    hic/*.h5ad  rna/*.h5ad  atac/*.h5ad  methyl/*.h5ad  graphs/*.graphml.gz
+
+As HiGLUE writes it; its intermediate files (hic_base_*, rna_base_*) are passed over, and where files of
+several settings lie side by side (hic_500kb_raw_0.98_2d_10.h5ad and hic_1mb_...) one must be named.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_amp.errors import DataError
+
+MODALITIES = ("hic", "rna", "atac", "methyl")
+FOLDERS = frozenset({*MODALITIES, "graphs"})
+GRAPH_ENDINGS = (".graphml.gz", ".graphml")
+
+
+@dataclass(frozen=True, slots=True)
+class DataDirectory:
+    """The files of one data set under one setting; a modality that is absent is None.
+
+    Attributes:
+        root: The directory.
+        hic: Hi-C contacts.
+        rna: Gene expression.
+        atac: Chromatin accessibility.
+        methyl: Methylation.
+        graph: Guidance graph.
+    """
+
+    root: Path
+    hic: Path | None = None
+    rna: Path | None = None
+    atac: Path | None = None
+    methyl: Path | None = None
+    graph: Path | None = None
+
+    @property
+    def modalities(self) -> dict[str, Path]:
+        """The modalities that are present and their files."""
+        files = {name: getattr(self, name) for name in MODALITIES}
+        return {name: path for name, path in files.items() if path is not None}
+
+
+def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
+    """Find the files under a directory.
+
+    Args:
+        root: The data directory.
+        setting: Which setting to take where there are several, e.g. "500kb_raw_0.98_2d_10".
+
+    Raises:
+        DataError: No directory, no modality, or a choice that is not made by `setting`.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        found = "a file" if root.exists() else "nothing"
+        raise DataError(
+            f"{root}: asked for a data directory, found {found}; `prepare` and `synthesize` write one"
+        )
+    files = {name: _choose(root, name, setting) for name in MODALITIES}
+    if not any(files.values()):
+        raise DataError(
+            f"{root}: no modality found, the directory holds {sorted(p.name for p in root.iterdir())[:8]!r}; "
+            f"expected .h5ad files in one of {list(MODALITIES)!r}"
+        )
+    chosen = setting or next(_setting(path, name) for name, path in files.items() if path)
+    return DataDirectory(root, **files, graph=_choose_graph(root, chosen, asked=setting is not None))
+
+
+def _setting(path: Path, modality: str) -> str:
+    """Return the part of a file name that names the setting."""
+    return path.name.removesuffix(".h5ad").removeprefix(f"{modality}_")
+
+
+def _choose(root: Path, modality: str, setting: str | None) -> Path | None:
+    """Return the only h5ad of a modality, or the one of the setting."""
+    folder = root / modality
+    files = [p for p in sorted(folder.glob("*.h5ad")) if not p.name.startswith(f"{modality}_base_")]
+    settings = [_setting(path, modality) for path in files]
+    if setting is not None and files:
+        if setting not in settings:
+            raise DataError(
+                f"{folder}: no file of setting {setting!r}, found {settings!r}; choose one of them"
+            )
+        return files[settings.index(setting)]
+    if len(files) > 1:
+        raise DataError(f"{folder}: found {len(files)} settings {settings!r}; choose one with setting=...")
+    return files[0] if files else None
+
+
+def _choose_graph(root: Path, setting: str, *, asked: bool) -> Path | None:
+    """Return the only graph, or the one named after the setting; of several, HiGLUE's final one (dcq)."""
+    files = [p for p in sorted((root / "graphs").glob("*")) if p.name.endswith(GRAPH_ENDINGS)]
+    # A lone graph may have any name, unless a setting was asked for: then it could be another setting's.
+    if len(files) <= 1 and not (files and asked):
+        return files[0] if files else None
+    stems = [f"_{p.name.removesuffix('.gz').removesuffix('.graphml')}" for p in files]
+    fitting = [p for p, stem in zip(files, stems, strict=True) if stem.endswith(f"_{setting}")]
+    final = [p for p in fitting if p.name.startswith("dcq_prior_")] or fitting
+    if len(final) == 1:
+        return final[0]
+    raise DataError(
+        f"{root / 'graphs'}: found graphs {[p.name for p in files]!r}, of which {len(final)} fit setting "
+        f"{setting!r}; keep one, named after the setting"
+    )

@@ -1,0 +1,93 @@
+"""Chooses the genes of the RNA modality: variable ones whose promoter lies in a Hi-C bin."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from lightning_amp.data.chromosomes import spell_as
+from lightning_amp.data.features import FeatureGrid
+from lightning_amp.data.guidance import overlap_bins
+from lightning_amp.data.rna import RnaCounts
+from lightning_amp.errors import DataError
+
+N_TREND_BINS = 20
+
+
+def choose_genes(
+    rna: RnaCounts,
+    genes: pd.DataFrame,
+    grid: FeatureGrid,
+    *,
+    n_genes: int,
+    annotation: str | Path,
+) -> tuple[RnaCounts, pd.DataFrame]:
+    """Return the counts and positions of the most variable genes whose promoter touches a kept bin.
+
+    Args:
+        rna: All counts.
+        genes: Positions of genes, chromosomes in any spelling.
+        grid: Bins that are kept.
+        n_genes: How many of the genes on kept chromosomes count as most variable.
+        annotation: The file of `genes`, for messages.
+
+    Raises:
+        DataError: The two files share no symbol, or none on the kept chromosomes.
+    """
+    shared = rna.genes[rna.genes.isin(genes.index)]
+    if shared.empty:
+        raise DataError(
+            f"{rna.source}: none of its {len(rna.genes)} genes is in {annotation}; found e.g. "
+            f"{rna.genes[:3].tolist()!r} and {genes.index[:3].tolist()!r}; both need the same kind of gene "
+            "names"
+        )
+    present = grid.bins["chrom"].drop_duplicates().tolist()
+    positions = genes.loc[shared]
+    spelling = spell_as(present, positions["chrom"].unique())
+    chrom = positions["chrom"].map(spelling)
+    positions = positions.assign(chrom=chrom)[chrom.notna().to_numpy()]
+    counts = rna.counts[:, rna.genes.get_indexer(positions.index)]
+    variable = most_variable(counts, n_genes=n_genes)
+    in_hic = np.zeros(len(positions), dtype=bool)
+    in_hic[overlap_bins(positions, grid.bins)[0]] = True
+    keep = np.flatnonzero(variable & in_hic)
+    if not len(keep):
+        raise DataError(
+            f"{rna.source}: of {len(shared)} genes with a position none is expressed and in a bin of "
+            f"{present[:5]!r}; {annotation} has chromosomes {genes['chrom'].unique()[:5].tolist()!r}; use "
+            "the annotation of the assembly"
+        )
+    chosen = positions.iloc[keep]
+    return replace(rna, counts=counts[:, keep], genes=chosen.index), chosen
+
+
+def most_variable(counts: Any, *, n_genes: int) -> NDArray[np.bool_]:
+    """Mark the most variable genes.
+
+    Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of
+    equal size, and a gene's score is the distance of its log variance from the median of its group. Genes
+    without any count are never marked; equal scores go by gene order.
+
+    Args:
+        counts: CSR array of shape [cell, gene].
+        n_genes: How many to mark; all expressed ones when there are fewer.
+    """
+    totals = np.maximum(counts.sum(axis=1), 1)
+    logged = sp.csr_array(counts, dtype=np.float64, copy=True)
+    logged.data = np.log1p(logged.data * np.repeat(1e4 / totals, np.diff(logged.indptr)))
+    mean = np.asarray(logged.mean(axis=0)).ravel()
+    logged.data **= 2
+    variance = np.maximum(np.asarray(logged.mean(axis=0)).ravel() - mean**2, 1e-12)
+    score = np.full(len(mean), -np.inf)
+    expressed = np.flatnonzero(mean > 0)
+    groups = np.array_split(expressed[np.argsort(mean[expressed], kind="stable")], N_TREND_BINS)
+    for group in (g for g in groups if len(g)):
+        score[group] = np.log(variance[group]) - np.median(np.log(variance[group]))
+    marked = np.zeros(len(mean), dtype=bool)
+    best = np.argsort(-score, kind="stable")[:n_genes]
+    marked[best[np.isfinite(score[best])]] = True
+    return marked

@@ -1,0 +1,136 @@
+"""Reads gene positions from a GTF or BED file, plain or compressed.
+
+Positions are 0-based and half-open whatever the file's own convention. A gene without a strand counts as "+".
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from lightning_amp.data.streams import open_stream
+from lightning_amp.errors import DataError
+
+PROMOTER_BP = 2_000
+SYMBOL = re.compile(r'\bgene_name "([^"]+)"')
+IDENTIFIER = re.compile(r'\bgene_id "([^"]+)"')
+
+
+class Gene(NamedTuple):
+    """One line of an annotation: symbol and position, 0-based and half-open."""
+
+    gene: str
+    chrom: str
+    start: int
+    end: int
+    strand: str
+
+
+def read_genes(path: str | Path) -> pd.DataFrame:
+    """Read the genes of an annotation.
+
+    Of a GTF only `gene` lines count; if it has none, its `transcript` lines. Of several entries with one
+    symbol the longest is kept; how many were left out is in `.attrs["n_duplicated"]`.
+
+    Args:
+        path: A .gtf or .bed file, or either with .gz. BED needs the columns chrom, start, end, name.
+
+    Returns:
+        Columns chrom, start, end, strand; the index holds the symbols in file order.
+
+    Raises:
+        DataError: The file cannot be read, a line is malformed, or there is no gene.
+    """
+    path = Path(path)
+    lowered = path.name.lower().removesuffix(".gz")
+    if lowered.endswith((".gtf", ".gff2")):
+        found = _collect(path, _parse_gtf("gene")) or _collect(path, _parse_gtf("transcript"))
+    elif lowered.endswith(".bed"):
+        found = _collect(path, _parse_bed)
+    else:
+        raise DataError(
+            f"{path}: asked for a gene annotation, found the name {path.name!r}; allowed: .gtf, .bed (.gz)"
+        )
+    if not found:
+        raise DataError(
+            f"{path}: found no gene and no transcript in the annotation; give one that lists genes"
+        )
+    table = pd.DataFrame(found).set_index("gene")
+    longest = (table["end"] - table["start"]).to_numpy()
+    order = np.argsort(-longest, kind="stable")
+    first = table.index[order].duplicated()
+    kept = table.iloc[np.sort(order[~first])]
+    kept.attrs["n_duplicated"] = len(table) - len(kept)
+    return kept
+
+
+def promoters(genes: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return start and end (half-open, base pairs) of the transcription start and the 2 kb upstream of it.
+
+    Args:
+        genes: A table as `read_genes` returns it.
+    """
+    start, end = genes["start"].to_numpy(np.int64), genes["end"].to_numpy(np.int64)
+    minus = (genes["strand"] == "-").to_numpy()
+    low = np.where(minus, end - 1, np.maximum(start - PROMOTER_BP, 0))
+    high = np.where(minus, end + PROMOTER_BP, start + 1)
+    return low, high
+
+
+def _collect(path: Path, parse: Callable[[str], Gene | None]) -> list[Gene]:
+    """Apply a line parser to all lines; a line that does not parse is reported with its number."""
+    found = []
+    with open_stream(path, what="gene annotation") as stream:
+        for number, line in enumerate(_lines(stream), start=1):
+            if not line.strip() or line.startswith(("#", "track", "browser")):
+                continue
+            try:
+                gene = parse(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}: line {number} is malformed ({error}): {line[:120]!r}; correct or remove it"
+                ) from error
+            if gene is not None:
+                found.append(gene)
+    return found
+
+
+def _lines(stream: Iterable[bytes]) -> Iterator[str]:
+    return (line.decode(errors="replace").rstrip("\r\n") for line in stream)
+
+
+def _parse_gtf(feature: str) -> Callable[[str], Gene | None]:
+    """Return a parser of the GTF lines of one feature type; other lines give None."""
+
+    def parse(line: str) -> Gene | None:
+        fields = line.split("\t")
+        if len(fields) < 9:
+            raise ValueError("fewer than 9 tab-separated columns")
+        if fields[2] != feature:
+            return None
+        symbol = SYMBOL.search(fields[8]) or IDENTIFIER.search(fields[8])
+        if symbol is None:
+            raise ValueError("neither gene_name nor gene_id")
+        return _gene(symbol[1], fields[0], int(fields[3]) - 1, int(fields[4]), fields[6])
+
+    return parse
+
+
+def _parse_bed(line: str) -> Gene:
+    fields = line.split("\t")
+    if len(fields) < 4:
+        raise ValueError("fewer than 4 tab-separated columns")
+    strand = fields[5] if len(fields) > 5 else "."
+    return _gene(fields[3], fields[0], int(fields[1]), int(fields[2]), strand)
+
+
+def _gene(symbol: str, chrom: str, start: int, end: int, strand: str) -> Gene:
+    if not 0 <= start < end:
+        raise ValueError(f"position {start}-{end} is empty or negative")
+    if strand not in {"+", "-", "."}:
+        raise ValueError(f"strand {strand!r} is none of '+', '-', '.'")
+    return Gene(symbol, chrom, start, end, strand)

@@ -1,0 +1,81 @@
+"""Turns the contacts of single cells into the Hi-C modality: an h5ad of cells x (stratum, anchor)."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lightning_amp.data.features import FeatureGrid
+from lightning_amp.data.matrix_writer import MatrixWriter
+from lightning_amp.data.pseudobulk import Pseudobulk
+from lightning_amp.errors import DataError
+
+
+def write_hic(
+    path: Path,
+    cells: Iterable[tuple[str, pd.DataFrame]],
+    *,
+    grid: FeatureGrid,
+    labels: pd.DataFrame,
+    min_depth: int,
+    settings: dict[str, Any],
+    source: str | Path,
+) -> Any:
+    """Write the Hi-C modality, one cell in memory at a time.
+
+    A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
+    or none in the strata. Dropped cells count in no sum.
+
+    Args:
+        path: The h5ad to write.
+        cells: Name and pixels (bin1_id, bin2_id, count) of each cell.
+        grid: Bins and features.
+        labels: One row for each cell, indexed by the names in `cells`: celltype, batch, read_depth.
+        min_depth: Least number of contacts of a cell.
+        settings: Written to `uns["amp"]` with the number of dropped cells.
+        source: Where the cells come from, for messages.
+
+    Returns:
+        Contacts within chromosomes, summed over the cells kept, as a SciPy COO array [anchor, anchor].
+
+    Raises:
+        DataError: No cell is left.
+    """
+    bulk = Pseudobulk(len(grid.bins))
+    chrom = pd.factorize(grid.bins["chrom"])[0]
+    kept, depths, n_seen, best = [], [], 0, 0.0
+    with MatrixWriter(path, n_features=grid.n_features) as writer:
+        for cell, pixels in cells:
+            n_seen += 1
+            count = pixels["count"].to_numpy()
+            row1, row2, column = grid.locate(pixels["bin1_id"].to_numpy(), pixels["bin2_id"].to_numpy())
+            present = (row1 >= 0) & (row2 >= 0)
+            depth = float(count[present].sum())
+            best = max(best, depth)
+            stored = (column >= 0) & (count > 0)
+            if depth < min_depth or not stored.any():
+                continue
+            columns, values = _sort_and_sum(column[stored], count[stored])
+            writer.append(columns, values)
+            cis = present & (chrom[row1] == chrom[row2])
+            bulk.add(row1[cis], row2[cis], count[cis])
+            kept.append(cell)
+            depths.append(float(values.sum()))
+        if not kept:
+            raise DataError(
+                f"{source}: no cell is left of {n_seen!r}: asked for at least {min_depth!r} contacts a cell, "
+                f"the deepest has {best!r} on the kept chromosomes; lower min_depth or check the cells"
+            )
+        obs = labels.loc[kept].assign(depth=depths, dataset="train")
+        obs.index = pd.Index(kept, dtype=object)
+        amp = settings | {"schema": 1, "n_dropped_cells": n_seen - len(kept)}
+        writer.finish(obs=obs, var=grid.var(), uns={"amp": amp})
+    return bulk.total()
+
+
+def _sort_and_sum(columns: Any, counts: Any) -> tuple[Any, Any]:
+    """Return ascending columns, a repeated pixel added up (cooler writes none, other tools may)."""
+    unique, where = np.unique(columns, return_inverse=True)
+    return unique, np.bincount(where, weights=counts)

@@ -1,0 +1,90 @@
+"""Reads the table of cell labels that goes with a .scool (the "reference" TSV of SCORE)."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from lightning_amp.data.resolution import strip_resolution
+from lightning_amp.data.streams import open_stream
+from lightning_amp.errors import DataError
+
+
+def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
+    """Read cell labels.
+
+    Args:
+        path: TSV with a header: `cell`, and optionally `depth`, `batch`, `cluster` or `celltype`.
+        resolution: Bin width of the contacts in base pairs; a suffix of cell names that names it is taken
+            off.
+
+    Returns:
+        Columns celltype (str, "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1
+        where absent), the index holds the cells.
+
+    Raises:
+        DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
+            number.
+    """
+    path = Path(path)
+    with open_stream(path, what="table of cell labels") as stream:
+        try:
+            table = pd.read_csv(stream, sep="\t", dtype=str, encoding_errors="replace")
+        except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+            raise DataError(f"{path}: the labels are no tab-separated table ({error})") from error
+    if "cell" not in table:
+        raise DataError(
+            f"{path}: no column 'cell', found {list(table)!r}; tab-separated with a header is needed"
+        )
+    names = table["cell"].fillna("")
+    cells = pd.Index([strip_resolution(name, resolution=resolution) for name in names], name="cell")
+    if cells.has_duplicates:
+        again = cells[cells.duplicated()].unique().tolist()
+        raise DataError(
+            f"{path}: cells come more than once: {again[:3]!r} ({len(again)} cells); keep one line each"
+        )
+    celltype = _column(table, ["celltype", "cluster"], "n/a")
+    depth = pd.to_numeric(_column(table, ["depth"], "1"), errors="coerce")
+    if depth.isna().any() or (depth < 0).any():
+        line = int((depth.isna() | (depth < 0)).to_numpy().argmax())
+        raise DataError(
+            f"{path}: depth {table['depth'].iloc[line]!r} of cell {cells[line]!r} is no non-negative number; "
+            "correct it"
+        )
+    return pd.DataFrame(
+        {
+            "celltype": celltype.to_numpy(),
+            "batch": _column(table, ["batch"], "0").to_numpy(),
+            "read_depth": depth.to_numpy("float64"),
+        },
+        index=cells,
+    )
+
+
+def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Path | None) -> pd.DataFrame:
+    """Return the labels of the cells in their order; without a table, the defaults of `read_labels`.
+
+    Args:
+        labels: Table from `read_labels`, or None.
+        cells: Clean names of the cells.
+        path: The table's file, for messages.
+
+    Raises:
+        DataError: The table lacks some of the cells.
+    """
+    if labels is None:
+        return pd.DataFrame(
+            {"celltype": "n/a", "batch": "0", "read_depth": 1.0}, index=pd.Index(cells, name="cell")
+        )
+    missing = [cell for cell in cells if cell not in labels.index]
+    if missing:
+        raise DataError(
+            f"{path}: {len(missing)} of {len(cells)} cells have no label, e.g. {missing[:3]!r}; the table "
+            f"has e.g. {labels.index[:3].tolist()!r}; add them or correct the names"
+        )
+    return labels.loc[cells]
+
+
+def _column(table: pd.DataFrame, names: list[str], default: str) -> pd.Series:
+    """Return the first of the columns that exists, with empty fields filled by the default."""
+    found = next((name for name in names if name in table), None)
+    return pd.Series(default, index=table.index) if found is None else table[found].fillna(default)

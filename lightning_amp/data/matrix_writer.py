@@ -1,0 +1,88 @@
+"""Writes an h5ad whose sparse matrix arrives one cell at a time, in memory that the cells do not raise."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+CHUNK = 65_536
+
+
+class MatrixWriter:
+    """An h5ad under construction: raw counts as CSR in X, then obs, var and uns.
+
+    Use as a context manager: `append` each cell, then `finish` once. Leaving without `finish` leaves a file
+    that no reader takes for complete.
+    """
+
+    def __init__(self, path: Path, *, n_features: int) -> None:
+        self._file: Any = h5py.File(path, "w")
+        self._n_features = n_features
+        self._indptr = [0]
+        group = self._file.create_group("X")
+        options: dict[str, Any] = {"shape": (0,), "maxshape": (None,), "chunks": (CHUNK,), "shuffle": True}
+        self._data = group.create_dataset(
+            "data", dtype=np.float32, compression="gzip", compression_opts=1, **options
+        )
+        self._indices = group.create_dataset(
+            "indices", dtype=np.int32, compression="gzip", compression_opts=1, **options
+        )
+
+    def __enter__(self) -> "MatrixWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def append(self, columns: NDArray[np.int64], counts: NDArray[Any]) -> None:
+        """Add one cell.
+
+        Args:
+            columns: Features with contacts, ascending and without repeats, of shape [stored].
+            counts: Their counts, of shape [stored].
+        """
+        start, stop = self._indptr[-1], self._indptr[-1] + len(columns)
+        for dataset, values in ((self._data, counts), (self._indices, columns)):
+            dataset.resize((stop,))
+            dataset[start:stop] = values.astype(dataset.dtype)
+        self._indptr.append(stop)
+
+    def finish(self, *, obs: pd.DataFrame, var: pd.DataFrame, uns: dict[str, Any]) -> None:
+        """Write the annotations; obs has one row for each cell appended."""
+        n_cells = len(self._indptr) - 1
+        assert (len(obs), len(var)) == (n_cells, self._n_features), (
+            f"obs/var do not fit {n_cells} appended cells"
+        )
+        group = self._file["X"]
+        # The same narrow integers as the indices, as scipy likes it, unless the matrix is too long for them.
+        wide = self._indptr[-1] > np.iinfo(np.int32).max
+        group.create_dataset("indptr", data=np.array(self._indptr, dtype=np.int64 if wide else np.int32))
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0"})
+        group.attrs["shape"] = np.array([n_cells, self._n_features], dtype=np.int64)
+        write_annotations(self._file, obs=obs, var=var, uns=uns)
+
+
+def write_annotations(file: Any, *, obs: pd.DataFrame, var: pd.DataFrame, uns: dict[str, Any]) -> None:
+    """Write everything of an h5ad but X and layers.
+
+    Args:
+        file: The open h5py file.
+        obs: Table of cells.
+        var: Table of features.
+        uns: Everything else.
+    """
+    from anndata.io import write_elem
+
+    file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    write_elem(file, "obs", obs)
+    write_elem(file, "var", var)
+    write_elem(file, "uns", uns)
+    for name in ("layers", "obsm", "obsp", "varm", "varp"):
+        if name not in file:
+            write_elem(file, name, {})

@@ -1,0 +1,105 @@
+"""Prepares a data directory from single-cell contacts (.scool), RNA counts (.h5ad) and gene positions."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from lightning_amp.data.chromosomes import choose_chromosomes
+from lightning_amp.data.directory import DataDirectory, find
+from lightning_amp.data.features import build_grid
+from lightning_amp.data.gene_choice import choose_genes
+from lightning_amp.data.genes import read_genes
+from lightning_amp.data.labels import label_cells, read_labels
+from lightning_amp.data.modalities import write_modalities
+from lightning_amp.data.resolution import format_resolution, parse_resolution
+from lightning_amp.data.rna import read_rna
+from lightning_amp.data.scool import ScoolFile
+from lightning_amp.data.writing import write_aside
+from lightning_amp.errors import DataError
+
+
+def prepare(
+    *,
+    hic: str | Path,
+    rna: str | Path,
+    genes: str | Path,
+    strata: int,
+    out: str | Path,
+    labels: str | Path | None = None,
+    resolution: int | str | None = None,
+    min_depth: int = 0,
+    n_genes: int = 2000,
+    cis_only: bool = True,
+    chromosomes: Sequence[str] | None = None,
+    loop_quantile: float = 0.98,
+    overwrite: bool = False,
+) -> DataDirectory:
+    """Prepare a data directory; Hi-C cells are streamed, so memory grows with the genome and the RNA alone.
+
+    Args:
+        hic: The .scool.
+        rna: h5ad with raw RNA counts; its cells need not be those of the .scool.
+        genes: GTF or BED with the genes' positions on the same assembly.
+        strata: Number of strata, i.e. contacts of bins less than `strata` apart are kept.
+        out: Directory to write.
+        labels: TSV with cell types of the .scool's cells.
+        resolution: Bin width that the .scool is expected to have; only checked.
+        min_depth: Least number of contacts of a cell on the kept chromosomes.
+        n_genes: Number of most variable genes to keep.
+        cis_only: Keep pairs on one chromosome only.
+        chromosomes: Chromosomes to keep, with or without "chr"; all by default.
+        loop_quantile: Quantile above which summed contacts become edges of the graph.
+        overwrite: Replace an existing data directory.
+
+    Raises:
+        DataError: Any of the files cannot be used as asked; nothing is then left behind.
+    """
+    _check_numbers(strata=strata, min_depth=min_depth, n_genes=n_genes, loop_quantile=loop_quantile)
+    with write_aside(out, overwrite=overwrite) as aside:
+        scool = ScoolFile(Path(hic))
+        width = _check_resolution(scool, resolution)
+        bins = scool.bins()
+        kept = choose_chromosomes(chromosomes, bins["chrom"].drop_duplicates().tolist(), path=scool.path)
+        grid = build_grid(bins, strata=strata, chromosomes=kept, cis_only=cis_only, source=scool.path)
+        named = scool.named_cells()
+        table = None if labels is None else read_labels(labels, resolution=width)
+        marks = label_cells(table, list(named), path=labels)
+        found = read_rna(rna), read_genes(genes)
+        counts, positions = choose_genes(*found, grid, n_genes=n_genes, annotation=genes)
+        write_modalities(
+            aside,
+            grid=grid,
+            cells=_stream(scool, named),
+            labels=marks,
+            rna=counts,
+            positions=positions,
+            loop_quantile=loop_quantile,
+            min_depth=min_depth,
+            source=scool.path,
+        )
+    return find(Path(out))
+
+
+def _stream(scool: ScoolFile, named: dict[str, str]) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the clean name and the pixels of every cell."""
+    pixels = scool.iterate(named.values())
+    return ((name, table) for name, (_, table) in zip(named, pixels, strict=True))
+
+
+def _check_resolution(scool: ScoolFile, asked: int | str | None) -> int:
+    width = scool.resolution()
+    if asked is not None and parse_resolution(asked) != width:
+        raise DataError(
+            f"{scool.path}: asked for resolution {asked!r}, found bins of {width!r} bp "
+            f"({format_resolution(width)!r}); give the file of that resolution, or ask for this one"
+        )
+    return width
+
+
+def _check_numbers(*, strata: int, min_depth: int, n_genes: int, loop_quantile: float) -> None:
+    for name, value, least in (("strata", strata, 1), ("min_depth", min_depth, 0), ("n_genes", n_genes, 1)):
+        if value < least:
+            raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
+    if not 0 <= loop_quantile < 1:
+        raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")

@@ -1,0 +1,55 @@
+"""Bin widths in base pairs and their names ("500kb", "1mb")."""
+
+import re
+
+from lightning_amp.errors import DataError
+
+PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(bp|kb|mb)?", re.IGNORECASE)
+UNITS = {"bp": 1, "kb": 1_000, "mb": 1_000_000}
+
+
+def parse_resolution(resolution: int | str) -> int:
+    """Return the bin width in base pairs.
+
+    Args:
+        resolution: A number of base pairs, or a text such as "500kb", "1mb", "2500".
+
+    Raises:
+        DataError: The text is not a resolution, or the width is not a positive whole number.
+    """
+    match = PATTERN.fullmatch(str(resolution).strip())
+    width = float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0
+    if width < 1 or width != int(width):
+        raise DataError(
+            f"resolution {resolution!r} is not a bin width; write base pairs (500000) or a text like "
+            "'500kb', '1mb'"
+        )
+    return int(width)
+
+
+def format_resolution(width: int) -> str:
+    """Return the name of a bin width given in base pairs: 1000000 is "1000kb", as in HiGLUE's file names."""
+    return f"{width / 1000:.10g}kb"
+
+
+def strip_resolution(cell: str, *, resolution: int) -> str:
+    """Return a cell's name without a ".cool" ending and without a suffix that names this resolution.
+
+    Only a suffix equal to the resolution goes ("a.500kb" at 500000), so other dots in names are safe.
+
+    Args:
+        cell: Name as written in a file.
+        resolution: Bin width in base pairs.
+    """
+    name = cell.removesuffix(".cool")
+    stem, _, suffix = name.rpartition(".")
+    if stem and PATTERN.fullmatch(suffix) and _is_width(suffix, resolution):
+        return stem
+    return name
+
+
+def _is_width(text: str, resolution: int) -> bool:
+    try:
+        return parse_resolution(text) == resolution
+    except DataError:
+        return False

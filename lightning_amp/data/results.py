@@ -1,0 +1,103 @@
+"""Writes what a trained model says about the cells: embeddings as h5ad, expected contacts as scool.
+
+Every file is written under another name and renamed at the end, so that a file of the right name is a whole
+one.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import anndata
+import cooler
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from lightning_amp.data.layout import FeatureLayout, Stratum
+
+CELLTYPE_COLUMNS = ("celltype", "cell_type")
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path`; the file written there becomes `path` on success and vanishes on any
+    error."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield aside
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def celltypes(obs: pd.DataFrame) -> NDArray[np.str_]:
+    """Return the cell type of every cell, "Unknown" where the table has none."""
+    column = next((name for name in CELLTYPE_COLUMNS if name in obs), None)
+    labels = obs[column].astype(str).to_numpy() if column else np.full(len(obs), "Unknown")
+    return labels.astype(str)
+
+
+def write_embedding(path: Path, *, obs: pd.DataFrame, embedding: NDArray[np.float32]) -> None:
+    """Write an h5ad without features: the table of cells, and obsm["X_amp"].
+
+    Args:
+        path: file to write
+        obs: table of cells, copied as it is
+        embedding: [cell, dim]
+    """
+    cells = anndata.AnnData(obs=obs, obsm={"X_amp": embedding.astype(np.float32)})
+    with written_aside(path) as aside:
+        cells.write_h5ad(aside)
+
+
+def write_imputed(
+    out_dir: Path, *, layout: FeatureLayout, contacts: Mapping[str, NDArray[np.float32]]
+) -> list[Path]:
+    """Write expected contacts as imputed.scool, or, with several resolutions, imputed_<resolution>.scool
+    each.
+
+    Args:
+        out_dir: where to write
+        layout: where each stratum lies and what its anchors are
+        contacts: cell name -> [feature]
+
+    Returns:
+        the files
+    """
+    resolutions = list(dict.fromkeys(stratum.resolution for stratum in layout.strata))
+    paths = []
+    for resolution in resolutions:
+        tail = "" if len(resolutions) == 1 else f"_{resolution}"
+        strata = [stratum for stratum in layout.strata if stratum.resolution == resolution]
+        path = out_dir / f"imputed{tail}.scool"
+        with written_aside(path) as aside:
+            cooler.create_scool(
+                str(aside),
+                _bins(layout, strata[0]),
+                {name: _pixels(strata, values) for name, values in contacts.items()},
+                dtypes={"count": float},
+                ordered=True,
+            )
+        paths.append(path)
+    return paths
+
+
+def _bins(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
+    """Return the bin table of one resolution: the features of its stratum 0 are its bins."""
+    names = layout.anchor_names[diagonal.anchors].tolist()
+    chroms, _, spans = zip(*(name.rpartition(":") for name in names), strict=True)
+    starts, _, ends = zip(*(span.partition("-") for span in spans), strict=True)
+    return pd.DataFrame({"chrom": chroms, "start": np.array(starts, int), "end": np.array(ends, int)})
+
+
+def _pixels(strata: list[Stratum], values: NDArray[np.float32]) -> pd.DataFrame:
+    """Return one cell's features as pixels, sorted as cooler wants them; feature (i, k) is the pair i, i +
+    k."""
+    first = strata[0].anchors[0]
+    bin1 = np.concatenate([stratum.anchors - first for stratum in strata])
+    bin2 = np.concatenate([stratum.anchors - first + stratum.k for stratum in strata])
+    count = np.concatenate([values[slice(*stratum.columns)] for stratum in strata]).astype(np.float64)
+    order = np.lexsort((bin2, bin1))
+    return pd.DataFrame({"bin1_id": bin1[order], "bin2_id": bin2[order], "count": count[order]})

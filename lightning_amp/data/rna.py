@@ -1,0 +1,118 @@
+"""Reads raw RNA counts and writes the RNA modality."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from lightning_amp.data.hdf5 import open_h5ad
+from lightning_amp.data.matrix_writer import write_annotations
+from lightning_amp.errors import DataError
+
+CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("batch",), "0")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RnaCounts:
+    """Raw counts as read.
+
+    Attributes:
+        counts: CSR array of shape [cell, gene], float32.
+        obs: celltype and batch, indexed by cell.
+        genes: Symbols, of shape [gene].
+        source: Where the counts come from, for messages.
+    """
+
+    counts: Any
+    obs: pd.DataFrame
+    genes: pd.Index
+    source: str
+
+
+def read_rna(path: str | Path) -> RnaCounts:
+    """Read raw counts from layers["counts"] of an h5ad, else from X.
+
+    Raises:
+        DataError: No h5ad, no whole non-negative counts, or repeated cells or genes.
+    """
+    from anndata.io import read_elem
+
+    path = Path(path)
+    with open_h5ad(path) as file:
+        place = "layers/counts" if "layers" in file and "counts" in file["layers"] else "X"
+        if place not in file:
+            raise DataError(
+                f"{path}: neither layers['counts'] nor X found; write raw counts into one of them"
+            )
+        counts = sp.csr_array(read_elem(file[place]))
+        obs, var = read_elem(file["obs"]), read_elem(file["var"])
+    if counts.shape != (len(obs), len(var)):
+        raise DataError(
+            f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it"
+        )
+    _check_counts(counts.data, f"{path}: {place}")
+    for names, what in ((obs.index, "cell"), (var.index, "gene")):
+        if names.has_duplicates:
+            again = names[names.duplicated()].unique().tolist()
+            raise DataError(
+                f"{path}: {what} names come more than once: {again[:3]!r} ({len(again)}); make them unique"
+            )
+    return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
+
+
+def _check_counts(values: NDArray[Any], where: str) -> None:
+    """Refuse a matrix that does not hold raw counts, naming the first value that shows it."""
+    faults = {
+        "missing or infinite values": ~np.isfinite(values),
+        "negative values": values < 0,
+        "fractional values": values != np.floor(values),
+    }
+    for fault, mask in faults.items():
+        if mask.any():
+            raise DataError(
+                f"{where} has {fault} (e.g. {values[mask][0].item()!r}), so it holds no raw counts; put raw "
+                "counts into layers['counts'] (scaled or normalised values cannot be used)"
+            )
+
+
+def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
+    columns = {}
+    for name, (sources, default) in CELL_COLUMNS.items():
+        source = next((s for s in sources if s in obs), None)
+        columns[name] = default if source is None else obs[source].astype(str).to_numpy()
+    return pd.DataFrame(columns, index=obs.index.astype(str))
+
+
+def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: dict[str, Any]) -> None:
+    """Write the RNA modality; cells without a count in the genes kept are dropped and counted.
+
+    Args:
+        path: The h5ad to write.
+        rna: Counts of the genes kept.
+        positions: chrom, start, end, strand of these genes, in the same order.
+        settings: Written to `uns["amp"]`.
+
+    Raises:
+        DataError: No cell has a count.
+    """
+    from anndata.io import write_elem
+
+    filled = rna.counts.sum(axis=1) > 0
+    if not filled.any():
+        raise DataError(
+            f"{rna.source}: all {len(filled)!r} RNA cells are empty in the {len(positions)!r} genes kept; "
+            "check the counts and the genes"
+        )
+    counts = sp.csr_matrix(rna.counts[filled], dtype=np.float32)
+    var = positions.rename(columns={"start": "chromStart", "end": "chromEnd"}).rename_axis(None)
+    var = var[["chrom", "chromStart", "chromEnd", "strand"]].assign(highly_variable=True, in_hic=True)
+    with h5py.File(path, "w") as file:
+        write_elem(file, "X", counts)
+        write_elem(file, "layers", {"counts": counts})
+        amp = settings | {"schema": 1, "n_dropped_cells": int((~filled).sum())}
+        write_annotations(file, obs=rna.obs[filled], var=var, uns={"amp": amp})

@@ -1,0 +1,186 @@
+"""Which cells each rank sees in each step, and the loader that resumes in mid-epoch.
+
+Training repeats the shorter modalities, so that every global batch is full and equal on all ranks. The global
+batch of a step is a function of (seed, epoch, step) and its size alone: 2 ranks of 8 cells see the 16 cells
+that 1 rank of 16 sees. Evaluation takes every cell once, in file order.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_amp.data.batch import Batch
+from lightning_amp.data.dataset import MultiModalDataset, StepIndices
+from lightning_amp.data.keys import hash_integers, hash_text
+from lightning_amp.data.splitting import balance as balance_cells
+from lightning_amp.data.splitting import deal
+from lightning_amp.data.splitting import imbalance as imbalance
+from lightning_amp.errors import DataError
+
+CellRowsOf = Mapping[str, NDArray[np.int64]]
+
+
+# Lightning leaves a DistributedSampler alone, and with `overfit_batches` a SequentialSampler; it must leave
+# this alone.
+class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
+    """Yields the steps of one rank in one epoch.
+
+    With `cycle` (training) an epoch is as long as the largest modality needs; each modality is permuted anew
+    for every pass over it and repeated until all steps are full. Without (evaluation) every cell comes once,
+    in the order of `cells`, each global batch is cut as evenly as possible, and a modality that has run out
+    is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
+    that would get no cell of a modality gets the last one of the batch again, and `index` tells. Draws then
+    depend on the cell alone.
+
+    Args:
+        contacts: modality -> contacts of every cell of its file, [cell]
+        batch_size: cells per modality, rank and step
+        num_replicas: ranks that share a global batch
+        rank: which of them this is
+        seed: of the permutations; must be the same on every rank
+        shuffle: permute (with `cycle` only)
+        balance: give the ranks equal contacts, not only equally many cells (with `cycle` only)
+        cycle: training, see above
+        cells: modality -> rows to take, by default all
+
+    Raises:
+        DataError: the batch size is not positive, or there are no cells
+    """
+
+    def __init__(
+        self,
+        contacts: Mapping[str, NDArray[np.float64]],
+        batch_size: int,
+        *,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        balance: bool = False,
+        cycle: bool = True,
+        cells: CellRowsOf | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(
+                f"batch_size={batch_size!r} was asked; it counts cells per rank and must be at least 1"
+            )
+        self.contacts = dict(contacts)
+        self.cells = dict(cells) if cells is not None else {m: np.arange(len(c)) for m, c in contacts.items()}
+        empty = [modality for modality, rows in self.cells.items() if len(rows) == 0]
+        if empty or not self.cells:
+            raise DataError(
+                f"modalities without cells: {empty!r} of {list(self.cells)!r}; drop them with modalities=..."
+            )
+        self.batch_size, self.balance, self.cycle = batch_size, balance, cycle
+        self.global_batch = batch_size * num_replicas
+        n_steps = -(-max(map(len, self.cells.values())) // self.global_batch)
+        super().__init__(
+            range(n_steps * num_replicas),  # type: ignore[arg-type]
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self._resume = (0, 0)
+
+    def resume(self, *, epoch: int, step: int) -> None:
+        """Let the next iteration continue in front of `step`, provided that it is an iteration of `epoch`."""
+        self.epoch, self._resume = epoch, (epoch, step)
+
+    def first_step(self) -> int:
+        """Return the step with which an iteration that begins now begins."""
+        epoch, step = self._resume
+        return step if epoch == self.epoch else 0
+
+    def __iter__(self) -> Iterator[StepIndices]:  # type: ignore[override]
+        first, self._resume = self.first_step(), (0, 0)
+        order = self._order() if self.cycle else self.cells
+        for step in range(first, len(self)):
+            batch = slice(step * self.global_batch, (step + 1) * self.global_batch)
+            rows = {modality: self._share(modality, cells[batch]) for modality, cells in order.items()}
+            yield StepIndices(
+                rows={modality: mine for modality, mine in rows.items() if len(mine)},
+                draw_key=hash_integers(self.seed, self.epoch, step)
+                if self.cycle
+                else hash_integers(self.seed),
+            )
+
+    def _order(self) -> CellRowsOf:
+        """Return the cells of this epoch for each modality, repeated to fill all global batches."""
+        total = len(self) * self.global_batch
+        order = {}
+        for modality, cells in self.cells.items():
+            passes = range(-(-total // len(cells)))
+            order[modality] = np.concatenate([self._permuted(modality, i) for i in passes])[:total]
+        return order
+
+    def _permuted(self, modality: str, turn: int) -> NDArray[np.int64]:
+        cells = self.cells[modality]
+        if not self.shuffle:
+            return cells
+        key = hash_integers(self.seed, self.epoch, hash_text(modality), turn)
+        return np.random.default_rng(key).permutation(cells)
+
+    def _share(self, modality: str, batch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return this rank's part of a global batch."""
+        if len(batch) == 0:
+            return batch
+        if not self.cycle:
+            mine = np.array_split(batch, self.num_replicas)[self.rank]
+            return mine if len(mine) else batch[-1:]
+        if self.balance:
+            return batch[balance_cells(self.contacts[modality][batch], self.num_replicas)[self.rank]]
+        return batch[deal(len(batch), self.num_replicas)[self.rank]]
+
+
+class StepLoader(DataLoader[Batch]):
+    """A training loader that Lightning saves and restores in mid-epoch.
+
+    It counts the batches handed out, not those that workers have prepared. Iteration begins with the first
+    batch asked for: Lightning makes the iterator before it tells the sampler the epoch.
+
+    Args:
+        dataset: reads the batch of a step
+        sampler: says what the steps are
+        num_workers: processes that read ahead
+    """
+
+    def __init__(self, dataset: MultiModalDataset, sampler: StepSampler, *, num_workers: int = 0) -> None:
+        super().__init__(dataset, batch_size=None, sampler=sampler, num_workers=num_workers)
+        self.steps = sampler
+        self._position = (0, 0)
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        epoch, step = self.steps.epoch, self.steps.first_step()
+        self._position = (epoch, step)
+        for batch in super().__iter__():
+            step += 1
+            self._position = (epoch, step)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch handed out; an epoch's end is the start of the next."""
+        epoch, step = self._position
+        if step == len(self.steps):
+            epoch, step = epoch + 1, 0
+        return {"epoch": epoch, "step": step, "global_batch": self.steps.global_batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on any number of ranks with the same global batch.
+
+        Raises:
+            DataError: the state lies in mid-epoch and its global batch has another size
+        """
+        epoch, step, saved = state_dict["epoch"], state_dict["step"], state_dict["global_batch"]
+        if step and saved != self.steps.global_batch:
+            raise DataError(
+                f"the checkpoint was written in mid-epoch (epoch {epoch!r}, step {step!r}) with {saved!r} cells in"
+                f" a global batch; this run has {self.steps.global_batch!r} ({self.steps.num_replicas!r} ranks x"
+                f" {self.steps.batch_size!r} cells), so its steps are others; choose batch_size so that the"
+                f" product is {saved!r}, or resume from a checkpoint of an epoch's end"
+            )
+        self.steps.resume(epoch=epoch, step=step)
+        self._position = (epoch, step)

@@ -1,0 +1,194 @@
+"""Makes a data directory of synthetic cells, small or at any scale, through the writers of `prepare`.
+
+Each cell type has its own active and inactive chromosome segments (compartments) and a few loops. Contacts
+between bins i and i + k fall off as 1 / (k + 1), are more frequent within a compartment, and strongest at
+loops; RNA counts of genes in active segments are higher. Number of contacts and of transcripts vary
+log-normally between cells.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from lightning_amp.data.directory import DataDirectory, find
+from lightning_amp.data.features import FeatureGrid, build_grid
+from lightning_amp.data.modalities import write_modalities
+from lightning_amp.data.rna import RnaCounts
+from lightning_amp.data.writing import write_aside
+from lightning_amp.errors import DataError
+
+LOOP_QUANTILE = 0.98
+SEGMENT = 6
+SPREAD = 0.6
+TRANSCRIPTS = 3_000
+DISPERSION = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Population:
+    """What the cells are drawn from.
+
+    Attributes:
+        activity: Compartment of each bin, positive where active, of shape [type, bin].
+        cumulative: Running sum of contact probabilities over the features, of shape [type, feature].
+        grid: Bins and features.
+    """
+
+    activity: NDArray[np.float64]
+    cumulative: NDArray[np.float64]
+    grid: FeatureGrid
+
+
+def synthesize(
+    out: str | Path,
+    *,
+    cells: int = 200,
+    rna_cells: int | None = None,
+    bins: int = 120,
+    strata: int = 8,
+    genes: int = 150,
+    cell_types: int = 4,
+    chromosomes: int = 2,
+    resolution: int = 1_000_000,
+    depth: int = 2000,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> DataDirectory:
+    """Write a synthetic data directory; the same arguments give the same values.
+
+    Args:
+        out: Directory to write.
+        cells: Number of Hi-C cells.
+        rna_cells: Number of RNA cells, by default as many.
+        bins: Number of bins over all chromosomes.
+        strata: Number of strata.
+        genes: Number of genes.
+        cell_types: Number of cell types.
+        chromosomes: Number of chromosomes, of about equal length.
+        resolution: Bin width in base pairs.
+        depth: Mean number of contacts a cell.
+        seed: Seed of all random draws.
+        overwrite: Replace an existing data directory.
+
+    Raises:
+        DataError: An argument is out of range, or `out` cannot be written.
+    """
+    rna_cells = cells if rna_cells is None else rna_cells
+    sizes = {"cells": cells, "rna_cells": rna_cells, "genes": genes, "cell_types": cell_types, "depth": depth}
+    _check_sizes(sizes | {"bins": bins, "chromosomes": chromosomes, "resolution": resolution})
+    rng = np.random.default_rng(seed)
+    table = _make_bins(bins, chromosomes, resolution)
+    grid = build_grid(
+        table, strata=strata, chromosomes=table["chrom"].unique().tolist(), source="synthetic bins"
+    )
+    population = _make_population(rng, grid, cell_types)
+    with write_aside(out, overwrite=overwrite) as aside:
+        positions = _place_genes(rng, table, genes)
+        rna = _draw_rna(rng, population, positions, rna_cells)
+        labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
+        write_modalities(
+            aside,
+            grid=grid,
+            cells=_draw_cells(rng, population, labels, depth),
+            labels=labels,
+            rna=rna,
+            positions=positions,
+            loop_quantile=LOOP_QUANTILE,
+            min_depth=0,
+            source="synthetic cells",
+        )
+    return find(Path(out))
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise DataError(f"{name}={value!r} is too small; at least 1 is allowed")
+    if sizes["chromosomes"] > sizes["bins"]:
+        raise DataError(
+            f"asked for chromosomes={sizes['chromosomes']!r} in bins={sizes['bins']!r}; each needs a bin"
+        )
+
+
+def _make_bins(n_bins: int, n_chromosomes: int, width: int) -> pd.DataFrame:
+    """Split the bins over chromosomes chr1, chr2, ... as evenly as possible."""
+    sizes = [len(part) for part in np.array_split(np.arange(n_bins), n_chromosomes)]
+    start = np.concatenate([np.arange(n) * width for n in sizes])
+    chrom = np.repeat([f"chr{i + 1}" for i in range(n_chromosomes)], sizes).astype(object)
+    return pd.DataFrame({"chrom": chrom, "start": start, "end": start + width})
+
+
+def _make_population(rng: np.random.Generator, grid: FeatureGrid, n_types: int) -> _Population:
+    """Draw compartments and loops of each cell type and work out the contact probabilities."""
+    n_bins = len(grid.bins)
+    n_segments = -(-n_bins // SEGMENT)
+    # Segments share a base over types, so that types differ in some places rather than everywhere.
+    segments = rng.normal(size=n_segments) + rng.normal(size=(n_types, n_segments))
+    activity = np.tanh(2 * np.repeat(segments, SEGMENT, axis=1)[:, :n_bins])
+    visibility = rng.lognormal(sigma=0.2, size=n_bins)
+    stratum, anchor = np.nonzero(grid.column_of >= 0)
+    partner = anchor + stratum
+    rate = np.exp(0.8 * activity[:, anchor] * activity[:, partner]) * visibility[anchor] * visibility[partner]
+    rate /= stratum + 1
+    far = np.flatnonzero(stratum >= min(2, grid.n_strata - 1))
+    for of_type in rate:
+        of_type[rng.choice(far, size=min(len(far), max(2, n_bins // 12)), replace=False)] *= 8
+    cumulative = np.cumsum(rate, axis=1)
+    return _Population(activity, cumulative / cumulative[:, -1:], grid)
+
+
+def _label(kind: str, types: NDArray[np.int64]) -> pd.DataFrame:
+    names = pd.Index([f"{kind}_cell{i}" for i in range(len(types))], dtype=object)
+    celltype = [f"type{t}" for t in types]
+    return pd.DataFrame({"celltype": celltype, "batch": "0", "read_depth": 1.0}, index=names)
+
+
+def _draw_cells(
+    rng: np.random.Generator, population: _Population, labels: pd.DataFrame, depth: int
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Draw the contacts of one cell after the other."""
+    stratum, anchor = np.nonzero(population.grid.column_of >= 0)
+    for cell, celltype in labels["celltype"].items():
+        cumulative = population.cumulative[int(celltype.removeprefix("type"))]
+        # At least one contact, so that every cell asked for is also written.
+        n = max(1, rng.poisson(depth * rng.lognormal(-(SPREAD**2) / 2, SPREAD)))
+        drawn = np.searchsorted(cumulative, rng.random(n), side="right")
+        feature, count = np.unique(drawn, return_counts=True)
+        low = anchor[feature]
+        yield cell, pd.DataFrame({"bin1_id": low, "bin2_id": low + stratum[feature], "count": count})
+
+
+def _place_genes(rng: np.random.Generator, bins: pd.DataFrame, n_genes: int) -> pd.DataFrame:
+    """Place genes in random bins, each with its promoter inside, on either strand."""
+    home = bins.iloc[np.sort(rng.integers(len(bins), size=n_genes))]
+    width = (home["end"] - home["start"]).to_numpy()
+    start = home["start"].to_numpy() + rng.integers(0, np.maximum(width // 2, 1))
+    table = pd.DataFrame(
+        {"chrom": home["chrom"].to_numpy(), "start": start, "end": start + np.maximum(width // 4, 1)}
+    )
+    table["strand"] = rng.choice(["+", "-"], size=n_genes).astype(object)
+    return table.set_index(pd.Index([f"GENE{i}" for i in range(n_genes)], dtype=object, name="gene"))
+
+
+def _draw_rna(
+    rng: np.random.Generator, population: _Population, genes: pd.DataFrame, n_cells: int
+) -> RnaCounts:
+    """Draw negative binomial counts whose means follow the activity of each gene's bin."""
+    types = rng.permutation(np.arange(n_cells) % len(population.activity))
+    bins = population.grid.bins
+    first = {chrom: rows[0] for chrom, rows in bins.groupby("chrom", sort=False).indices.items()}
+    width = int((bins["end"] - bins["start"]).iloc[0])
+    row = genes["chrom"].map(first).to_numpy() + genes["start"].to_numpy() // width
+    rate = rng.lognormal(size=len(genes)) * np.exp(1.5 * population.activity[:, row])
+    share = rate / rate.sum(axis=1, keepdims=True)
+    total = TRANSCRIPTS * rng.lognormal(-(SPREAD**2) / 2, SPREAD, size=n_cells)
+    mean = share[types] * total[:, None]
+    counts: Any = rng.poisson(mean * rng.gamma(DISPERSION, 1 / DISPERSION, size=mean.shape))
+    obs = _label("rna", types)[["celltype", "batch"]]
+    return RnaCounts(sp.csr_array(counts.astype(np.float32)), obs, genes.index, "synthetic cells")

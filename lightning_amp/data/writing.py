@@ -1,0 +1,69 @@
+"""Writes a data directory aside and puts it in place at the end, so that a failed run leaves nothing."""
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_amp.data.directory import FOLDERS
+from lightning_amp.errors import DataError
+
+
+@contextmanager
+def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a fresh directory beside `out` that becomes `out` on success and vanishes on any error.
+
+    Args:
+        out: The directory to make; its parent must exist.
+        overwrite: Replace `out` if it is a data directory; nothing else is ever replaced.
+
+    Raises:
+        DataError: `out` exists and is not to be replaced, or its parent cannot be written to.
+    """
+    out = Path(out)
+    _check_free(out, overwrite=overwrite)
+    place = out.resolve()  # "." has neither a name nor a parent
+    aside = place.parent / f".{place.name}.{secrets.token_hex(4)}.partial"
+    try:
+        aside.mkdir()
+    except OSError as error:
+        raise DataError(
+            f"{out}: cannot write there ({error.strerror}); give a path in an existing directory that you "
+            "may write to"
+        ) from error
+    try:
+        yield aside
+        _put_in_place(aside, place)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_free(out: Path, *, overwrite: bool) -> None:
+    if not out.exists():
+        return
+    found = sorted(p.name for p in out.iterdir()) if out.is_dir() else None
+    if found is None:
+        raise DataError(f"{out}: asked to write a directory, found a file; choose another path")
+    if found and not overwrite:
+        raise DataError(
+            f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to "
+            "replace it"
+        )
+    # A mistyped path must not cost a home directory.
+    foreign = [name for name in found if name not in FOLDERS]
+    if foreign:
+        raise DataError(
+            f"{out}: will not overwrite a directory that is no data directory; found {foreign[:5]!r} beside "
+            f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
+        )
+
+
+def _put_in_place(aside: Path, out: Path) -> None:
+    if not out.exists():
+        aside.rename(out)
+        return
+    old = aside.with_suffix(".old")
+    out.rename(old)
+    aside.rename(out)
+    shutil.rmtree(old)

@@ -1,0 +1,86 @@
+"""The whole flow on a small synthetic data set, by the same commands that a person would type."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from string import Template
+
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import AmpError, DataError
+
+MARK = ".lightning-amp-demo"
+
+CONFIG = Template("""\
+# lightning-amp fit --config $out/config.yaml
+seed_everything: 0
+trainer:
+  strategy: amp
+  accelerator: cpu
+  devices: $devices
+  max_epochs: $epochs
+  log_every_n_steps: 5
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {save_dir: $out, name: logs}
+  callbacks:
+    - class_path: lightning_amp.StratumMemoryMonitor
+      init_args: {dirpath: $out/memory}
+    - class_path: lightning_amp.PredictionWriter
+      init_args: {out_dir: $out/predictions}
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {dirpath: $out/checkpoints, filename: last, enable_version_counter: false}
+model:
+  class_path: lightning_amp.GLUE
+  init_args: {latent_dim: 32, window: 20}
+data:
+  class_path: lightning_amp.SingleCellDataModule
+  init_args: {data_dir: $out/data, batch_size: 32}
+""")
+
+
+def run_demo(out: Path, *, devices: int = 2, epochs: int = 15) -> Iterator[str]:
+    """Make data, plan, train, predict; yields what to print between the commands.
+
+    Args:
+        out: Folder to write to; an earlier demo there is replaced, anything else is refused.
+        devices: CPU ranks.
+        epochs: Training epochs.
+
+    Raises:
+        DataError: `out` holds something that no demo wrote.
+        AmpError: One of the commands failed; it has said why.
+    """
+    if out.exists() and not (out / MARK).exists() and any(out.iterdir()):
+        raise DataError(
+            f"--out {str(out)!r} was asked for; it holds files that no demo wrote; choose an empty or new folder"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
+    yield "Synthetic data: 240 cells of 4 types, 2 chromosomes, 12 strata, RNA of the same types"
+    synthesize(out / "data", cells=240, strata=12, overwrite=True)
+    config = out / "config.yaml"
+    config.write_text(CONFIG.substitute(out=out, devices=devices, epochs=epochs))
+    checkpoint = out / "checkpoints" / "last.ckpt"
+    for command in (
+        [
+            "plan",
+            str(out / "data"),
+            "--devices",
+            str(devices),
+            "--device-memory",
+            "2GiB",
+            "--batch-size",
+            "32",
+        ],
+        ["fit", "--config", str(config)],
+        ["predict", "--config", str(config), "--ckpt_path", str(checkpoint), "--return_predictions", "false"],
+    ):
+        yield f"\n$ lightning-amp {shlex.join(command)}\n"
+        status = subprocess.run([sys.executable, "-m", "lightning_amp.cli", *command], check=False).returncode
+        if status != 0:
+            raise AmpError(
+                f"`lightning-amp {shlex.join(command)}` ended with status {status}; its message is above"
+            )
+    yield f"\nEverything is under {out}: start with {out / 'memory' / 'memory.png'}"

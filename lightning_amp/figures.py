@@ -1,0 +1,154 @@
+"""Every picture: memory per stratum, embedding of cells, contact maps.
+
+Drawn through matplotlib's object interface: no window system, no global state, so it is safe on any rank and
+in any notebook. Pictures are PNG at 150 dots per inch.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+DPI = 150
+INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
+# Okabe and Ito's colours, told apart with any colour vision; markers repeat them for more classes.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+MARKERS = ("o", "^", "s", "D", "v", "P")
+BUDGET_IN_SIGHT = 20
+
+
+def memory_curve(
+    path: Path,
+    *,
+    predicted_bytes: Sequence[float] | None,
+    measured_bytes: Sequence[float] | None,
+    budget_bytes: float | None,
+    title: str,
+    rank_label: str,
+) -> None:
+    """Draw peak memory against the stratum, predicted and measured, and the budget if it is in sight.
+
+    Args:
+        path: PNG to write
+        predicted_bytes: [stratum], or None when nothing was predicted
+        measured_bytes: [stratum], or None when nothing was measured
+        budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
+        title: what was run
+        rank_label: whose memory it is
+    """
+    curves = [
+        (predicted_bytes, "predicted", "--", GREY),
+        (measured_bytes, f"measured, {rank_label}", "-", PALETTE[0]),
+    ]
+    top = max((max(values) for values, *_ in curves if values is not None and len(values)), default=1.0)
+    unit, size = _unit(top)
+    figure = _new_figure(7.0, 4.2)
+    axes = figure.add_subplot()
+    for values, label, line, colour in curves:
+        if values is not None and len(values):
+            marker = "." if len(values) < 80 else None
+            y = np.asarray(values, dtype=np.float64) / size
+            axes.plot(np.arange(len(y)), y, line, color=colour, label=label, marker=marker, linewidth=1.8)
+    if budget_bytes is not None:
+        _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, unit=unit, size=size)
+    axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="#e6e6e6")
+    axes.set_axisbelow(True)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    _save(figure, path)
+
+
+def embedding(path: Path, *, xy: ArrayLike, labels: Mapping[str, Sequence[str]], title: str) -> None:
+    """Draw cells in the plane, once for each kind of label, side by side.
+
+    Args:
+        path: PNG to write
+        xy: [cell, 2]
+        labels: heading of a panel -> class of every cell
+        title: above all panels
+    """
+    points = np.asarray(xy, dtype=np.float64)
+    figure = _new_figure(5.6 * len(labels), 4.6)
+    for axes, (heading, classes) in zip(_panels(figure, len(labels)), labels.items(), strict=True):
+        _scatter(axes, points, np.asarray(classes).astype(str))
+        axes.set_title(heading, fontsize=11)
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def contact_maps(path: Path, *, maps: Mapping[str, ArrayLike], title: str) -> None:
+    """Draw contact maps side by side, as log(1 + contacts) on one colour scale each.
+
+    Args:
+        path: PNG to write
+        maps: heading -> [bin, bin] contacts
+        title: above all maps
+    """
+    figure = _new_figure(4.6 * len(maps), 4.1)
+    for axes, (heading, contacts) in zip(_panels(figure, len(maps)), maps.items(), strict=True):
+        image = axes.imshow(
+            np.log1p(np.asarray(contacts, dtype=np.float64)), cmap="Reds", interpolation="nearest"
+        )
+        axes.set(xlabel="bin", ylabel="bin")
+        axes.set_title(heading, fontsize=11)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        figure.colorbar(image, ax=axes, shrink=0.8, label="log(1 + contacts)")
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def _draw_budget(axes: Axes, budget_bytes: float, *, in_sight: bool, unit: str, size: float) -> None:
+    if in_sight:
+        label = f"budget {budget_bytes / size:.3g} {unit}"
+        axes.axhline(budget_bytes / size, linestyle="--", color=RED, linewidth=1.4, label=label)
+        return
+    budget_unit, budget_size = _unit(budget_bytes)
+    axes.plot([], [], " ", label=f"budget {budget_bytes / budget_size:.3g} {budget_unit}\n(far above)")
+
+
+def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_]) -> None:
+    names, codes = np.unique(classes, return_inverse=True)
+    size = 34 if len(points) < 300 else 12
+    order = np.random.default_rng(0).permutation(len(points))  # else the class drawn last hides the others
+    colours = np.array(PALETTE)[np.arange(len(names)) % len(PALETTE)]
+    markers = np.array(MARKERS)[np.arange(len(names)) // len(PALETTE) % len(MARKERS)]
+    for marker in MARKERS:
+        mine = order[markers[codes[order]] == marker]
+        x, y = points[mine].T
+        axes.scatter(x, y, c=colours[codes[mine]], marker=marker, s=size, linewidths=0, alpha=0.8)
+    for name, colour, marker in zip(names, colours, markers, strict=True):
+        axes.scatter([], [], color=colour, marker=marker, s=size, label=name)
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set(xticks=[], yticks=[], xlabel="dimension 1", ylabel="dimension 2")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
+
+
+def _unit(n_bytes: float) -> tuple[str, int]:
+    """Return the unit in which a number of bytes reads best, and its size in bytes."""
+    fitting = [
+        (unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if n_bytes >= 2**power
+    ]
+    return fitting[0] if fitting else ("bytes", 1)
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _panels(figure: Figure, n: int) -> list[Axes]:
+    return [figure.add_subplot(1, n, i + 1) for i in range(n)]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.1)

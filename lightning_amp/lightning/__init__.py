@@ -1,0 +1,1 @@
+"""The strategy, its callbacks, and what they need of Lightning."""

@@ -1,0 +1,22 @@
+"""Every name of Lightning outside its public interface that this package uses, with the reason."""
+
+# the default of DDPStrategy's own argument, which Lightning does not export
+from lightning.fabric.plugins.collectives.torch_collective import (  # type: ignore[attr-defined]
+    default_pg_timeout as default_pg_timeout,
+)
+
+# moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+
+# broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
+from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
+
+# used throughout Lightning, documented, but not exported in the sense of a type checker
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info as rank_zero_info,
+)
+from lightning.pytorch.utilities.rank_zero import (
+    rank_zero_warn as rank_zero_warn,
+)
+
+__all__ = ["broadcast_module", "default_pg_timeout", "optimizers_to_device", "rank_zero_info", "rank_zero_warn"]

@@ -1,0 +1,88 @@
+"""How much a rank's mean loss counts: in proportion to its cells, so that unequal ranks stay exact.
+
+w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce, get_world_size
+
+from lightning_amp.lightning._compat import rank_zero_warn
+
+
+def count_cells(batch: object) -> int | None:
+    """Cells in a batch.
+
+    The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but
+    tensors, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
+    modalities' counts are the answer when they agree, else their sum.
+
+    Returns:
+        None where no tensor is found, or tensors disagree on their first axis.
+    """
+    if isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values()):
+        counts = [_one_size(part) for part in batch.values()]
+        known = [n for n in counts if n is not None]
+        if len(known) < len(counts):
+            return None
+        return known[0] if len(set(known)) == 1 else sum(known)
+    return _one_size(batch)
+
+
+def _one_size(batch: object) -> int | None:
+    sizes = _sizes(batch)
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _sizes(batch: object) -> set[int]:
+    if isinstance(batch, Tensor):
+        return {len(batch)} if batch.dim() else set()
+    parts: list[object] = []
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        parts = list(batch)
+    elif is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in fields(batch)]
+    return set().union(*map(_sizes, parts))
+
+
+class CellWeight:
+    """The weight of this rank's loss in the current training step, agreed on at the step's first backward."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        """Weigh over the ranks of `group`, the data axis."""
+        self._group = group
+        self._device = device
+        self._cells: int | None = None
+        self._weight: float | None = 1.0
+        self._warned = False
+
+    def start(self, batch: object) -> None:
+        """A new training step begins; its weight is not known yet."""
+        self._cells = count_cells(batch)
+        self._weight = 1.0 if get_world_size(self._group) == 1 else None
+
+    def value(self) -> float:
+        """The weight; a collective at the first call of a step. Exactly 1.0 where ranks hold equally many."""
+        if self._weight is None:
+            self._weight = self._agree(self._cells)
+        return self._weight
+
+    def _agree(self, n: int | None) -> float:
+        counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
+        all_reduce(counts, group=self._group)
+        total, unknown = counts.tolist()
+        if unknown and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "The number of cells in the batch cannot be told from its tensors (none found, or their first"
+                " axes differ), so gradients are averaged with every rank counted equally. This is exact only"
+                " when all ranks have equally many cells in every step."
+            )
+        if unknown or n is None or not total:
+            return 1.0
+        return n * get_world_size(self._group) / int(total)

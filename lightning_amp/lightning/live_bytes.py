@@ -1,0 +1,123 @@
+"""Exact bytes of the tensors that are alive, on any device, counted storage by storage.
+
+Every operator that torch dispatches is looked at: a storage that it returned and did not receive is new and
+counts until it dies, however many tensors view it. Views, in-place operators and `out=` into an existing
+storage are free. Backward passes are seen too, `torch.autograd.grad` inside another forward and recomputation
+included. Only weak references are kept. Fake and meta tensors count as if they were real.
+
+Exact up to what an allocator adds (`rounding`), and to these known limits:
+
+- scratch memory that a kernel takes and returns inside one operator is not seen;
+- `UntypedStorage.resize_` is no operator: the new size is noticed when an operator next returns that storage.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
+"""Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts, while active, the bytes of every storage created and still alive.
+
+    Storages that were there before are free unless they are given to `watch`. A storage counted once is
+    counted down when it dies, also while the mode is not active. Other threads than the one that entered the
+    mode are seen only where torch carries modes over to them, as its autograd engine does.
+
+    Args:
+        rounding: Every storage counts as a multiple of this many bytes; torch's CUDA allocator rounds to 512.
+    """
+
+    def __init__(self, *, rounding: int = 1) -> None:
+        assert rounding >= 1, f"rounding is a number of bytes, at least 1, got {rounding!r}"
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rounding = rounding
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        # A storage can die in the middle of any statement here, so its bytes wait in line to be subtracted.
+        self._freed: deque[int] = deque()
+        self._current = 0
+        self._peak = 0
+
+    @property
+    def current(self) -> int:
+        """Bytes alive now."""
+        while self._freed:
+            self._current -= self._freed.popleft()
+        return self._current
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive at once since the start or the last `reset_peak`."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from the bytes alive now."""
+        self._peak = self.current
+
+    def watch(self, values: Any) -> None:
+        """Count tensors that already exist, in any nesting of lists, tuples and dicts, from now on."""
+        self._count(tensors_of(values))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A wrapper such as DTensor owns no storage: let it split up, and see the operators on its parts.
+            return NotImplemented
+        given = {} if func in _MADE_OUTSIDE else {id(s): s for s in _storages(tensors_of((args, kwargs)))}
+        result = func(*args, **(kwargs or {}))
+        self._count(tensors_of(result), given)
+        return result
+
+    def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
+        current = self.current
+        for storage in _storages(tensors):
+            key = id(storage)
+            n_bytes = -(-storage.nbytes() // self._rounding) * self._rounding
+            if key in self._alive:
+                ref, before = self._alive[key]
+                if n_bytes != before:
+                    self._alive[key] = (ref, n_bytes)
+                    current += n_bytes - before
+            elif not given or key not in given:
+                self._alive[key] = (weakref.ref(storage, self._forget(key)), n_bytes)
+                current += n_bytes
+        self._current = current
+        self._peak = max(self._peak, current)
+
+    def _forget(self, key: int) -> Any:
+        alive, freed = self._alive, self._freed
+
+        def forget(_: object) -> None:
+            freed.append(alive.pop(key)[1])
+
+        return forget
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors in any nesting of lists, tuples and dicts."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_of(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_of(value)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            yield tensor.untyped_storage()
+        elif tensor.layout is torch.sparse_coo:
+            yield from _storages((tensor._indices(), tensor._values()))
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from _storages((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from _storages((tensor.ccol_indices(), tensor.row_indices(), tensor.values()))

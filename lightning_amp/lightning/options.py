@@ -1,0 +1,49 @@
+"""Checks of what a person asks of the strategy, made before any process is started."""
+
+from pathlib import Path
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan import Plan
+
+
+def one_of(name: str, value: object, allowed: tuple[str | bool, ...]) -> None:
+    """Check a choice.
+
+    Raises:
+        PlanError: The value is not allowed; 1 and 0 do not pass for True and False.
+    """
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise PlanError(f"{name}={value!r} was asked for; allowed are {', '.join(map(repr, allowed))}")
+
+
+def check_numbers(*, model_parallel_size: int | str, bucket_mb: float) -> None:
+    """Check the options that are numbers.
+
+    Raises:
+        PlanError: Not a number, or too small.
+    """
+    whole = isinstance(model_parallel_size, int) and not isinstance(model_parallel_size, bool)
+    if model_parallel_size != "auto" and not (whole and int(model_parallel_size) >= 1):
+        raise PlanError(
+            f"model_parallel_size={model_parallel_size!r} was asked for; allowed are 'auto' and a"
+            " whole number of ranks, 1 or more"
+        )
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
+        raise PlanError(f"bucket_mb={bucket_mb!r} was asked for; allowed is a number of MiB above 0")
+
+
+def check_plan(plan: str | Path | Plan | None, strategies: list[str] | str | None) -> None:
+    """Check that a plan and a choice of strategies do not contradict each other.
+
+    Raises:
+        PlanError: Both were given, or the plan is neither a path nor a Plan.
+    """
+    if plan is not None and not isinstance(plan, str | Path | Plan):
+        raise PlanError(
+            f"plan={plan!r} was asked for; allowed are a Plan and the path of one written as JSON"
+        )
+    if plan is not None and strategies is not None:
+        raise PlanError(
+            f"plan={plan!r} and strategies={strategies!r} were asked for; a plan names its strategies."
+            " Give one of the two"
+        )

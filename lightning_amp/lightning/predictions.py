@@ -1,0 +1,230 @@
+"""Writes the predictions of all ranks as files: embeddings, imputed contact maps and a picture.
+
+The model's part is two methods:
+
+    predict_step(batch, batch_idx) -> {modality: {"index": int64 [cell], "embedding": float [cell, dim]}}
+    impute(modality, cells: CellBatch) -> [cell, feature], expected contacts
+
+A plain callback, not Lightning's BasePredictionWriter: that one asks the loop for the batch indices of a
+batch sampler, which a loader of whole steps has not; `index` says which cells these are.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_amp import figures
+from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.dataset import MultiModalDataset, StepIndices
+from lightning_amp.data.keys import hash_integers
+from lightning_amp.data.results import celltypes, write_embedding, write_imputed, written_aside
+from lightning_amp.errors import DataError, ModelError
+
+Embeddings = dict[str, NDArray[np.float32]]
+Part = tuple[NDArray[np.int64], NDArray[np.float32]]
+MIN_UMAP_CELLS = 5
+
+
+class PredictionWriter(pl.Callback):
+    """Writes embeddings, imputed contact maps and a picture at the end of `trainer.predict`, on rank 0.
+
+    Files:
+        embeddings_<modality>.h5ad: all cells in the file's order, obs as there, obsm["X_amp"]; NaN for a cell
+            that was not predicted (`limit_predict_batches`)
+        imputed.scool: expected contacts of some cells, if there is Hi-C
+        embedding.png: all modalities on their first two principal components, or by UMAP where it is installed
+
+    `written` names them, on rank 0.
+
+    Args:
+        out_dir: where to write; made if absent
+        contact_map_cells: names of the cells to impute, or how many (the first ones of the file); 0 for none
+
+    Raises:
+        DataError: an argument is out of range, the trainer has no SingleCellDataModule, unknown cells are asked,
+            or `out_dir` cannot be made
+        ModelError: the model does not return or do what is said above
+    """
+
+    def __init__(self, out_dir: str | Path, *, contact_map_cells: int | list[str] = 4) -> None:
+        if isinstance(contact_map_cells, int) and contact_map_cells < 0:
+            raise DataError(
+                f"contact_map_cells={contact_map_cells!r} was asked; give names of cells, or a number of at least 0"
+            )
+        self.out_dir = Path(out_dir)
+        self.contact_map_cells = contact_map_cells
+        self.written: list[Path] = []
+        self._parts: dict[str, list[Part]] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot work before the first batch is predicted."""
+        if stage != "predict":
+            return
+        rows = self._rows_to_impute(_data_of(trainer))
+        if len(rows) and not hasattr(pl_module, "impute"):
+            raise ModelError(
+                f"contact_map_cells={self.contact_map_cells!r} was asked, but {type(pl_module).__name__!r} has no "
+                "method impute(modality, cells); add it, or give contact_map_cells=0"
+            )
+        try:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{self.out_dir}: cannot be made ({error.strerror}); give a directory that you may write to"
+            ) from error
+
+    def on_predict_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget an earlier run."""
+        self.written, self._parts = [], {}
+
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the batch's embeddings in host memory."""
+        for modality, cells in _checked(outputs, pl_module).items():
+            part = cells["index"].cpu().numpy(), cells["embedding"].detach().float().cpu().numpy()
+            self._parts.setdefault(modality, []).append(part)
+
+    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gather over ranks and write."""
+        data = _data_of(trainer)
+        embeddings = self._gathered(data, trainer.world_size)
+        # On every rank: a decoder that is spread over ranks needs them all.
+        imputed = _impute(self._rows_to_impute(data), data, trainer, pl_module)
+        self._parts = {}
+        if trainer.is_global_zero:
+            self._write(embeddings, imputed, data)
+
+    def _rows_to_impute(self, data: SingleCellDataModule) -> NDArray[np.int64]:
+        if "hic" not in data.tables:
+            return np.empty(0, dtype=np.int64)
+        names = data.tables["hic"].obs_names.tolist()
+        if isinstance(self.contact_map_cells, int):
+            return np.arange(min(self.contact_map_cells, len(names)))
+        row_of = {name: row for row, name in enumerate(names)}
+        unknown = [name for name in self.contact_map_cells if name not in row_of]
+        if unknown:
+            raise DataError(
+                f"contact_map_cells: {unknown[:3]!r} are no cells of {data.tables['hic'].path}; its cells are named "
+                f"like {names[:3]!r}"
+            )
+        return np.array([row_of[name] for name in self.contact_map_cells], dtype=np.int64)
+
+    def _gathered(self, data: SingleCellDataModule, world_size: int) -> Embeddings:
+        """Return every modality's embedding, [cell, dim]; a cell that came twice is written twice, with one
+        value."""
+        ranks: list[dict[str, list[Part]]] = [self._parts]
+        if world_size > 1:
+            ranks = [{} for _ in range(world_size)]
+            dist.all_gather_object(ranks, self._parts)
+        embeddings: Embeddings = {}
+        for parts in ranks:
+            for modality, pieces in parts.items():
+                whole = (data.tables[modality].n_cells, pieces[0][1].shape[1])
+                target = embeddings.setdefault(modality, np.full(whole, np.nan, dtype=np.float32))
+                for index, values in pieces:
+                    target[index] = values
+        return embeddings
+
+    def _write(self, embeddings: Embeddings, imputed: Embeddings, data: SingleCellDataModule) -> None:
+        tables = {modality: data.tables[modality].read_obs() for modality in embeddings}
+        for modality, embedding in embeddings.items():
+            path = self.out_dir / f"embeddings_{modality}.h5ad"
+            write_embedding(path, obs=tables[modality], embedding=embedding)
+            self.written.append(path)
+        if imputed and data.layout is not None:
+            self.written += write_imputed(self.out_dir, layout=data.layout, contacts=imputed)
+        if embeddings:
+            path = self.out_dir / "embedding.png"
+            with written_aside(path) as aside:
+                _draw(aside, embeddings, tables)
+            self.written.append(path)
+
+
+def project(embedding: NDArray[np.float32]) -> tuple[NDArray[np.float64], str]:
+    """Return cells in the plane, and the name of the method: UMAP where it is installed, else PCA.
+
+    Args:
+        embedding: [cell, dim]
+
+    Returns:
+        [cell, 2] and the name
+    """
+    try:
+        from umap import UMAP
+    except ImportError:
+        return _principal_plane(embedding.astype(np.float64)), "PCA"
+    if len(embedding) < MIN_UMAP_CELLS:
+        return _principal_plane(embedding.astype(np.float64)), "PCA"
+    reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
+    return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), "UMAP"
+
+
+def _principal_plane(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    centred = x - x.mean(axis=0)
+    axes = np.linalg.svd(centred.T @ centred)[0][:, :2]
+    axes *= np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])  # else the sign is arbitrary
+    plane = centred @ axes
+    return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1])))
+
+
+def _draw(path: Path, embeddings: Embeddings, tables: dict[str, pd.DataFrame]) -> None:
+    together = np.concatenate(list(embeddings.values()))
+    known = np.isfinite(together).all(axis=1)
+    types = np.concatenate([celltypes(tables[modality]) for modality in embeddings])
+    modalities = np.repeat(list(embeddings), [len(values) for values in embeddings.values()])
+    xy, method = project(together[known])
+    labels = {"cell type": types[known].tolist(), "modality": modalities[known].tolist()}
+    figures.embedding(path, xy=xy, labels=labels, title=f"Embedding of {known.sum()} cells, {method}")
+
+
+def _impute(
+    rows: NDArray[np.int64], data: SingleCellDataModule, trainer: pl.Trainer, module: Any
+) -> Embeddings:
+    """Return the expected contacts of some Hi-C cells by name; Lightning has switched to eval without
+    gradients."""
+    dataset = MultiModalDataset(data.tables)
+    imputed: Embeddings = {}
+    for start in range(0, len(rows), data.batch_size):
+        chunk = rows[start : start + data.batch_size]
+        batch: Any = dataset[StepIndices(rows={"hic": chunk}, draw_key=hash_integers(data.seed))]
+        batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+        with trainer.precision_plugin.forward_context():
+            contacts: torch.Tensor = module.impute("hic", batch["hic"])
+        names = data.tables["hic"].obs_names[chunk].tolist()
+        imputed.update(zip(names, contacts.float().cpu().numpy(), strict=True))
+    return imputed
+
+
+def _data_of(trainer: pl.Trainer) -> SingleCellDataModule:
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, SingleCellDataModule):
+        raise DataError(
+            f"PredictionWriter reads names of cells and bins from a SingleCellDataModule, the trainer has {data!r}; "
+            "call trainer.predict(model, datamodule=SingleCellDataModule(...))"
+        )
+    return data
+
+
+def _checked(outputs: Any, module: pl.LightningModule) -> dict[str, dict[str, torch.Tensor]]:
+    well_formed = isinstance(outputs, dict) and all(
+        isinstance(cells, dict) and {"index", "embedding"} <= set(cells) for cells in outputs.values()
+    )
+    if not well_formed:
+        raise ModelError(
+            f"{type(module).__name__!r}.predict_step must return {{modality: {{'index', 'embedding'}}}}, "
+            f"found {type(outputs).__name__} {list(outputs) if isinstance(outputs, dict) else outputs!r}"
+        )
+    return dict(outputs)

@@ -1,0 +1,63 @@
+"""The names under which Lightning finds the strategy: `Trainer(strategy="amp")`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from lightning_amp.errors import AmpError
+
+if TYPE_CHECKING:
+    from lightning_amp.lightning.strategy import AMPStrategy
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+START_METHODS: dict[str, StartMethod] = {
+    "amp": "popen",
+    "amp_spawn": "spawn",
+    "amp_fork": "fork",
+    "amp_notebook": "fork",
+}
+
+
+class Registry(Protocol):
+    """What is needed of Lightning's StrategyRegistry."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def register(self, name: str, strategy: Callable[..., object], description: str) -> object:
+        """Add a name."""
+
+
+def register(registry: Registry) -> None:
+    """Add the strategy's names; those already there are left as they are, so it may be called again."""
+    for name, start_method in START_METHODS.items():
+        if name not in registry:
+            about = f"modality-aware parallelization, processes started by {start_method!r}"
+            registry.register(name, _factory(start_method), about)
+
+
+def refuse(registry: Registry) -> None:
+    """Make the names fail with advice in the twin package, whose classes Lightning's do not recognise."""
+    for name in START_METHODS:
+        if name not in registry:
+            registry.register(name, _refusal(name), "use lightning.pytorch")
+
+
+def _factory(start_method: StartMethod) -> Callable[[], "AMPStrategy"]:
+    def make() -> "AMPStrategy":
+        # late, for registering happens while Lightning itself is being imported
+        from lightning_amp.lightning.strategy import AMPStrategy
+
+        return AMPStrategy(start_method=start_method)
+
+    return make
+
+
+def _refusal(name: str) -> Callable[[], object]:
+    def raise_advice() -> object:
+        raise AmpError(
+            f"strategy={name!r} was asked of a pytorch_lightning.Trainer; it works with lightning.pytorch,"
+            " the same library under its newer name. Import Trainer, LightningModule and callbacks from"
+            " lightning.pytorch"
+        )
+
+    return raise_advice

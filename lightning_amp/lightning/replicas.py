@@ -1,0 +1,90 @@
+"""What makes ranks start as equal replicas: one decision, one model, one stream of random numbers."""
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_amp.errors import AmpError, InstallError, PlanError
+
+T = TypeVar("T")
+Broadcast = Callable[[Any], Any]
+"""Rank 0's picklable value on every rank, as `Strategy.broadcast`."""
+
+
+def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast) -> T:
+    """Let rank 0 decide, and give the decision, or its error, to every rank.
+
+    Raises:
+        AmpError: What `decide` raised on rank 0, with the same text on every rank.
+        PlanError: On the other ranks, when rank 0 failed in a way that is not an AmpError.
+    """
+    decision: T | None = None
+    error: Exception | None = None
+    if rank == 0:
+        try:
+            decision = decide()
+        except Exception as raised:
+            error = raised
+    told = error
+    if error is not None and not isinstance(error, AmpError):
+        # it may not survive pickling, and the other ranks must not wait for ever
+        told = PlanError(
+            f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more"
+        )
+    answer, told = broadcast((decision, told))
+    failure = error or told
+    if failure is not None:
+        raise failure
+    decided: T = answer
+    return decided
+
+
+def share_random_state(*, broadcast: Broadcast, device: torch.device) -> None:
+    """Continue rank 0's random streams of python, numpy and torch on every rank; rank 0 notices nothing."""
+    on_gpu = device.type == "cuda"
+    gpu = torch.cuda.get_rng_state(device) if on_gpu else None
+    state = (random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
+    python, numpy, cpu, gpu = broadcast(state)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu, device)
+
+
+def check_replicas(
+    module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]
+) -> None:
+    """Make sure that every rank has built the same module, before anything is sent between them.
+
+    Args:
+        module: The rank's module.
+        rank: The rank.
+        broadcast: Rank 0's value on every rank.
+        any_rank: Whether a condition holds on at least one rank, known to all.
+
+    Raises:
+        InstallError: Uninitialised parameters, or parameters and buffers that differ between ranks in name,
+            order, shape or type.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if any_rank(bool(lazy)):
+        raise InstallError(
+            f"every parameter must have its shape before training starts; {lazy!r} have none yet on rank"
+            f" {rank}. Run one batch through the lazy layers in configure_model"
+        )
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    first = broadcast(mine)
+    if any_rank(mine != first):
+        differing = sorted(set(mine) ^ set(first)) or "their order"
+        raise InstallError(
+            "the same model is needed on every rank; rank 0 and another rank differ in parameters or buffers,"
+            f" seen from rank {rank}: {differing!r}. Build the model from what all ranks know, not from a"
+            " rank's data"
+        )

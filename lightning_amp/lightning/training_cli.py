@@ -1,0 +1,73 @@
+"""fit | validate | test | predict: Lightning's command line, with strategy "amp" by default and results printed."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
+from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.planning.report import table
+
+
+def train(words: Sequence[str]) -> LightningCLI:
+    """Run Lightning's command line on these words; what it wrote is printed by rank 0.
+
+    Launched ranks start again from `sys.argv`, so the words are put there.
+    """
+    sys.argv[1:] = list(words)
+    cli = AmpCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        trainer_defaults={"strategy": "amp"},
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+    )
+    _print_results(cli)
+    return cli
+
+
+class AmpCLI(LightningCLI):
+    """LightningCLI whose help names this program."""
+
+
+@rank_zero_only
+def _print_results(cli: LightningCLI) -> None:
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StratumMemoryMonitor) and callback.table():
+            print(f"\n{memory_table(callback.table())}")
+        for path in getattr(callback, "written", []):
+            print(f"wrote {_short(path)}")
+    for path in _checkpoints(cli):
+        print(f"wrote {_short(path)}")
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Predicted beside measured memory, one row per stratum."""
+    cells = [
+        [
+            str(row["stratum"]),
+            "-" if row["predicted"] is None else format_bytes(row["predicted"]),
+            format_bytes(row["measured"]),
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    ]
+    return table(["stratum", "predicted", "measured", "measured / predicted"], cells)
+
+
+def _checkpoints(cli: LightningCLI) -> list[Path]:
+    found = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")  # type: ignore[attr-defined]
+    return [Path(found)] if found else []
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+

@@ -1,0 +1,135 @@
+"""The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data.
+
+Legend: cell, feature, dim; anchors and genes are vertices of the guidance graph.
+"""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models import networks
+from lightning_amp.models.built import BuiltFromData
+from lightning_amp.models.inputs import ModelInputs
+from lightning_amp.models.latent import library_of
+from lightning_amp.models.losses import Discriminator
+
+if TYPE_CHECKING:
+    from lightning_amp.data.batch import Batch, CellBatch
+
+LATENT_STREAM, BURN_IN_STREAM = networks.STREAMS_PER_MODALITY - 1, networks.STREAMS_PER_MODALITY - 2
+
+
+class LinkedAutoencoders(BuiltFromData):
+    """Abstract: a subclass saves the hyper-parameters that are read here, and trains."""
+
+    encoders: nn.ModuleDict
+    decoders: nn.ModuleDict
+
+    @property
+    def settings(self) -> Any:
+        """The hyper-parameters, as attributes."""
+        return self.hparams
+
+    def make_networks(self, inputs: ModelInputs) -> None:
+        """Make the networks for some data.
+
+        Raises:
+            ModelError: modality_weights names a modality that there is not.
+        """
+        h = self.settings
+        strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
+        if strangers:
+            raise ModelError(
+                f"GLUE(modality_weights={h.modality_weights!r}) names {strangers!r}, but the data have "
+                f"{list(inputs.modalities)!r}; name these only"
+            )
+        self.encoders = networks.make_encoders(
+            inputs, h.latent_dim, hidden_dim=h.hidden_dim, hidden_depth=h.hidden_depth, dropout=h.dropout
+        )
+        self.decoders = networks.make_decoders(
+            inputs, h.latent_dim, key=h.key, variant=h.variant, chained=h.chained, window=h.window
+        )
+        self.graph_encoder = networks.make_graph_encoder(inputs.graph, h.latent_dim)
+        for name, modality in inputs.modalities.items():
+            self.register_buffer(f"vertices_{name}", torch.as_tensor(modality.vertices), persistent=False)
+        self.discriminator = Discriminator(
+            h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
+        )
+
+    def encode(
+        self, modality: str, cells: "CellBatch"
+    ) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "cell dim"]]:
+        """Mean and deviation of the latents of some cells.
+
+        Raises:
+            ModelError: the networks are not built, or have no such modality.
+        """
+        self.stream(modality)
+        loc, std = self.encoders[modality](cells["x"], library_of(cells), cells.get("draw"))
+        # mixed precision hands out halves, too coarse for divergences and likelihoods
+        return loc.to(self.dtype), std.to(self.dtype)
+
+    def vertices(self) -> tuple[Float[Tensor, "vertex dim"], Float[Tensor, "vertex dim"]]:
+        """Mean and deviation of the latents of all vertices of the graph."""
+        loc, std = self.graph_encoder()
+        return loc.to(self.dtype), std.to(self.dtype)
+
+    def nll(
+        self,
+        modality: str,
+        cells: "CellBatch",
+        *,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "vertex dim"],
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood of some cells' data, a mean over cells and features."""
+        nll: Tensor = self.decoders[modality](
+            u, v[self._rows(modality)], batch=cells["batch"], library=library_of(cells), x=cells["x"]
+        )
+        return nll
+
+    def edge_nll(self, v: Float[Tensor, "vertex dim"], *, seed: int | None = None) -> Float[Tensor, ""]:
+        """Negative log-likelihood of sampled edges: by the default generator, or with a seed the same ones."""
+        h = self.settings
+        generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        return self.graph_encoder.nll(
+            v, n_positive=h.edges_per_step, negatives=h.negatives_per_edge, generator=generator
+        )
+
+    def predict_step(self, batch: "Batch", batch_idx: int) -> dict[str, dict[str, Tensor]]:
+        """Mean latent of every cell of the batch, with the cell's row in its file."""
+        return {
+            name: {"index": cells["index"], "embedding": self.encode(name, cells)[0]}
+            for name, cells in batch.items()
+        }
+
+    @torch.no_grad()
+    def impute(self, modality: str, batch: "CellBatch") -> Float[Tensor, "cell feature"]:
+        """Expected data of some cells of one modality, at the means of all latents; call in eval mode.
+
+        Raises:
+            ModelError: the networks are not built, or have no such modality.
+        """
+        (u, _), (v, _) = self.encode(modality, batch), self.vertices()
+        decoder = cast(networks.DataDecoder, self.decoders[modality])
+        return decoder.mean(u, v[self._rows(modality)], batch=batch["batch"], library=library_of(batch))
+
+    def stream(self, modality: str) -> int:
+        """First of the streams of random numbers that a modality may use.
+
+        Raises:
+            ModelError: the networks are not built, or have no such modality.
+        """
+        inputs = self.built_inputs()
+        if modality not in inputs.modalities:
+            raise ModelError(
+                f"GLUE was given cells of {modality!r}, but was built for {list(inputs.modalities)!r}; "
+                "use the data it was built for"
+            )
+        return networks.first_stream(inputs, modality)
+
+    def _rows(self, modality: str) -> Tensor:
+        return self.get_buffer(f"vertices_{modality}")

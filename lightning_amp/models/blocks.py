@@ -1,0 +1,96 @@
+"""Key of one stratum: from the anchor latent v [N, D] to the matrix that cells are multiplied with.
+
+    attention, "higlue"   key = val + LocalAttention(qk, qk, p);  key = key + GEGLU(LayerNorm(key) W_ff^T)
+    attention, "paper"    key = val + LocalAttention(qk, qk, val);  key = GEGLU(key W_ff^T)
+                          with p = LayerNorm(v), qk = p W_qk^T, val = p W_val^T
+    convolution           key = LeakyReLU(Conv1d(v)), depthwise, kernel 2, anchor i meets anchor i + k
+
+No Linear of a key has a bias. Key modules return the key and the latent that a chained decoder hands on.
+"""
+
+from typing import Literal, get_args
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models.local_attention import LocalAttention
+
+Variant = Literal["higlue", "paper"]
+LEAK = 0.2
+
+
+def geglu(h: Float[Tensor, "anchor two_dim"]) -> Float[Tensor, "anchor dim"]:
+    """First half of the channels, gated by the GELU of the second half."""
+    a, gate = h.chunk(2, dim=-1)
+    return a * F.gelu(gate)
+
+
+class AttentionKey(nn.Module):
+    """Key by local attention and a gated feed-forward layer.
+
+    Args:
+        dim: channels D.
+        window: anchors per attention bucket.
+        variant: "higlue" (values are the normalised anchors; residual, post-normalised feed-forward) or
+            "paper" (values are the projected anchors; plain feed-forward, so `postnorm` has no parameters).
+
+    Raises:
+        ModelError: unknown variant.
+    """
+
+    def __init__(self, dim: int, window: int, *, variant: Variant = "higlue"):
+        super().__init__()
+        if variant not in get_args(Variant):
+            raise ModelError(f"AttentionKey(variant={variant!r}): choose one of {get_args(Variant)!r}")
+        self.variant = variant
+        self.prenorm = nn.LayerNorm(dim)
+        self.qk = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.attention = LocalAttention(dim, window)
+        self.postnorm = nn.LayerNorm(dim) if variant == "higlue" else nn.Identity()
+        self.ff = nn.Linear(dim, 2 * dim, bias=False)
+
+    def forward(
+        self, v: Float[Tensor, "anchor dim"]
+    ) -> tuple[Float[Tensor, "anchor dim"], Float[Tensor, "anchor dim"]]:
+        """Key, and the projected anchors (the next anchor latent of a chained decoder)."""
+        p = self.prenorm(v)
+        qk, val = self.qk(p), self.value(p)
+        key = val + self.attention(qk, qk, p if self.variant == "higlue" else val)
+        gated = geglu(self.ff(self.postnorm(key)))
+        return (key + gated if self.variant == "higlue" else gated), val
+
+
+class ConvolutionKey(nn.Module):
+    """Key in which anchor i meets anchor i + stratum, by a depthwise convolution padded at the end.
+
+    Args:
+        dim: channels D.
+        stratum: distance k in anchors, at least 1.
+        bias: whether the convolution has a bias.
+        activation: whether LeakyReLU(0.2) follows.
+
+    Raises:
+        ModelError: stratum below 1.
+    """
+
+    def __init__(self, dim: int, stratum: int, *, bias: bool = True, activation: bool = True):
+        super().__init__()
+        if stratum < 1:
+            raise ModelError(
+                f"ConvolutionKey(stratum={stratum!r}): a pair needs a distance; stratum 0 has no key module, "
+                "choose stratum >= 1"
+            )
+        self.stratum = stratum
+        self.pairs = nn.Conv1d(dim, dim, 2, dilation=stratum, groups=dim, bias=bias)
+        self.activation = nn.LeakyReLU(LEAK) if activation else nn.Identity()
+
+    def forward(
+        self, v: Float[Tensor, "anchor dim"]
+    ) -> tuple[Float[Tensor, "anchor dim"], Float[Tensor, "anchor dim"]]:
+        """Key, and v unchanged: a convolution has no chained form."""
+        padded = F.pad(v, (0, 0, 0, self.stratum))
+        key = self.pairs(padded.T[None])[0].T
+        return self.activation(key), v

@@ -1,0 +1,186 @@
+"""The stratified Hi-C decoder: a loss that is a sum over strata which depend on nothing but u and v.
+
+    stratum k   key = key_k(v), ZINB with mean softmax(logit) * library * weight[:, k] (stratum.py)
+    weight      softmax(strata_weights + head(u)) over strata
+    loss        minus the mean log-likelihood over all cells and features
+
+Legend: cell, anchor (N), dim (D), stratum (K), feature (F in all, F_k of stratum k, stratum-major).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models.blocks import AttentionKey, ConvolutionKey, Variant
+from lightning_amp.models.stratum import Decode as Decode
+from lightning_amp.models.stratum import KeyModule
+from lightning_amp.models.stratum import Stratum as Stratum
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+KeyKind = Literal["attention", "convolution"]
+
+
+class StratifiedDecoder(nn.Module):
+    """All strata of the Hi-C modality.
+
+    Args:
+        dim: channels D of u and v.
+        nodes: for each stratum, the anchor of each of its features.
+        stratum_index: for each stratum, its distance k in anchors; 0 means that the key is v itself.
+        n_anchors: anchors N.
+        n_batches: experimental batches.
+        key: "attention" or "convolution".
+        variant: form of the attention key, "higlue" or "paper".
+        chained: each stratum's attention key reads the previous stratum's projected anchors.
+        window: anchors per attention bucket; 20 times the number of strata when None.
+        strata_weight_head: whether the weights of the strata depend on the cell.
+        binarized: Bernoulli likelihood of x > 0 instead of ZINB.
+
+    Raises:
+        ModelError: settings that contradict each other or the strata.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        nodes: "Sequence[ArrayLike]",
+        *,
+        stratum_index: Sequence[int],
+        n_anchors: int,
+        n_batches: int,
+        key: KeyKind = "attention",
+        variant: Variant = "higlue",
+        chained: bool = False,
+        window: int | None = None,
+        strata_weight_head: bool = False,
+        binarized: bool = False,
+    ):
+        super().__init__()
+        _check_settings(key, chained)
+        rows = [torch.as_tensor(n, dtype=torch.int64) for n in nodes]
+        _check_strata(rows, stratum_index, n_anchors)
+        self.dim = dim
+        self.n_anchors = n_anchors
+        self.n_strata = len(rows)
+        self.chained = chained
+        self.variant = variant
+        self.window = 20 * self.n_strata if window is None else window
+        self.n_features = sum(len(r) for r in rows)
+        keys = [self._key(key, k) for k in stratum_index]
+        ends = torch.tensor([len(r) for r in rows]).cumsum(0).tolist()
+        self.strata = nn.ModuleList(
+            Stratum(
+                keys[i],
+                rows[i],
+                distance=stratum_index[i],
+                columns=(ends[i] - len(rows[i]), ends[i]),
+                n_batches=n_batches,
+                chained=chained and keys[i] is not None,
+                binarized=binarized,
+            )
+            for i in range(self.n_strata)
+        )
+        self.strata_weights = nn.Parameter(torch.zeros(self.n_strata))
+        self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
+        if self.head is not None:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        *,
+        batch: Int[Tensor, " cell"],
+        library: Float[Tensor, "cell 1"],
+        x: Float[Tensor, "cell feature"],
+    ) -> Float[Tensor, ""]:
+        """Minus the mean log-likelihood over all cells and features; library must be positive.
+
+        Raises:
+            ModelError: x has not one column per feature, or v not one row per anchor.
+        """
+        self._check_inputs(v, x)
+        log_weights = self.log_weights(u)
+        total = u.new_zeros(())
+        for i, module in enumerate(self.strata):
+            start, stop = cast(Stratum, module).columns
+            nll, v = module(
+                v, u, batch=batch, library=library, x=x[:, start:stop], log_weight=log_weights[:, i : i + 1]
+            )
+            total = total + nll
+        return total / x.numel()
+
+    def mean(
+        self,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        *,
+        batch: Int[Tensor, " cell"],
+        library: Float[Tensor, "cell 1"],
+    ) -> Float[Tensor, "cell feature"]:
+        """Expected contacts of every feature, in the order of the data matrix."""
+        log_weights = self.log_weights(u)
+        means = []
+        for i, module in enumerate(self.strata):
+            mean, v = cast(Stratum, module).mean(
+                v, u, batch=batch, library=library, log_weight=log_weights[:, i : i + 1]
+            )
+            means.append(mean)
+        return torch.cat(means, dim=1)
+
+    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+        """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
+        logits = self.strata_weights[None]
+        return (logits if self.head is None else logits + self.head(u)).log_softmax(dim=1)
+
+    def _key(self, kind: KeyKind, stratum: int) -> KeyModule | None:
+        if stratum == 0:
+            return None
+        if kind == "convolution":
+            return ConvolutionKey(self.dim, stratum)
+        return AttentionKey(self.dim, self.window, variant=self.variant)
+
+    def _check_inputs(self, v: Tensor, x: Tensor) -> None:
+        if x.shape[1] != self.n_features:
+            raise ModelError(
+                f"StratifiedDecoder got x with {x.shape[1]!r} columns, but its strata have "
+                f"{self.n_features!r} features; use the data that the model was built for"
+            )
+        if len(v) != self.n_anchors:
+            raise ModelError(
+                f"StratifiedDecoder got v with {len(v)!r} rows, but it was built for "
+                f"{self.n_anchors!r} anchors; use the anchors of its own data"
+            )
+
+
+def _check_settings(key: KeyKind, chained: bool) -> None:
+    if key not in ("attention", "convolution"):
+        raise ModelError(f"StratifiedDecoder(key={key!r}): choose 'attention' or 'convolution'")
+    if chained and key == "convolution":
+        raise ModelError(
+            "StratifiedDecoder(chained=True, key='convolution'): only attention keys can be chained; "
+            "use chained=False or key='attention'"
+        )
+
+
+def _check_strata(nodes: list[Tensor], stratum_index: Sequence[int], n_anchors: int) -> None:
+    if not nodes or len(nodes) != len(stratum_index):
+        raise ModelError(
+            f"StratifiedDecoder got {len(nodes)!r} strata and {len(stratum_index)!r} stratum indices; "
+            "give one index per stratum and at least one stratum"
+        )
+    for i, rows in enumerate(nodes):
+        if len(rows) == 0:
+            raise ModelError(f"StratifiedDecoder: stratum {i!r} has no feature; leave it out")
+        if rows.min() < 0 or rows.max() >= n_anchors:
+            raise ModelError(
+                f"StratifiedDecoder: stratum {i!r} has anchors {int(rows.min())!r}..{int(rows.max())!r}, "
+                f"allowed are 0..{n_anchors - 1!r}"
+            )

@@ -1,0 +1,62 @@
+"""From a cell's data to the mean and the deviation of its latent u.
+
+    x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
+    loc = Linear(h)      std = softplus(Linear(h)) + 1e-7
+
+Legend: cell, feature, dim (of the latent).
+"""
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lightning_amp.models.draws import KeyedDropout
+
+LEAK = 0.2
+LEAST_STD = 1e-7
+
+
+class Encoder(nn.Module):
+    """Encoder of one modality; its first layer, which grows with the features, is called `first`.
+
+    Args:
+        n_features: columns of x.
+        dim: channels of the latent.
+        hidden_dim: channels of the hidden layers.
+        hidden_depth: number of hidden layers, at least 1.
+        dropout: probability of a zero after each hidden layer.
+        total: counts are scaled to this many per cell before log1p; None for data that are not counts.
+        stream: first of the `hidden_depth` streams of random numbers that dropout uses.
+    """
+
+    def __init__(
+        self,
+        n_features: int,
+        dim: int,
+        *,
+        hidden_dim: int,
+        hidden_depth: int,
+        dropout: float,
+        total: float | None,
+        stream: int,
+    ):
+        super().__init__()
+        self.total = total
+        self.first = nn.Linear(n_features, hidden_dim)
+        self.hidden = nn.ModuleList(nn.Linear(hidden_dim, hidden_dim) for _ in range(hidden_depth - 1))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(hidden_dim) for _ in range(hidden_depth))
+        self.dropouts = nn.ModuleList(KeyedDropout(dropout, stream=stream + i) for i in range(hidden_depth))
+        self.loc = nn.Linear(hidden_dim, dim)
+        self.std = nn.Linear(hidden_dim, dim)
+
+    def forward(
+        self,
+        x: Float[Tensor, "cell feature"],
+        library: Float[Tensor, "cell 1"],
+        draw: Int[Tensor, " cell"] | None = None,
+    ) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "cell dim"]]:
+        """Mean and standard deviation of u; library must be positive."""
+        h = x if self.total is None else (x * (self.total / library)).log1p()
+        for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
+            h = dropout(norm(F.leaky_relu(layer(h), LEAK)), draw)
+        return self.loc(h), F.softplus(self.std(h)) + LEAST_STD

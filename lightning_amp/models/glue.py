@@ -1,0 +1,203 @@
+"""The reference model: variational autoencoders of all modalities, joined by a guidance graph and an adversary.
+
+    loss = lam_data sum_m weight_m (nll_m + lam_kl kl_m / F_m) + lam_graph M (graph nll + lam_kl kl / V)
+           - lam_align (discriminator loss)
+
+u of a cell comes from its modality's encoder, v of a feature from the graph encoder; decoders meet them. Every step
+trains the discriminator on the detached u first, the rest second; both use the same pass through the encoders.
+
+Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices of the graph.
+"""
+
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+import torch
+from jaxtyping import Float
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
+from lightning_amp.models.blocks import Variant
+from lightning_amp.models.decoder import KeyKind
+from lightning_amp.models.latent import Latent, noise_for, sample
+from lightning_amp.models.losses import alignment_loss, normal_kl
+
+if TYPE_CHECKING:
+    from lightning_amp.data.batch import Batch
+
+Stage = Literal["finetune", "pretrain"]
+VALIDATION_SEED = 0
+"""Of the edges that are drawn for `val_loss`: the same ones after every epoch."""
+BURN_IN_NOISE = 1.5
+"""Deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has deviation 1."""
+
+
+class GLUE(LinkedAutoencoders):
+    """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; knows nothing of devices and ranks.
+
+    Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`.
+
+    Args:
+        latent_dim: channels D of all latents; even for attention keys.
+        hidden_dim: channels of the encoders' hidden layers.
+        hidden_depth: hidden layers of the encoders.
+        dropout: of the encoders.
+        key: "attention" or "convolution" keys of the Hi-C strata.
+        variant: form of the attention key, "higlue" or "paper".
+        chained: whether the attention key of a stratum reads the previous one's projected anchors.
+        window: anchors per attention bucket; 20 times the number of strata when None.
+        lam_data: weight of the modalities' terms.
+        lam_kl: weight of the divergences from the prior.
+        lam_graph: weight of the graph's terms.
+        lam_align: weight of the adversary.
+        lr: learning rate of both RMSprop optimisers.
+        stage: "pretrain" leaves the adversary out.
+        align_burnin: epochs over which noise on the discriminator's inputs fades; 0 for none.
+        modality_weights: weight of each modality's term; 1 for those not named.
+        edges_per_step: positive edges of the graph drawn in a step.
+        negatives_per_edge: negative edges drawn for each positive one.
+        discriminator_dim: channels of the discriminator's hidden layers.
+        discriminator_depth: hidden layers of the discriminator.
+
+    Raises:
+        ModelError: unknown stage, key or variant, or no hidden layer.
+    """
+
+    def __init__(
+        self,
+        latent_dim: int = 64,
+        hidden_dim: int = 128,
+        *,
+        hidden_depth: int = 2,
+        dropout: float = 0.2,
+        key: KeyKind = "attention",
+        variant: Variant = "higlue",
+        chained: bool = False,
+        window: int | None = None,
+        lam_data: float = 1.0,
+        lam_kl: float = 1.0,
+        lam_graph: float = 0.1,
+        lam_align: float = 0.02,
+        lr: float = 2e-3,
+        stage: Stage = "finetune",
+        align_burnin: int = 10,
+        modality_weights: dict[str, float] | None = None,
+        edges_per_step: int = 4096,
+        negatives_per_edge: int = 10,
+        discriminator_dim: int = 128,
+        discriminator_depth: int = 2,
+    ):
+        super().__init__()
+        for name, value, allowed in (
+            ("stage", stage, Stage),
+            ("key", key, KeyKind),
+            ("variant", variant, Variant),
+        ):
+            if value not in get_args(allowed):
+                raise ModelError(f"GLUE({name}={value!r}): choose one of {get_args(allowed)!r}")
+        if hidden_depth < 1:
+            raise ModelError(
+                f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer"
+            )
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """One optimiser for the discriminator, one for all the rest."""
+        rest = [p for n, p in self.named_parameters() if not n.startswith("discriminator.")]
+        sets = (list(self.discriminator.parameters()), rest)
+        return [torch.optim.RMSprop(parameters, lr=self.settings.lr) for parameters in sets]
+
+    def training_step(self, batch: "Batch", batch_idx: int) -> None:
+        """One step of the discriminator, unless there is none to train, then one of everything else."""
+        critic, generator = cast(list[LightningOptimizer], self.optimizers())
+        latents = self.latents(batch)
+        shown = self.shown(batch, latents)
+        if shown:
+            detached = {label: u.detach() for label, u in shown.items()}
+            self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
+        terms = self.terms(batch, latents, shown=shown)
+        self._step(generator, terms["loss"])
+        n_cells = len(next(iter(batch.values()))["index"])
+        self.log("loss", terms.pop("loss"), prog_bar=True, batch_size=n_cells)
+        self.log_dict(terms, batch_size=n_cells)
+
+    def latents(self, batch: "Batch") -> dict[str, Latent]:
+        """Sampled latents of all cells of a batch."""
+        result = {}
+        for name, cells in batch.items():
+            stream = self.stream(name) + LATENT_STREAM
+            result[name] = sample(*self.encode(name, cells), draw=cells.get("draw"), stream=stream)
+        return result
+
+    def terms(
+        self, batch: "Batch", latents: dict[str, Latent], *, shown: dict[int, Tensor]
+    ) -> dict[str, Float[Tensor, ""]]:
+        """Terms of the loss of everything but the discriminator, and their weighted sum under "loss".
+
+        Args:
+            batch: cells of each modality.
+            latents: of the same cells.
+            shown: class of a modality -> what the discriminator sees of its cells; empty without an adversary.
+        """
+        h, v = self.settings, sample(*self.vertices(), draw=None)
+        terms = {"nll_graph": self.edge_nll(v.sample), "kl_graph": normal_kl(v.loc, v.std) / len(v.loc)}
+        total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])
+        for name, cells in batch.items():
+            u = latents[name]
+            nll = self.nll(name, cells, u=u.sample, v=v.sample)
+            kl = normal_kl(u.loc, u.std) / cells["x"].shape[1]
+            terms |= {f"nll_{name}": nll, f"kl_{name}": kl}
+            total = total + h.lam_data * self._weight(name) * (nll + h.lam_kl * kl)
+        if shown:
+            terms["alignment"] = alignment_loss(self.discriminator, shown, frozen=True)
+            total = total - h.lam_align * terms["alignment"]
+        return {"loss": total, **terms}
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the sums of the last validation."""
+        self._validated = torch.zeros(len(self.encoders), 2, device=self.device)
+
+    def validation_step(self, batch: "Batch", batch_idx: int) -> None:
+        """Add up each modality's term over its cells, at the means of all latents."""
+        v, _ = self.vertices()
+        for row, name in enumerate(self.encoders):
+            if name in batch:
+                loc, std = self.encode(name, batch[name])
+                kl = normal_kl(loc, std) / batch[name]["x"].shape[1]
+                term = self.nll(name, batch[name], u=loc, v=v) + self.settings.lam_kl * kl
+                self._validated[row] += torch.stack((term, torch.ones_like(term))) * len(loc)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val_loss`: the loss without the adversary, the mean over all cells of all ranks."""
+        gathered = cast(Tensor, self.all_gather(self._validated))
+        totals = gathered.reshape(-1, len(self.encoders), 2).sum(0)
+        means = totals[:, 0] / totals[:, 1].clamp_min(1)
+        h, (loc, std) = self.settings, self.vertices()
+        kl = normal_kl(loc, std) / len(loc)
+        loss = h.lam_graph * len(means) * (self.edge_nll(loc, seed=VALIDATION_SEED) + h.lam_kl * kl)
+        for name, mean in zip(self.encoders, means, strict=True):
+            loss = loss + h.lam_data * self._weight(name) * mean
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+
+    def shown(self, batch: "Batch", latents: dict[str, Latent]) -> dict[int, Float[Tensor, "cell dim"]]:
+        """What the discriminator sees: class of a modality -> its samples under the fading burn-in noise."""
+        if self.settings.stage == "pretrain" or len(self.encoders) == 1:
+            return {}
+        burn_in = self.settings.align_burnin
+        size = BURN_IN_NOISE * max(1 - self.current_epoch / burn_in, 0.0) if burn_in else 0.0
+        shown = {}
+        for name, u in latents.items():
+            stream = self.stream(name) + BURN_IN_STREAM
+            noise = noise_for(u.sample, draw=batch[name].get("draw"), stream=stream) if size else 0.0
+            shown[list(self.encoders).index(name)] = u.sample + size * noise
+        return shown
+
+    def _step(self, optimizer: LightningOptimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def _weight(self, modality: str) -> float:
+        return float((self.settings.modality_weights or {}).get(modality, 1.0))

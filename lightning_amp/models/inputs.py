@@ -1,0 +1,187 @@
+"""What the reference model must know of the data to build its networks: sizes, strata and the guidance graph.
+
+Kept in checkpoints as plain tensors, numbers and lists, so that a checkpoint can be loaded without the data.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_amp.errors import ModelError
+
+if TYPE_CHECKING:
+    from lightning_amp.data.datamodule import SingleCellDataModule
+
+HIC = "hic"
+LIKELIHOODS = {HIC: "stratified", "rna": "nb", "atac": "zinb", "methyl": "ziln"}
+"""Decoder of each modality."""
+TOTALS: dict[str, float | None] = {HIC: 5e4, "rna": 1e4, "atac": 1e4, "methyl": None}
+"""Counts per cell that an encoder scales to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModalityInputs:
+    """One modality.
+
+    Attributes:
+        n_features: columns of its data matrix.
+        n_batches: experimental batches among its cells.
+        vertices: row in the graph of each feature (Hi-C: of each anchor), int64.
+    """
+
+    n_features: int
+    n_batches: int
+    vertices: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StrataInputs:
+    """Strata of the Hi-C modality, in the order of its columns.
+
+    Attributes:
+        n_anchors: anchors N.
+        nodes: for each stratum, the anchor of each of its features, int64.
+        distances: for each stratum, its distance k in anchors.
+    """
+
+    n_anchors: int
+    nodes: list[NDArray[np.int64]]
+    distances: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GraphInputs:
+    """Guidance graph.
+
+    Attributes:
+        n_vertices: vertices of all modalities.
+        source: one end of each edge, int64.
+        target: the other end, int64.
+        weight: in (0, 1], float32.
+        sign: +1 or -1, float32.
+    """
+
+    n_vertices: int
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    weight: NDArray[np.float32]
+    sign: NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelInputs:
+    """All of it; the order of the modalities is that of the discriminator's classes.
+
+    Raises:
+        ModelError: no modality, a modality without a decoder, or Hi-C without strata.
+    """
+
+    modalities: dict[str, ModalityInputs]
+    strata: StrataInputs | None
+    graph: GraphInputs
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.modalities) - set(LIKELIHOODS))
+        if unknown or not self.modalities:
+            raise ModelError(
+                f"GLUE was asked for the modalities {list(self.modalities)!r}; it has decoders for "
+                f"{list(LIKELIHOODS)!r}, choose at least one of these"
+            )
+        if (HIC in self.modalities) != (self.strata is not None):
+            raise ModelError(
+                f"GLUE got the modalities {list(self.modalities)!r} and strata={self.strata!r}; "
+                f"{HIC!r} and its strata must be given together"
+            )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Nested dicts and lists of tensors and numbers, as checkpoints may hold them."""
+        plain: dict[str, Any] = _convert(asdict(self), np.ndarray, torch.from_numpy)
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "ModelInputs":
+        """Inverse of `to_plain`."""
+        state = _convert(plain, torch.Tensor, lambda tensor: tensor.cpu().numpy())
+        return cls(
+            modalities={name: ModalityInputs(**fields) for name, fields in state["modalities"].items()},
+            strata=None if state["strata"] is None else StrataInputs(**state["strata"]),
+            graph=GraphInputs(**state["graph"]),
+        )
+
+    def difference(self, other: "ModelInputs") -> str | None:
+        """Dotted name of the first field in which two inputs differ, None when they are equal."""
+        return _difference(asdict(self), asdict(other))
+
+
+def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
+    """Read the inputs off a data module after its setup.
+
+    A single modality needs no graph: its anchors or features are then joined to themselves only.
+
+    Raises:
+        ModelError: the data module is of another kind.
+        DataError: the graph lacks features.
+    """
+    absent = [name for name in ("tables", "layout", "graph", "vertices") if not hasattr(datamodule, name)]
+    if absent:
+        raise ModelError(
+            f"the data module {type(datamodule).__name__} has no {absent!r}; use SingleCellDataModule, or call "
+            "build(inputs) before the trainer starts"
+        )
+    strata = _strata_from(datamodule)
+    modalities = {}
+    for name, table in datamodule.tables.items():
+        alone = strata.n_anchors if name == HIC and strata is not None else table.n_features
+        vertices = np.arange(alone) if datamodule.graph is None else np.array(datamodule.vertices(name))
+        modalities[name] = ModalityInputs(
+            n_features=table.n_features, n_batches=table.n_batches, vertices=vertices.astype(np.int64)
+        )
+    return ModelInputs(modalities=modalities, strata=strata, graph=_graph_from(datamodule, modalities))
+
+
+def _strata_from(datamodule: "SingleCellDataModule") -> StrataInputs | None:
+    layout = datamodule.layout
+    if layout is None:
+        return None
+    return StrataInputs(
+        n_anchors=layout.n_anchors,
+        nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
+        distances=[int(stratum.k) for stratum in layout.strata],
+    )
+
+
+def _graph_from(datamodule: "SingleCellDataModule", modalities: dict[str, ModalityInputs]) -> GraphInputs:
+    graph = datamodule.graph
+    if graph is None:
+        (own,) = (modality.vertices for modality in modalities.values())
+        ones = np.ones(len(own), dtype=np.float32)
+        return GraphInputs(n_vertices=len(own), source=own, target=own, weight=ones, sign=ones)
+    return GraphInputs(
+        n_vertices=len(graph.vertices),
+        source=graph.source.astype(np.int64),
+        target=graph.target.astype(np.int64),
+        weight=graph.weight.astype(np.float32),
+        sign=graph.sign.astype(np.float32),
+    )
+
+
+def _convert(value: Any, kind: type, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _convert(item, kind, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_convert(item, kind, change) for item in value]
+    return change(value) if isinstance(value, kind) else value
+
+
+def _difference(a: Any, b: Any) -> str | None:
+    if isinstance(a, dict | list) and type(a) is type(b):
+        items = a.items() if isinstance(a, dict) else enumerate(a)
+        names = list(a) if isinstance(a, dict) else range(len(a))
+        if list(names) != (list(b) if isinstance(b, dict) else list(range(len(b)))):
+            return "its entries"
+        found = ((name, _difference(item, b[name])) for name, item in items)
+        return next((f"{name}.{inner}".removesuffix(".") for name, inner in found if inner is not None), None)
+    return None if np.array_equal(a, b) else ""

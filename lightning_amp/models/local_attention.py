@@ -1,0 +1,117 @@
+"""Attention of every anchor to its own and the two neighbouring buckets of anchors, without parameters.
+
+The computation of the `local-attention` package with autopad, shared_qk, rotary and one bucket each way:
+
+    scores = R(q D^-0.5) R(k / |k|)^T      out = softmax(mask(scores)) values
+
+over the 3w keys of buckets j-1, j, j+1. The rows that fill the last bucket are zeros and *are* attended, with
+score 0; keys before the first and after the last bucket are not. An anchor meets itself with score -5e4.
+Two habits of the package are kept because trained weights depend on them: the rotary frequencies are rounded
+to float32 whatever the dtype, and queries take the *last* w of the 3w positions.
+
+Legend: N anchors, D dim, w window, W = ceil(N / w) buckets.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+
+SELF_SCORE = -5e4
+ROTARY_BASE = 10000.0
+
+
+class LocalAttention(nn.Module):
+    """Bucketed local attention: `prepare` once, then `attend` to any run of buckets, in any order.
+
+    Args:
+        dim: channels D, even because rotary mixes channel i with channel i + D/2.
+        window: anchors per bucket, w.
+
+    Raises:
+        ModelError: dim is odd or not positive, or window is not positive.
+    """
+
+    def __init__(self, dim: int, window: int):
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise ModelError(f"LocalAttention(dim={dim!r}): rotary needs an even dim; choose 2, 4, ...")
+        if window < 1:
+            raise ModelError(
+                f"LocalAttention(window={window!r}): a bucket needs at least one anchor; choose window >= 1"
+            )
+        self.dim = dim
+        self.window = window
+
+    def extra_repr(self) -> str:
+        """Settings shown by `repr`."""
+        return f"dim={self.dim}, window={self.window}"
+
+    def n_buckets(self, n: int) -> int:
+        """Number of buckets W that hold n anchors."""
+        return -(-n // self.window)
+
+    def prepare(
+        self,
+        q: Float[Tensor, "anchor dim"],
+        k: Float[Tensor, "anchor dim"],
+        values: Float[Tensor, "anchor dim"],
+    ) -> tuple[Tensor, ...]:
+        """Whole-sequence tensors that `attend` slices.
+
+        Returns:
+            Scaled queries, normalised keys, values, each [W w, D]; cosines and sines, [2, 3w, D/2].
+        """
+        fill = (0, 0, 0, self.n_buckets(len(q)) * self.window - len(q))
+        queries, keys = F.pad(q * self.dim**-0.5, fill), F.pad(F.normalize(k, dim=-1), fill)
+        return queries, keys, F.pad(values, fill), self._rotation(q)
+
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
+        """Output rows of the buckets [first, last), (last - first) w of them."""
+        queries, keys, values, rotation = state
+        w = self.window
+        q = _rotate(queries[first * w : last * w].view(-1, w, self.dim), rotation[:, 2 * w :])
+        k = _rotate(self._around(keys, first, last), rotation)
+        scores = self._mask(q @ k.transpose(1, 2), first=first, n_buckets=len(queries) // w)
+        return (scores.softmax(-1) @ self._around(values, first, last)).flatten(0, 1)
+
+    def forward(
+        self,
+        q: Float[Tensor, "anchor dim"],
+        k: Float[Tensor, "anchor dim"],
+        values: Float[Tensor, "anchor dim"],
+    ) -> Float[Tensor, "anchor dim"]:
+        """Attention over all buckets at once."""
+        return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
+
+    def _around(self, rows: Tensor, first: int, last: int) -> Tensor:
+        """The 3w rows around each bucket of [first, last), as [bucket, 3w, D]; zeros outside the sequence."""
+        w = self.window
+        before, after = max(first - 1, 0) * w, min((last + 1) * w, len(rows))
+        missing = (0, 0, w * (first == 0), (last + 1) * w - after)
+        return F.pad(rows[before:after], missing).unfold(0, 3 * w, w).transpose(1, 2)
+
+    def _mask(self, scores: Tensor, *, first: int, n_buckets: int) -> Tensor:
+        w = self.window
+        itself = torch.eye(w, 3 * w, dtype=torch.bool, device=scores.device).roll(w, 1)
+        bucket = torch.arange(first, first + len(scores), device=scores.device)[:, None]
+        neighbour = torch.arange(3 * w, device=scores.device) // w + bucket - 1
+        outside = ((neighbour < 0) | (neighbour >= n_buckets))[:, None]
+        # In place: the product's backward does not read its result, and a copy would be the largest tensor.
+        return scores.masked_fill_(itself, SELF_SCORE).masked_fill_(outside, torch.finfo(scores.dtype).min)
+
+    def _rotation(self, like: Tensor) -> Tensor:
+        at_least_float32 = torch.promote_types(like.dtype, torch.float32)
+        exponent = torch.arange(0, self.dim, 2, dtype=torch.float32, device=like.device) / self.dim
+        frequency = (1.0 / ROTARY_BASE**exponent).to(at_least_float32)
+        position = torch.arange(3 * self.window, dtype=at_least_float32, device=like.device)
+        angle = position[:, None] * frequency
+        return torch.stack((angle.cos(), angle.sin())).to(like.dtype)
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

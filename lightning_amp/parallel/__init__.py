@@ -1,0 +1,1 @@
+"""Plan + module -> installed modules; one technique per file, one registry."""

@@ -1,0 +1,50 @@
+"""Module -> ModelShape: what the memory model needs to know of a module, read from its structure."""
+
+from typing import Any, cast
+
+from torch import nn
+
+from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
+from lightning_amp.planning.shape import DecoderShape, ModelShape
+
+
+def describe(
+    module: nn.Module, *, batch_size: int, base_activation_bytes: int = 0, optimizer_slots: int = 1
+) -> ModelShape:
+    """Read a module's shape; the largest recognised decoder is described, the others count as parameters.
+
+    Args:
+        module: The whole LightningModule.
+        batch_size: Cells per rank and modality.
+        base_activation_bytes: What the backward pass keeps outside the decoder.
+        optimizer_slots: Copies of the parameters that the optimiser keeps.
+    """
+    found = find_decoders(module)
+    shapes = [_decoder_shape(fqn, decoder) for fqn, decoder in found.items()]
+    tensors = [*module.parameters(), *module.buffers()]
+    sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
+    return ModelShape(
+        decoder=max(shapes, key=lambda s: s.anchors * len(s.features), default=None),
+        batch_size=batch_size,
+        parameter_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        base_activation_bytes=base_activation_bytes,
+        optimizer_slots=optimizer_slots,
+        element_bytes=max(sizes, default=4),
+    )
+
+
+def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
+    strata = cast(list[Any], list(decoder.strata))
+    attention = any(hasattr(getattr(stratum, "key", None), "attention") for stratum in strata)
+    return DecoderShape(
+        fqn=fqn,
+        anchors=decoder.n_anchors,
+        dim=decoder.dim,
+        features=tuple(len(stratum.nodes) for stratum in strata),
+        distances=tuple(0 if stratum.key is None else k for k, stratum in enumerate(strata)),
+        attention=attention,
+        window=int(getattr(decoder, "window", 0)) or 1,
+        chained=decoder.chained,
+        variant=str(getattr(decoder, "variant", "higlue")),
+        n_batches=max(len(stratum.scale) for stratum in strata),
+    )

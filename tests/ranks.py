@@ -1,0 +1,147 @@
+"""Run a function on several ranks: real processes, gloo, a file as meeting point, results and failures handed back."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+START_S = 120.0
+"""For importing torch and finding each other, on a busy machine."""
+
+GRACE_S = 2.0
+"""How long the other ranks may still report once one has failed."""
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts this rank's collectives by operator; CommDebugMode cannot be entered around a module's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_ranks(
+    body: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 60
+) -> list[Any]:
+    """Call `body(rank, world_size, *args)` on every rank and return the results in the order of ranks.
+
+    All processes stay alive until every rank has reported, so that no rank fails because another one has left. The
+    first traceback becomes the test's failure; ranks that have not reported by then, or by `timeout` seconds, are
+    made to write where they stand.
+
+    Args:
+        body: A function at the top level of its module; its result must be picklable.
+        world_size: Ranks.
+        tmp_path: An empty folder.
+        *args: Given to every rank.
+        timeout: Seconds for the body, not counting the start of the processes.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(world_size)]
+    processes = [
+        context.Process(
+            target=_serve, args=(body, rank, world_size, tmp_path, pipes[rank][1], args), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    try:
+        connections = [ours for ours, _ in pipes]
+        reports = _collect(connections, START_S)
+        if all(ok for ok, _ in reports.values()) and len(reports) == world_size:
+            reports = _collect(connections, timeout)
+        failed = [(rank, text) for rank, (ok, text) in reports.items() if not ok]
+        if failed or len(reports) < world_size:
+            stacks = _stacks(processes, set(range(world_size)) - set(reports), tmp_path)
+            first = (
+                f"rank {failed[0][0]} failed:\n{failed[0][1]}" if failed else "ranks gave no answer in time"
+            )
+            pytest.fail(f"{first}\n{stacks}", pytrace=False)
+        for ours, _ in pipes:
+            ours.send("leave")
+        for process in processes:
+            process.join(timeout=10)
+        return [pickle.loads(reports[rank][1]) for rank in range(world_size)]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(connections: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """Reports by rank, in the order in which they came in."""
+    reports: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + timeout
+    while len(reports) < len(connections) and (left := deadline - time.monotonic()) > 0:
+        waiting = [c for rank, c in enumerate(connections) if rank not in reports]
+        for connection in wait(waiting, left):
+            rank = connections.index(connection)
+            try:
+                reports[rank] = connection.recv()
+            except EOFError:
+                reports[rank] = (False, "the process ended without a word")
+            if not reports[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return reports
+
+
+def _stacks(processes: list[Any], silent: set[int], folder: Path) -> str:
+    for rank in silent:
+        if processes[rank].is_alive():
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    files = [folder / f"stack{rank}" for rank in sorted(silent)]
+    return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.exists())
+
+
+def _serve(
+    body: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    connection: Connection,
+    args: tuple[Any, ...],
+) -> None:
+    with (folder / f"stack{rank}").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600)
+        )
+        connection.send((True, "ready"))
+        try:
+            report = (True, pickle.dumps(body(rank, world_size, *args)))
+        except BaseException:
+            report = (False, traceback.format_exc())
+        connection.send(report)
+        connection.recv()
+        dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)

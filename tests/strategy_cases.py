@@ -1,0 +1,187 @@
+"""Small float64 modules and batches that make a strategy show how it averages gradients; used by test_strategy.py.
+
+`Case.batches(rank)` are a rank's batches, `Case.batches(None)` those of one process: the union of the ranks' cells.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+EVEN = [(4, 4)] * 7
+UNEVEN = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
+"""Cells per rank, step by step; seven steps make a short last window of three."""
+
+Batch = dict[str, dict[str, Tensor]]
+
+
+class Regression(LightningModule):
+    """Automatic optimisation of a mean over cells; `spare` is used by no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.spare = nn.Linear(2, 2)
+        self.norms: list[float] = []
+        self.double()
+
+    def loss(self, batch: Batch) -> Tensor:
+        rna = batch["rna"]
+        return (self.body(rna["x"]) - rna["y"]).square().mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        self.norms.append(torch.cat(grads).norm().item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+class Normalised(Regression):
+    """With batch statistics, one layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(4)
+        self.body = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 4), norm, nn.Linear(4, 1))
+        self.double()
+
+
+class Unfrozen(Regression):
+    """The first layer starts to learn in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.body[0].requires_grad_(self.current_epoch > 0)
+
+
+class OneRankOnly(Regression):
+    """Rank 1's loss uses no parameter in every second step; the mean over the ranks is half of rank 0's."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx % 2 == 0:
+            return loss
+        if self.trainer.world_size == 1:
+            return self.loss({"rna": {key: value[:4] for key, value in batch["rna"].items()}}) / 2
+        return loss if self.trainer.global_rank == 0 else torch.zeros((), requires_grad=True)
+
+
+class Quasinewton(Regression):
+    """A line search needs the same loss on every rank."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.body.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+class Adversarial(LightningModule):
+    """Two optimisers in manual optimisation, the discriminator first; each step clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.automatic_optimization = False
+        self.generator = nn.Linear(3, 3)
+        self.discriminator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.norms: list[float] = []
+        self.double()
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        rna = batch["rna"]
+        fake = self.generator(rna["x"])
+        real = self.discriminator(rna["x"] + rna["y"])
+        judged = self.discriminator(fake)
+        return (real - 1).square().mean() + judged.square().mean(), (judged - 1).square().mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        for which, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.losses(batch)[which])
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.discriminator, self.generator)
+        return [torch.optim.SGD(part.parameters(), lr=0.3, momentum=0.5) for part in parts]
+
+
+class AdversarialAccumulating(Adversarial):
+    """Two batches per step, with `toggle_model` doing what accumulate_grad_batches does elsewhere."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        last = batch_idx % 2 == 1
+        for which, optimizer in enumerate(self.optimizers()):
+            with optimizer.toggle_model(sync_grad=last):
+                self.manual_backward(self.losses(batch)[which] / 2)
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+class RawBackward(Adversarial):
+    """`loss.backward()` where `self.manual_backward(loss)` was meant."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        for which, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.losses(batch)[which].backward()
+            optimizer.step()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module to be trained, and how."""
+
+    module: Callable[[], LightningModule]
+    cells: list[tuple[int, int]] = field(default_factory=lambda: UNEVEN)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def batches(self, rank: int | None) -> list[Batch]:
+        generator = torch.Generator().manual_seed(5)
+        out: list[Batch] = []
+        for sizes in self.cells:
+            x = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
+            y = torch.randn(sum(sizes), 1, generator=generator, dtype=torch.float64)
+            start = 0 if not rank else sizes[0]
+            stop = sizes[0] if rank == 0 else sum(sizes)
+            out.append({"rna": {"x": x[start:stop], "y": y[start:stop]}})
+        return out
+
+
+AGAINST_UNION = {
+    "automatic": Case(Regression),
+    "accumulated": Case(Regression, trainer={"accumulate_grad_batches": 3}),
+    "clipped_by_norm": Case(Regression, trainer={"gradient_clip_val": 0.3}),
+    "clipped_by_value": Case(
+        Regression, trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    ),
+    "normalised": Case(Normalised, trainer={"accumulate_grad_batches": 2}),
+    "unfrozen": Case(Unfrozen),
+    "one_rank_only": Case(OneRankOnly, cells=EVEN),
+    "quasinewton": Case(Quasinewton),
+    "adversarial": Case(Adversarial),
+    "adversarial_accumulating": Case(AdversarialAccumulating),
+    "raw_backward": Case(RawBackward, cells=EVEN),
+}
+AGAINST_DDP = {
+    "automatic": Case(Regression, cells=EVEN),
+    "accumulated_and_clipped": Case(
+        Regression, cells=EVEN, trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    ),
+    "mixed": Case(Regression, cells=EVEN, trainer={"precision": "bf16-mixed"}),
+    "clipped_by_value": Case(
+        Regression, cells=EVEN, trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    ),
+}

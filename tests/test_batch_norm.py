@@ -1,0 +1,237 @@
+"""Claim: SharedBatchNorm on several ranks computes what BatchNorm computes on the union of their batches.
+
+Float64, two ranks with unequal numbers of cells. Losses are sums, so that the union's loss is the sum of the ranks'
+losses and gradients of inputs must agree one by one, those of parameters after a sum over ranks.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.batch_norm import SharedBatchNorm, share_batch_statistics
+from tests.ranks import CountCollectives, run_ranks
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Layer:
+    make: Callable[[], nn.Module]
+    position: tuple[int, ...] = ()
+    cells: tuple[int, int] = (5, 3)
+
+
+LAYERS = {
+    "1d": Layer(lambda: nn.BatchNorm1d(4)),
+    "1d_long": Layer(lambda: nn.BatchNorm1d(4), position=(6,)),
+    "2d": Layer(lambda: nn.BatchNorm2d(4), position=(3, 2)),
+    "3d": Layer(lambda: nn.BatchNorm3d(4), position=(2, 3, 2)),
+    "not_affine": Layer(lambda: nn.BatchNorm1d(4, affine=False)),
+    "plain_average": Layer(lambda: nn.BatchNorm1d(4, momentum=None)),
+    "untracked": Layer(lambda: nn.BatchNorm1d(4, track_running_stats=False)),
+    "one_cell": Layer(lambda: nn.BatchNorm1d(4), cells=(1, 2)),
+    "no_cells_on_one_rank": Layer(lambda: nn.BatchNorm1d(4), cells=(0, 6)),
+}
+
+
+def make(name: str) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(LAYERS[name].make()).double()
+    for p in model.parameters():
+        nn.init.uniform_(p, 0.5, 2)
+    return model
+
+
+def batches(name: str, step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and loss weights per rank."""
+    generator = torch.Generator().manual_seed(step)
+    shapes = [(n, 4, *LAYERS[name].position) for n in LAYERS[name].cells]
+    x = [3 + torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    w = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return x, w
+
+
+def steps(model: nn.Module, name: str, pick: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
+    seen: dict[str, Any] = {"y": [], "dx": []}
+    for step in range(STEPS):
+        x, w = (pick(part) for part in batches(name, step))
+        x.requires_grad_()
+        y = model(x)
+        (y * w).sum().backward()
+        seen["y"].append(y.detach())
+        seen["dx"].append(x.grad)
+    seen["grads"] = [p.grad for p in model.parameters()]
+    model.eval()
+    x = pick(batches(name, 0)[0])
+    if not LAYERS[name].make().track_running_stats and not len(x):
+        return seen
+    seen["eval"] = model(x).detach()
+    seen["state"] = {key: value.clone() for key, value in model.state_dict().items()}
+    return seen
+
+
+def on_rank(name: str, rank: int, mesh: Any) -> dict[str, Any]:
+    model = make(name)
+    undo = share_batch_statistics(model, mesh)
+    assert type(model[0]) is SharedBatchNorm, "the layer is replaced"
+    seen = steps(model, name, lambda parts: parts[rank])
+    for grad in seen["grads"]:
+        dist.all_reduce(grad)
+    undo()
+    return seen
+
+
+def shared_and_restored(mesh: Any) -> dict[str, Any]:
+    layer = nn.BatchNorm1d(4)
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(layer), "b": nn.Sequential(nn.ReLU(), layer), "c": nn.BatchNorm1d(4)}
+    )
+    keys, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
+    calls = []
+    layer.register_forward_hook(lambda *args: calls.append("hook"))
+    undo = share_batch_statistics(model, mesh)
+    found = {
+        "one for both parents": model["a"][0] is model["b"][1] and model["a"][0] is not model["c"],
+        "same names": list(model.state_dict()) == keys,
+        "same objects": all(
+            s is t for s, t in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
+        ),
+    }
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    found["copy computes the same"] = torch.equal(twin["a"](x), model["a"](x))
+    found["copy owns its tensors"] = twin["a"][0].weight is not model["a"][0].weight
+    found["hooks run"] = "hook" in calls
+    with CountCollectives() as forward:
+        y = model["a"](x.requires_grad_())
+    with CountCollectives() as backward:
+        y.sum().backward()
+    model.eval()
+    with CountCollectives() as evaluated:
+        model["a"](x)
+    found["collectives"] = [m.total for m in (forward, backward, evaluated)] == [1, 1, 0]
+    running = model["a"][0].running_mean
+    undo()
+    undo()
+    found["restored"] = (
+        model["a"][0] is layer and model["b"][1] is layer and type(model["c"]) is nn.BatchNorm1d
+    )
+    found["trained values stay"] = layer.running_mean is running and int(layer.num_batches_tracked) == 2
+    found["no mesh stays"] = "mesh" not in vars(layer)
+    found["mode stays"] = not layer.training
+    with CountCollectives() as after:
+        layer.train()(x)
+    found["no collectives after undo"] = after.total == 0
+    return found
+
+
+def half(rank: int, mesh: Any) -> dict[str, Any]:
+    """bfloat16 activations, float32 layer, as under mixed precision."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    share_batch_statistics(model, mesh)
+    x = (torch.arange(24.0).view(6, 4)[2 * rank : 2 * rank + 4 - rank] / 8).bfloat16().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    return {"y": y.detach(), "dx": x.grad, "weight": model[0].weight.grad, "x": x.detach()}
+
+
+def all_cases(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
+    seen = {name: on_rank(name, rank, mesh["data"]) for name in LAYERS}
+    # the model axis has one rank: nothing is shared, although there are two
+    alone = make("1d")
+    share_batch_statistics(alone, mesh["model"])
+    with CountCollectives() as mode:
+        seen["alone"] = steps(alone, "1d", lambda parts: parts[rank])
+    seen["alone"]["collectives"] = mode.total
+    return {**seen, "objects": shared_and_restored(mesh["data"]), "half": half(rank, mesh["data"])}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, 2, tmp_path_factory.mktemp("batch_norm"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_ranks_compute_what_one_process_computes_on_the_union(ranks: list[Any], name: str) -> None:
+    union = steps(make(name), name, torch.cat)
+    parts = [r[name] for r in ranks]
+    for step in range(STEPS):
+        for key in ("y", "dx"):
+            torch.testing.assert_close(torch.cat([p[key][step] for p in parts]), union[key][step], **EXACT)
+    for part in parts:
+        torch.testing.assert_close(part["grads"], union["grads"], **EXACT)
+        torch.testing.assert_close(part["state"], union["state"], **EXACT)
+    if name != "untracked":
+        torch.testing.assert_close(torch.cat([p["eval"] for p in parts]), union["eval"], **EXACT)
+
+
+def test_the_comparison_can_fail(ranks: list[Any]) -> None:
+    """Statistics per rank, as without sharing, are far from the union's."""
+    local = steps(make("1d"), "1d", lambda parts: parts[0])
+    assert (local["y"][0] - ranks[0]["1d"]["y"][0]).abs().max() > 1e-2
+    assert (local["dx"][0] - ranks[0]["1d"]["dx"][0]).abs().max() > 1e-2
+
+
+def test_ranks_hold_the_same_bits(ranks: list[Any]) -> None:
+    for name in LAYERS:
+        states = [r[name]["state"] for r in ranks]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0]), name
+
+
+def test_one_rank_is_plain_batch_norm(ranks: list[Any]) -> None:
+    local = steps(make("1d"), "1d", lambda parts: parts[1])
+    assert ranks[1]["alone"]["collectives"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(ranks[1]["alone"]["y"], local["y"], strict=True))
+
+
+def test_objects_names_hooks_copies_and_undo(ranks: list[Any]) -> None:
+    for result in ranks:
+        wrong = [claim for claim, holds in result["objects"].items() if not holds]
+        assert not wrong
+
+
+def test_half_precision_is_normalised_in_single(ranks: list[Any]) -> None:
+    layer = nn.BatchNorm1d(4)
+    x = torch.cat([r["half"]["x"] for r in ranks]).float().requires_grad_()
+    y = layer(x)
+    y.bfloat16().float().square().sum().backward()
+    for key, expected in (("y", y.detach()), ("dx", x.grad)):
+        found = torch.cat([r["half"][key] for r in ranks])
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    weight = ranks[0]["half"]["weight"] + ranks[1]["half"]["weight"]
+    assert weight.dtype is torch.float32
+    torch.testing.assert_close(weight, layer.weight.grad, rtol=1e-2, atol=1e-2)
+
+
+class OwnForward(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_layer_with_its_own_forward_is_refused_and_nothing_changes() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), OwnForward(2))
+    with pytest.raises(InstallError, match=r"\['1'\] are BatchNorm layers with a forward of their own"):
+        share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+def test_synchronised_layers_are_left_as_they_are() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(2), nn.InstanceNorm1d(2))
+    share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
+    assert [type(layer) for layer in model] == [nn.SyncBatchNorm, nn.InstanceNorm1d]
+
+
+def test_too_few_dimensions_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected input of 2 or more dimensions"):
+        SharedBatchNorm(nn.BatchNorm1d(2), mesh=None)._check_input_dim(torch.ones(2))  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""S3 computes what eager local attention computes and keeps nothing of size [N, 3w] for the backward pass."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.errors import InstallError
+from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.models.blocks import AttentionKey
+from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.parallel.chunked_attention import ChunkedAttention, chunk_attention
+from lightning_amp.parallel.protocol import BucketedAttention, find_decoders, is_decomposed
+
+DOUBLE = 8
+
+
+def inputs(n: int, dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (n, dim)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, list[Tensor]]:
+    leaves = inputs(n, dim)
+    out = attention(*leaves)
+    weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
+    return out.detach(), list(torch.autograd.grad((out * weight).sum(), leaves))
+
+
+def decoder() -> StratifiedDecoder:
+    nodes = [range(23 - k) for k in range(3)]
+    return StratifiedDecoder(8, nodes, stratum_index=[0, 1, 2], n_anchors=23, n_batches=1, window=5)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("buckets", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("n", [50, 43, 7])
+def test_equals_eager(n: int, buckets: int, retain: bool) -> None:
+    eager = LocalAttention(8, 10)
+    out, grads = forward_backward(eager, n, 8)
+    chunked, chunked_grads = forward_backward(chunk_attention(eager, buckets=buckets, retain=retain), n, 8)
+    assert torch.equal(chunked, out)
+    assert torch.equal(chunked_grads[0], grads[0]), "every query lies in one chunk"
+    for found, expected in zip(chunked_grads[1:], grads[1:], strict=True):
+        assert (found - expected).norm() <= 1e-14 * expected.norm(), "only the order of the sums differs"
+
+
+def test_the_comparison_can_fail() -> None:
+    out, grads = forward_backward(LocalAttention(8, 10), 43, 8)
+    other, other_grads = forward_backward(LocalAttention(8, 11), 43, 8)
+    assert (other - out).norm() > 1e-2 * out.norm()
+    assert all((a - b).norm() > 1e-2 * b.norm() for a, b in zip(other_grads, grads, strict=True))
+
+
+def measure(attention: nn.Module, *, n: int, dim: int) -> tuple[int, int]:
+    """Bytes kept after the forward pass, and the peak of forward and backward."""
+    leaves = inputs(n, dim)
+    with LiveBytes() as live:
+        out = attention(*leaves)
+        kept = live.current
+        out.sum().backward()
+        return kept, live.peak
+
+
+def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
+    n, dim, w = 1200, 8, 100
+    probabilities = n * 3 * w * DOUBLE
+    eager = LocalAttention(dim, w)
+    kept, peak = measure(eager, n=n, dim=dim)
+    assert kept > probabilities, "eager attention keeps them"
+    kept_retain, peak_retain = measure(chunk_attention(eager, buckets=1, retain=True), n=n, dim=dim)
+    assert kept_retain > probabilities, "so do chunks without recomputation"
+    assert peak_retain < peak, "but their transients are those of one chunk"
+    kept_chunked, peak_chunked = measure(chunk_attention(eager, buckets=1), n=n, dim=dim)
+    state_and_out = 4 * n * dim + 3 * w * dim
+    norms = 2 * n
+    assert kept_chunked <= (state_and_out + norms) * DOUBLE
+    # One of twelve buckets: its scores, probabilities and their gradients, beside the tensors [N, D].
+    assert peak_chunked < state_and_out * DOUBLE + 6 * n * dim * DOUBLE + 6 * probabilities // 12
+    assert peak_chunked < peak / 4
+
+
+def test_memory_grows_with_the_chunk() -> None:
+    peaks = [measure(chunk_attention(LocalAttention(8, 50), buckets=b), n=1000, dim=8)[1] for b in (1, 4, 10)]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1] / 2
+
+
+def test_state_dict_copies_and_undo() -> None:
+    key = AttentionKey(8, 5)
+    names, eager = list(key.state_dict()), key.attention
+    v = inputs(23, 8)[0].float()
+    expected = key(v)[0]
+    key.attention = chunk_attention(eager, buckets=2)  # type: ignore[assignment]
+    assert list(key.state_dict()) == names
+    copied = copy.deepcopy(key)
+    assert copied.attention.inner is not eager
+    for module in (key, copied, pickle.loads(pickle.dumps(key))):
+        assert torch.equal(module(v)[0], expected)
+    assert "buckets=2, retain=False" in repr(key)
+    key.attention = eager
+    assert torch.equal(key(v)[0], expected)
+
+
+def test_no_gradient_asked_for() -> None:
+    eager = LocalAttention(8, 10)
+    chunked = chunk_attention(eager, buckets=2)
+    leaves = inputs(43, 8)
+    with torch.no_grad():
+        assert torch.equal(chunked(*leaves), eager(*leaves))
+    with torch.inference_mode():
+        assert torch.equal(chunked(*leaves), eager(*leaves))
+
+
+def test_gradient_taken_inside_another_forward() -> None:
+    expected = forward_backward(LocalAttention(8, 10), 43, 8)[1]
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, *leaves: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return forward_backward(chunk_attention(LocalAttention(8, 10), buckets=2), 43, 8)[1][2]
+
+    assert torch.allclose(Inside.apply(*inputs(43, 8)), expected[2], rtol=1e-12)  # type: ignore[no-untyped-call]
+
+
+def test_whole_decoder_in_place() -> None:
+    model = decoder().double()
+    u, v = inputs(4, 8)[0], inputs(23, 8)[0]
+    x = torch.arange(4.0 * model.n_features, dtype=torch.float64).view(4, -1) % 3
+    arguments = {"batch": torch.zeros(4, dtype=torch.int64), "library": x.sum(1, keepdim=True), "x": x}
+    loss = model(u, v, **arguments)
+    grads = torch.autograd.grad(loss, [u, v, *model.parameters()], allow_unused=True)
+    for stratum in model.strata[1:]:
+        stratum.key.attention = chunk_attention(stratum.key.attention, buckets=2)  # type: ignore[union-attr,arg-type]
+    chunked = model(u, v, **arguments)
+    assert torch.equal(chunked, loss)
+    for found, expected in zip(
+        torch.autograd.grad(chunked, [u, v, *model.parameters()], allow_unused=True), grads, strict=True
+    ):
+        assert (found is None) == (expected is None)
+        assert found is None or (found - expected).norm() <= 1e-12 * expected.norm() + 1e-300
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (nn.Linear(2, 2), r"S3 was asked for on 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
+        (ChunkedAttention(nn.Identity(), buckets=1, retain=False), "S3 was asked for on 'ChunkedAttention'"),
+    ],
+)
+def test_refuses_other_modules(attention: nn.Module, message: str) -> None:
+    with pytest.raises(InstallError, match=message):
+        chunk_attention(attention, buckets=1)
+
+
+def test_refuses_attention_with_state() -> None:
+    attention = LocalAttention(8, 10)
+    attention.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(InstallError, match=r"has the state \['scale'\].*leave S3 out"):
+        chunk_attention(attention, buckets=1)
+
+
+@pytest.mark.parametrize("buckets", [0, -3, 1.5, True])
+def test_refuses_senseless_chunks(buckets: int) -> None:
+    with pytest.raises(InstallError, match=rf"buckets={buckets!r}; a chunk has a whole number of buckets"):
+        chunk_attention(LocalAttention(8, 10), buckets=buckets)
+
+
+def test_protocols_recognise_the_reference_model() -> None:
+    model = nn.ModuleDict({"hic": decoder(), "rna": nn.Linear(2, 2), "more": nn.Sequential(decoder())})
+    model["hic"].strata[0].inner = decoder()  # type: ignore[union-attr,index]
+    assert list(find_decoders(model)) == ["hic", "more.0"], "a decoder inside another is not reported"
+    assert list(find_decoders(decoder())) == [""]
+    assert find_decoders(nn.Linear(2, 2)) == {}
+    assert isinstance(LocalAttention(8, 5), BucketedAttention)
+    assert not isinstance(nn.Linear(2, 2), BucketedAttention)
+    without_strata = decoder()
+    del without_strata.strata
+    assert not is_decomposed(without_strata)
+    without_chained = decoder()
+    del without_chained.chained
+    assert not is_decomposed(without_chained)

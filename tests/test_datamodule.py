@@ -1,0 +1,289 @@
+"""A data directory becomes the same batches whatever the number of ranks; what cannot be served is refused."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anndata
+import h5py
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.dataset import CellTable
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import DataError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "synthetic"
+    synthesize(out, cells=30, rna_cells=21, bins=24, strata=4, genes=40, cell_types=2)
+    return out
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    """A copy of the directory that a test may spoil."""
+    return Path(shutil.copytree(root, tmp_path / "copy"))
+
+
+def module(root: Path, **options: Any) -> SingleCellDataModule:
+    data = SingleCellDataModule(root, **options)
+    data.setup()
+    return data
+
+
+def as_rank(data: SingleCellDataModule, rank: int, n: int, *, balance: bool = False) -> SingleCellDataModule:
+    """Attach what a trainer on one of several ranks would say."""
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        distributed_sampler_kwargs={"num_replicas": n, "rank": rank},
+        overfit_batches=0,
+        strategy=SimpleNamespace(balance_cells=balance),
+    )
+    return data
+
+
+def cells(loader: Any, modality: str) -> list[int]:
+    return [row for batch in loader if modality in batch for row in batch[modality]["index"].tolist()]
+
+
+def test_a_batch_is_what_the_files_hold(root: Path) -> None:
+    data = module(root, batch_size=8)
+    source = {m: anndata.read_h5ad(path) for m, path in data.directory.modalities.items()}
+    batch = next(iter(data.train_dataloader()))
+    assert sorted(batch) == ["hic", "rna"]
+    for modality, part in batch.items():
+        expected = source[modality].X[part["index"].numpy()].toarray()
+        np.testing.assert_array_equal(part["x"].numpy(), expected)
+        np.testing.assert_array_equal(part["library"].numpy(), expected.sum(axis=1, keepdims=True))
+        types = {name: (value.dtype, tuple(value.shape)[:1]) for name, value in part.items()}
+        integers = dict.fromkeys(("batch", "index", "draw"), (torch.int64, (8,)))
+        assert types == {"x": (torch.float32, (8,)), "library": (torch.float32, (8,)), **integers}
+
+
+def test_cells_and_draws_do_not_depend_on_the_number_of_ranks(root: Path) -> None:
+    def epoch(n: int, batch_size: int) -> list[set[tuple[int, int]]]:
+        loaders = [
+            as_rank(module(root, batch_size=batch_size), rank, n, balance=True).train_dataloader()
+            for rank in range(n)
+        ]
+        pairs = [
+            [set(zip(b["hic"]["index"].tolist(), b["hic"]["draw"].tolist(), strict=True)) for b in loader]
+            for loader in loaders
+        ]
+        return [set().union(*step) for step in zip(*pairs, strict=True)]
+
+    assert epoch(1, 8) == epoch(2, 4) == epoch(4, 2)
+
+
+def test_held_out_cells_are_in_validation_only(root: Path) -> None:
+    data = module(root, batch_size=4, val_fraction=0.2)
+    for modality, n in (("hic", 30), ("rna", 21)):
+        held, trained = cells(data.val_dataloader(), modality), cells(data.train_dataloader(), modality)
+        assert len(held) == -(-n // 5)
+        assert sorted(set(trained) | set(held)) == list(range(n))
+        assert not set(trained) & set(held)
+        assert (
+            cells(data.test_dataloader(), modality)
+            == cells(data.predict_dataloader(), modality)
+            == list(range(n))
+        )
+    again = module(root, batch_size=9, val_fraction=0.2)
+    assert cells(again.val_dataloader(), "hic") == cells(data.val_dataloader(), "hic")
+    other = module(root, val_fraction=0.2, seed=1)
+    assert cells(other.val_dataloader(), "hic") != cells(data.val_dataloader(), "hic")
+
+
+def test_without_held_out_cells_validation_takes_all(root: Path) -> None:
+    data = module(root, val_fraction=0)
+    assert cells(data.val_dataloader(), "hic") == list(range(30))
+    assert set(cells(data.train_dataloader(), "hic")) == set(range(30))
+
+
+def test_balance_follows_the_strategy_unless_said_otherwise(root: Path) -> None:
+    for balance, of_strategy, expected in ((None, True, True), (None, False, False), (False, True, False)):
+        data = as_rank(module(root, balance=balance), 0, 2, balance=of_strategy)
+        assert data.train_dataloader().steps.balance is expected
+    assert module(root).train_dataloader().steps.balance is False
+
+
+def test_vertices_name_the_anchors_and_genes(root: Path) -> None:
+    data = module(root)
+    assert data.graph.vertices[data.vertices("hic")].tolist() == data.layout.anchor_names.tolist()
+    assert data.graph.vertices[data.vertices("rna")].tolist() == data.tables["rna"].feature_names()
+    assert len(data.vertices("hic")) == 24
+
+
+class Recorder(pl.LightningModule):
+    """Notes the Hi-C cells of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: dict[str, list[list[int]]] = {"train": [], "val": [], "predict": []}
+
+    def note(self, stage: str, batch: Any) -> None:
+        self.seen[stage].append(batch["hic"]["index"].tolist())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.note("train", batch)
+        return self.weight * 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("val", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("predict", batch)
+        return torch.zeros(1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **options)
+
+
+def test_lightning_trains_validates_and_predicts_with_it(root: Path) -> None:
+    data, model = SingleCellDataModule(root, batch_size=8), Recorder()
+    run = trainer(max_epochs=2)
+    run.fit(model, datamodule=data)
+    assert len(model.seen["train"]) == 8  # ceil(27 / 8) steps in each of 2 epochs
+    first, second = (sum(model.seen["train"][i : i + 4], []) for i in (0, 4))  # noqa: RUF017
+    assert set(first) == set(second)
+    assert first != second
+    run.predict(model, datamodule=data)
+    assert [len(step) for step in model.seen["predict"]] == [8, 8, 8, 6]
+
+
+def test_overfitting_repeats_the_same_batches(root: Path) -> None:
+    model = Recorder()
+    trainer(max_epochs=2, overfit_batches=2).fit(model, datamodule=SingleCellDataModule(root, batch_size=4))
+    assert len(model.seen["train"]) == 4
+    assert model.seen["train"][:2] == model.seen["train"][2:]
+
+
+def test_workers_deliver_the_same_batches(root: Path) -> None:
+    expected = cells(module(root, batch_size=8).train_dataloader(), "hic")
+    assert cells(module(root, batch_size=8, num_workers=1).train_dataloader(), "hic") == expected
+
+
+def test_modalities_can_be_chosen(root: Path) -> None:
+    data = module(root, modalities=["rna"])
+    assert list(data.tables) == ["rna"]
+    assert data.layout is None
+
+
+def test_one_modality_needs_no_graph(copy: Path) -> None:
+    shutil.rmtree(copy / "graphs")
+    data = module(copy, modalities=["hic"])
+    assert data.graph is None
+    with pytest.raises(
+        DataError, match="guidance graph, and graphs/ holds none; `lightning-amp prepare` writes it"
+    ):
+        data.vertices("hic")
+    with pytest.raises(DataError, match=r"modalities \['hic', 'rna'\].*`lightning-amp prepare` writes it"):
+        module(copy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"batch_size=0 was asked"),
+        ({"val_fraction": 1.0}, r"val_fraction=1.0 was asked; it is a share of the cells in \[0, 1\)"),
+        ({"val_fraction": -0.1}, r"val_fraction=-0.1 was asked"),
+        ({"modalities": ["hic", "atac"]}, r"modalities=\['hic', 'atac'\] were asked, found \['hic', 'rna'\]"),
+        ({"modalities": []}, r"modalities=\[\] were asked"),
+        ({"setting": "other"}, r"no file of setting 'other'"),
+    ],
+)
+def test_bad_arguments_are_refused(root: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        module(root, **options)
+
+
+def test_features_without_a_vertex_are_named(copy: Path) -> None:
+    (path,) = (copy / "rna").glob("*.h5ad")
+    rna = anndata.read_h5ad(path)
+    rna.var_names = ["strange", *rna.var_names[1:]]
+    rna.write_h5ad(path)
+    data = module(copy)
+    with pytest.raises(
+        DataError, match=r"1 of \d+ features of modality 'rna' are no vertices.*e.g. \['strange'\]"
+    ):
+        data.vertices("rna")
+    with pytest.raises(DataError, match=r"modality 'atac' is not loaded; loaded are \['hic', 'rna'\]"):
+        data.vertices("atac")
+
+
+def write(path: Path, x: Any, **layers: Any) -> Path:
+    anndata.AnnData(X=x, layers=layers).write_h5ad(path)
+    return path
+
+
+COUNTS = np.array([[1, 0, 2], [0, 0, 3]], dtype=np.float32)
+
+
+@pytest.mark.parametrize("matrix", [COUNTS, sparse.csr_matrix(COUNTS), sparse.csc_matrix(COUNTS)])
+def test_counts_are_read_from_any_encoding(tmp_path: Path, matrix: Any) -> None:
+    table = CellTable(write(tmp_path / "a.h5ad", matrix), "rna")
+    np.testing.assert_array_equal(table.rows(np.array([1, 0]))["x"], COUNTS[::-1])
+    assert (table.n_cells, table.n_features, table.n_batches) == (2, 3, 1)
+
+
+def test_the_counts_layer_is_preferred_to_x(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", COUNTS - 0.5, counts=sparse.csr_matrix(COUNTS))
+    np.testing.assert_array_equal(CellTable(path, "rna").rows(np.arange(2))["x"], COUNTS)
+
+
+def test_batches_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> None:
+    cells = anndata.AnnData(X=np.ones((3, 1), np.float32))
+    cells.obs["batch"] = ["b", "a", "b"]
+    cells.write_h5ad(tmp_path / "a.h5ad")
+    table = CellTable(tmp_path / "a.h5ad", "rna")
+    assert table.rows(np.arange(3))["batch"].tolist() == [1, 0, 1]
+    assert (table.batch_names.tolist(), table.n_batches) == (["a", "b"], 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, r"X: found negative values, e.g. -1.0; raw counts are needed"),
+        (0.5, r"X: found fractional values, e.g. 0.5; raw counts are needed"),
+        (np.nan, r"X: found values that are not finite, e.g. nan"),
+    ],
+)
+def test_matrices_that_are_no_counts_are_refused(tmp_path: Path, value: float, message: str) -> None:
+    spoilt = COUNTS.copy()
+    spoilt[1, 1] = value
+    with pytest.raises(DataError, match=message):
+        CellTable(write(tmp_path / "a.h5ad", sparse.csr_matrix(spoilt)), "hic")
+
+
+def test_rates_are_allowed_for_methylation_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", COUNTS / 4)
+    assert CellTable(path, "methyl").contacts.tolist() == [0.75, 0.75]
+    with pytest.raises(DataError, match="fractional"):
+        CellTable(path, "atac")
+
+
+def test_a_modality_without_counts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none of its 2 cells has a count"):
+        CellTable(write(tmp_path / "a.h5ad", np.zeros((2, 3), np.float32)), "hic")
+    with pytest.raises(DataError, match="found nothing"):
+        CellTable(tmp_path / "absent.h5ad", "hic")
+    with h5py.File(write(tmp_path / "b.h5ad", COUNTS), "a") as file:
+        del file["X"]
+    with pytest.raises(DataError, match=r"neither X nor layers\['counts'\] found"):
+        CellTable(tmp_path / "b.h5ad", "hic")

@@ -1,0 +1,192 @@
+"""Data directories, ours and HiGLUE's, are found and read, and written whole or not at all."""
+
+import gzip
+import io
+import sys
+from pathlib import Path
+
+import anndata
+import networkx
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from lightning_amp.data.directory import DataDirectory, find
+from lightning_amp.data.graph import count_graph, read_graph
+from lightning_amp.data.header import read_header
+from lightning_amp.data.layout import read_layout
+from lightning_amp.data.writing import write_aside
+from lightning_amp.errors import DataError
+from lightning_amp.progress import track
+
+SETTING = "500kb_raw_0.98_2d_2"
+BINS = ["chr1:0-500000", "chr1:500000-1000000", "chr2:0-500000"]
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def write_higlue(root: Path) -> Path:
+    """Write what HiGLUE leaves for one resolution: scaled X with counts beside it, intermediate files, many graphs."""
+    touch(root, "hic/hic_base_500kb_2d.h5ad", "rna/rna_base_2d.h5ad", f"graphs/overlap_{SETTING}.graphml.gz")
+    names = [*BINS, *(f"{name}-1" for name in BINS[:2])]
+    hic = sp.csr_matrix(np.arange(10, dtype=np.float32).reshape(2, 5))
+    for modality, counts, features in (("hic", hic, names), ("rna", hic[:, :2], ["A", "B"])):
+        table = anndata.AnnData(
+            counts.toarray() - 1.5,
+            obs=pd.DataFrame({"celltype": ["x", "y"], "depth": [10.0, 35.0]}, index=["c0", "c1"]),
+            var=pd.DataFrame({"chrom": "chr1"}, index=features),
+            layers={"counts": counts},
+        )
+        table.write_h5ad(root / modality / f"{modality}_{SETTING}.h5ad")
+    graph = networkx.MultiDiGraph()
+    graph.add_nodes_from(["A", "B"], chrom="chr1", chrom_pos=5, feature_type="RNA")
+    graph.add_nodes_from(BINS, chrom="chr1", chrom_pos=0, feature_type="Hi-C", strata="0")
+    for vertex in list(graph):
+        graph.add_edge(vertex, vertex, weight=1.0, sign=1, type="self-loop")
+    for ends, weight in ((("A", BINS[0]), 1.0), (("B", BINS[1]), 1.0), ((BINS[0], BINS[1]), 0.25)):
+        graph.add_edge(*ends, weight=weight, sign=1, type="hic", dist=0.0, edge_id=f"{ends}")
+        graph.add_edge(*ends[::-1], weight=weight, sign=1, type="hic", dist=0.0, edge_id=f"{ends} back")
+    path = root / "graphs" / f"dcq_prior_{SETTING}.graphml.gz"
+    networkx.write_graphml(graph, path, named_key_ids=True, edge_id_from_attribute="edge_id")
+    return root
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique:UserWarning")
+def test_a_higlue_directory_reads_as_it_is(tmp_path: Path) -> None:
+    found = find(write_higlue(tmp_path))
+    assert found.hic == tmp_path / "hic" / f"hic_{SETTING}.h5ad"
+    assert found.rna == tmp_path / "rna" / f"rna_{SETTING}.h5ad"
+    assert found.graph == tmp_path / "graphs" / f"dcq_prior_{SETTING}.graphml.gz"
+    assert (found.atac, found.methyl) == (None, None)
+    layout = read_layout(found.hic)
+    assert [s.anchors.tolist() for s in layout.strata] == [[0, 1, 2], [0, 1]]
+    header = read_header(found.hic)
+    assert (header.n_cells, header.n_features, header.n_nonzero, header.has_counts_layer) == (2, 5, 9, True)
+    graph = read_graph(found.graph)
+    assert list(graph.vertices) == ["A", "B", *BINS]
+    assert list(graph.feature_type) == ["RNA"] * 2 + ["Hi-C"] * 3
+
+
+def test_an_edge_in_both_directions_counts_once(tmp_path: Path) -> None:
+    path = find(write_higlue(tmp_path)).graph
+    assert path is not None
+    graph = read_graph(path)
+    assert count_graph(path) == (5, 11)
+    pairs = set(zip(graph.source.tolist(), graph.target.tolist(), graph.weight.tolist(), strict=True))
+    assert pairs == {*((i, i, 1.0) for i in range(5)), (0, 2, 1.0), (1, 3, 1.0), (2, 3, 0.25)}
+    assert len(graph.source) == 8
+
+
+def test_a_one_way_edge_of_a_directed_graph_stays(tmp_path: Path) -> None:
+    graph = networkx.DiGraph()
+    graph.add_edge("a", "b", weight=1.0, sign=1)
+    graph.add_edge("c", "a", weight=0.5, sign=-1)
+    graph.add_edge("b", "a", weight=0.25, sign=1)
+    networkx.write_graphml(graph, tmp_path / "g.graphml")
+    found = read_graph(tmp_path / "g.graphml")
+    assert sorted(found.weight.tolist()) == [0.25, 0.5, 1.0]
+    assert found.sign.tolist().count(-1.0) == 1
+
+
+def test_a_graph_of_networkx_with_awkward_names_reads(tmp_path: Path) -> None:
+    graph = networkx.Graph()
+    graph.add_edge('a<&>"b', "chr1:0-5", weight=0.5, sign=1.0)
+    networkx.write_graphml(graph, tmp_path / "g.graphml.gz")
+    assert list(read_graph(tmp_path / "g.graphml.gz").vertices) == ['a<&>"b', "chr1:0-5"]
+
+
+def test_modalities_are_optional(tmp_path: Path) -> None:
+    found = find(touch(tmp_path, "atac/any name.h5ad"))
+    assert found == DataDirectory(tmp_path, atac=tmp_path / "atac" / "any name.h5ad")
+    assert list(found.modalities) == ["atac"]
+
+
+def test_a_setting_chooses_among_several(tmp_path: Path) -> None:
+    names = [f"{m}/{m}_{s}.h5ad" for m in ("hic", "rna") for s in ("A_1", "B_1")]
+    touch(
+        tmp_path, *names, "graphs/A_1.graphml.gz", "graphs/x_prior_B_1.graphml.gz", "graphs/AB_1.graphml.gz"
+    )
+    found = find(tmp_path, setting="B_1")
+    assert found.hic.name == "hic_B_1.h5ad"
+    assert found.rna.name == "rna_B_1.h5ad"
+    assert found.graph.name == "x_prior_B_1.graphml.gz"
+    with pytest.raises(DataError, match=r"hic: found 2 settings \['A_1', 'B_1'\]; choose one with setting="):
+        find(tmp_path)
+    with pytest.raises(DataError, match=r"hic: no file of setting 'C', found \['A_1', 'B_1'\]"):
+        find(tmp_path, setting="C")
+
+
+def test_a_graph_of_another_setting_is_not_taken(tmp_path: Path) -> None:
+    touch(tmp_path, "hic/hic_A.h5ad", "hic/hic_B.h5ad", "graphs/A.graphml.gz")
+    with pytest.raises(DataError, match=r"found graphs \['A.graphml.gz'\], of which 0 fit setting 'B'"):
+        find(tmp_path, setting="B")
+    touch(tmp_path, "graphs/other_A.graphml.gz")
+    with pytest.raises(DataError, match=r"of which 2 fit setting 'A'"):
+        find(tmp_path, setting="A")
+
+
+def test_a_directory_appears_only_when_complete(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with write_aside(out) as aside:
+        (aside / "hic").mkdir()
+        assert not out.exists()
+    assert (out / "hic").is_dir()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_interrupted_directory_leaves_the_old_one(tmp_path: Path, error: type[BaseException]) -> None:
+    touch(tmp_path, "out/hic/old")
+
+    def work() -> None:
+        with write_aside(tmp_path / "out", overwrite=True) as aside:
+            (aside / "hic").mkdir()
+            raise error
+
+    with pytest.raises(error):
+        work()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "hic" / "old").exists()
+
+
+def test_overwriting_replaces_the_whole_directory(tmp_path: Path) -> None:
+    touch(tmp_path, "out/hic/old")
+    with write_aside(tmp_path / "out", overwrite=True) as aside:
+        touch(aside, "hic/new")
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "hic", "new"]
+
+
+def test_an_empty_directory_may_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with write_aside(tmp_path / "out") as aside:
+        touch(aside, "hic/new")
+    assert (tmp_path / "out" / "hic" / "new").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, terminal = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stderr", plain)
+    assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
+    assert plain.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
+    assert "Contacts" in terminal.getvalue()
+
+
+def test_graphs_need_not_be_compressed(tmp_path: Path) -> None:
+    path = find(write_higlue(tmp_path)).graph
+    assert path is not None
+    plain = tmp_path / "plain.graphml"
+    plain.write_bytes(gzip.decompress(path.read_bytes()))
+    assert count_graph(plain) == count_graph(path)

@@ -1,0 +1,97 @@
+"""Keyed numbers are functions of key, stream and column alone, and look random."""
+
+import pytest
+import torch
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models.draws import KeyedDropout, keyed_normal, keyed_uniform
+
+KEYS = torch.arange(20_000) * 97 + 5
+
+
+def correlation(a, b):
+    return torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].abs().item()
+
+
+def test_known_values():
+    # the numbers of a stored run must not change with the code: these are fixed for good
+    found = keyed_uniform(torch.tensor([0, 1, 2**31 - 1]), 2, stream=3)
+    expected = torch.tensor(
+        [
+            [0.49986428022384644, 0.7196202874183655],
+            [0.9822743535041809, 0.08112186193466187],
+            [0.7407624125480652, 0.16769284009933472],
+        ]
+    )
+    assert torch.equal(found, expected)
+
+
+def test_a_row_depends_on_its_key_only():
+    whole = keyed_normal(KEYS, 7, stream=1)
+    order = torch.randperm(len(KEYS), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(keyed_normal(KEYS[order], 7, stream=1), whole[order])
+    assert torch.equal(keyed_normal(KEYS[:3], 4, stream=1), whole[:3, :4])
+
+
+def test_uniform_is_uniform_and_open():
+    u = keyed_uniform(KEYS, 16, stream=0)
+    assert u.min() > 0
+    assert u.max() < 1
+    assert u.dtype == torch.float32
+    assert abs(u.mean() - 0.5) < 2e-3
+    assert abs(u.var() - 1 / 12) < 1e-3
+    counts = torch.histc(u, bins=64, min=0, max=1)
+    chi_square = ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum()
+    assert chi_square < 110  # 63 degrees of freedom: 110 is beyond the 99.98 percentile
+
+
+def test_normal_moments():
+    z = keyed_normal(KEYS, 16, stream=0, dtype=torch.float64)
+    assert abs(z.mean()) < 8e-3
+    assert abs(z.var() - 1) < 1e-2
+    assert abs((z**3).mean()) < 2e-2
+    assert abs((z**4).mean() - 3) < 5e-2
+
+
+def test_streams_cells_and_columns_are_uncorrelated():
+    z = keyed_normal(KEYS, 16, stream=0)
+    assert correlation(z, keyed_normal(KEYS, 16, stream=1)) < 1e-2
+    assert correlation(z, keyed_uniform(KEYS, 16, stream=0)) < 1e-2
+    assert correlation(z[1:], z[:-1]) < 1e-2
+    assert correlation(z[:, 1:], z[:, :-1]) < 1e-2
+    assert (
+        correlation(
+            keyed_normal(torch.arange(9999), 8, stream=2), keyed_normal(torch.arange(1, 10_000), 8, stream=2)
+        )
+        < 2e-2
+    )
+
+
+def test_different_cells_never_share_a_row():
+    rows = keyed_uniform(torch.arange(50_000), 4, stream=0)
+    assert len(rows.unique(dim=0)) == 50_000
+
+
+def test_dropout_by_key():
+    x, draw = torch.ones(2000, 50), torch.arange(2000)
+    layer = KeyedDropout(0.2, stream=0)
+    dropped = layer(x, draw)
+    assert set(dropped.unique().tolist()) == {0.0, 1.25}
+    assert abs(dropped.mean() - 1) < 1e-2
+    assert torch.equal(dropped[7:9], layer(x[:2], draw[7:9]))
+    assert not torch.equal(dropped, KeyedDropout(0.2, stream=1)(x, draw))
+    assert torch.equal(layer.eval()(x, draw), x)
+
+
+def test_dropout_without_keys_uses_the_default_generator():
+    layer, x = KeyedDropout(0.5, stream=0), torch.ones(10, 10)
+    torch.manual_seed(1)
+    first = layer(x, None)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x, None), first)
+    assert not torch.equal(layer(x, None), first)
+
+
+def test_refusal():
+    with pytest.raises(ModelError, match=r"dropout is 1\.0; choose a probability in \[0, 1\)"):
+        KeyedDropout(1.0, stream=0)

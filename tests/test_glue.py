@@ -1,0 +1,442 @@
+"""GLUE trains on one device without any help, its losses add up over cells, and its checkpoints stand alone."""
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import ModelError
+from lightning_amp.models.glue import GLUE
+from lightning_amp.models.graph import GraphEncoder, propagate
+from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
+from lightning_amp.models.losses import alignment_loss, normal_kl
+from lightning_amp.models.plain import PLAIN_DECODERS
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+SMALL = {
+    "latent_dim": 8,
+    "hidden_dim": 16,
+    "window": 3,
+    "edges_per_step": 32,
+    "discriminator_dim": 16,
+    "discriminator_depth": 1,
+}
+N_ANCHORS, NODES, DISTANCES, N_GENES = 9, [list(range(9)), list(range(8)), list(range(7))], [0, 1, 2], 5
+N_HIC = 24
+
+
+def inputs(modalities=("hic", "rna")):
+    anchors, genes = np.arange(N_ANCHORS), N_ANCHORS + np.arange(N_GENES)
+    known = {
+        "hic": ModalityInputs(n_features=N_HIC, n_batches=2, vertices=anchors),
+        "rna": ModalityInputs(n_features=N_GENES, n_batches=1, vertices=genes),
+    }
+    n = N_ANCHORS + N_GENES
+    source = np.concatenate((np.arange(n), np.arange(N_ANCHORS - 1), genes))
+    target = np.concatenate((np.arange(n), np.arange(1, N_ANCHORS), np.arange(N_GENES)))
+    graph = GraphInputs(
+        n_vertices=n,
+        source=source,
+        target=target,
+        weight=np.linspace(0.2, 1, len(source)).astype(np.float32),
+        sign=np.ones(len(source), dtype=np.float32),
+    )
+    strata = StrataInputs(n_anchors=N_ANCHORS, nodes=[np.array(n) for n in NODES], distances=list(DISTANCES))
+    return ModelInputs(
+        modalities={name: known[name] for name in modalities},
+        strata=strata if "hic" in modalities else None,
+        graph=graph,
+    )
+
+
+def cells(n, n_features, *, n_batches, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rates = torch.rand(n_features, generator=generator) * 4
+    x = torch.poisson(rates.expand(n, -1), generator=generator) + (torch.arange(n_features) == 0)
+    return {
+        "x": x,
+        "library": x.sum(1, keepdim=True),
+        "batch": torch.arange(n) % n_batches,
+        "index": torch.arange(n),
+        "draw": torch.randint(2**31, (n,), generator=generator),
+    }
+
+
+def batch(n=8, seed=0):
+    return {
+        "hic": cells(n, N_HIC, n_batches=2, seed=seed),
+        "rna": cells(n, N_GENES, n_batches=1, seed=seed + 1),
+    }
+
+
+def part(batch, rows):
+    return {m: {k: t[rows] for k, t in fields.items()} for m, fields in batch.items()}
+
+
+def to_double(batch):
+    return {
+        m: {k: t.double() if t.is_floating_point() else t for k, t in fields.items()}
+        for m, fields in batch.items()
+    }
+
+
+def trainer(tmp_path, **settings):
+    return pl.Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+class Batches(pl.LightningDataModule):
+    """A few whole batches; the trainer's progress does not depend on workers or a sampler."""
+
+    def __init__(self, n_steps=4):
+        super().__init__()
+        self.steps = [batch(8, seed=10 * i) for i in range(n_steps)]
+
+    def train_dataloader(self):
+        return DataLoader(self.steps, batch_size=None)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def generator_gradient(model, batch):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(5)  # of the vertices' noise and of the edges: the same for every part
+    latents = model.latents(batch)
+    model.terms(batch, latents, shown=model.shown(batch, latents))["loss"].backward()
+    return [p.grad for n, p in model.named_parameters() if not n.startswith("discriminator.")]
+
+
+def discriminator_gradient(model, batch):
+    model.zero_grad(set_to_none=True)
+    shown = model.shown(batch, model.latents(batch))
+    alignment_loss(model.discriminator, {m: u.detach() for m, u in shown.items()}, frozen=False).backward()
+    return [p.grad for p in model.discriminator.parameters()]
+
+
+@pytest.mark.parametrize("gradient", [generator_gradient, discriminator_gradient])
+@pytest.mark.parametrize("key", ["attention", "convolution"])
+def test_gradient_of_a_batch_is_the_cell_weighted_mean_over_its_parts(gradient, key):
+    model = GLUE(**SMALL, key=key).build(inputs()).double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm1d):
+            module.eval()
+    whole = to_double(batch(8))
+    expected = gradient(model, whole)
+    first = gradient(model, part(whole, slice(0, 3)))
+    second = gradient(model, part(whole, slice(3, 8)))
+    assert any(e is not None and e.abs().max() > 1e-6 for e in expected)
+    for e, a, b in zip(expected, first, second, strict=True):
+        torch.testing.assert_close(3 / 8 * a + 5 / 8 * b, e, rtol=1e-9, atol=1e-14)
+
+
+def test_the_adversary_moves_encoders_but_not_the_discriminator():
+    model = GLUE(**SMALL).build(inputs())
+    generator_gradient(model, batch())
+    assert all(p.grad is None for p in model.discriminator.parameters())
+    discriminator_gradient(model, batch())
+    assert all(p.grad is None for p in model.encoders.parameters())
+    shown = model.shown(batch(), model.latents(batch()))
+    alignment_loss(model.discriminator, shown, frozen=True).backward()
+    assert all(encoder.first.weight.grad.any() for encoder in model.encoders.values())
+
+
+def test_loss_is_the_sum_of_its_terms():
+    weights = {"lam_data": 1.5, "lam_kl": 0.7, "lam_graph": 0.3, "lam_align": 0.4}
+    model = GLUE(**SMALL, **weights, modality_weights={"rna": 2.0}).build(inputs())
+    cells_of = batch()
+    latents = model.latents(cells_of)
+    t = model.terms(cells_of, latents, shown=model.shown(cells_of, latents))
+    data = t["nll_hic"] + 0.7 * t["kl_hic"] + 2 * (t["nll_rna"] + 0.7 * t["kl_rna"])
+    graph = 2 * (t["nll_graph"] + 0.7 * t["kl_graph"])
+    torch.testing.assert_close(t["loss"], 1.5 * data + 0.3 * graph - 0.4 * t["alignment"])
+
+
+def test_draw_keys_decide_the_noise():
+    model = GLUE(**SMALL).build(inputs())
+    cells_of = batch()
+    latents, again = model.latents(cells_of), model.latents(cells_of)
+    assert torch.equal(latents["hic"].sample, again["hic"].sample)
+    assert not torch.equal(latents["hic"].sample, latents["hic"].loc)
+    cells_of["hic"]["draw"] = cells_of["hic"]["draw"] + 1
+    assert not torch.equal(model.latents(cells_of)["hic"].sample, latents["hic"].sample)
+
+
+def test_pretraining_and_single_modalities_have_no_adversary():
+    for model in (
+        GLUE(**SMALL, stage="pretrain").build(inputs()),
+        GLUE(**SMALL).build(inputs(("rna",))),
+    ):
+        cells_of = {m: c for m, c in batch().items() if m in model.encoders}
+        assert model.shown(cells_of, model.latents(cells_of)) == {}
+
+
+def test_burn_in_noise_fades(monkeypatch):
+    model = GLUE(**SMALL, align_burnin=4).build(inputs())
+    latents = model.latents(batch())
+    noise = []
+    for epoch in (0, 2, 4, 9):
+        monkeypatch.setattr(GLUE, "current_epoch", epoch)
+        noise.append(model.shown(batch(), latents)[0] - latents["hic"].sample)
+    torch.testing.assert_close(noise[1], noise[0] / 2)
+    assert noise[0].std().item() == pytest.approx(1.5, rel=0.3)
+    assert not noise[2].any()
+    assert not noise[3].any()
+
+
+@pytest.mark.parametrize("stage", ["finetune", "pretrain"])
+def test_training_lowers_the_loss(tmp_path, stage):
+    model = GLUE(**SMALL, stage=stage).build(inputs())
+    before = [p.detach().clone() for p in model.discriminator.parameters()]
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(model, datamodule=Batches())
+    first = run.callback_metrics["val_loss"]
+    run.fit_loop.max_epochs = 12
+    run.fit(model, datamodule=Batches())
+    assert run.callback_metrics["val_loss"] < first - 0.05
+    assert {"loss", "nll_hic", "kl_rna", "nll_graph"} <= set(run.callback_metrics)
+    assert ("alignment" in run.callback_metrics) == (stage == "finetune")
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.discriminator.parameters(), strict=True)]
+    assert all(moved) if stage == "finetune" else not any(moved)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_other_precisions_train(tmp_path, precision):
+    model = GLUE(**SMALL).build(inputs())
+    run = trainer(tmp_path, max_steps=4, precision=precision)
+    run.fit(model, datamodule=Batches())
+    assert torch.isfinite(run.callback_metrics["loss"])
+
+
+def test_validation_weighs_cells_and_draws_nothing(tmp_path):
+    model = GLUE(**SMALL, lam_graph=0.0).build(inputs())
+    whole = batch(8)
+    uneven = [part(whole, slice(0, 3)), part(whole, slice(3, 8))]
+    run = trainer(tmp_path)
+    (once,) = run.validate(model, DataLoader([whole], batch_size=None), verbose=False)
+    (parts,) = run.validate(model, DataLoader(uneven, batch_size=None), verbose=False)
+    only_hic = [uneven[0], {"hic": uneven[1]["hic"]}]
+    (missing,) = run.validate(model, DataLoader(only_hic, batch_size=None), verbose=False)
+    assert once["val_loss"] == pytest.approx(parts["val_loss"], rel=1e-5)
+    assert missing["val_loss"] != pytest.approx(parts["val_loss"], rel=1e-5)
+    model.eval()
+    state = torch.get_rng_state()
+    without_keys = {m: {k: t for k, t in fields.items() if k != "draw"} for m, fields in whole.items()}
+    model.on_validation_epoch_start()
+    model.validation_step(without_keys, 0)
+    model.edge_nll(model.vertices()[0], seed=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_checkpoint_stands_alone(tmp_path):
+    model = GLUE(**SMALL).build(inputs())
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(model, datamodule=Batches(1))
+    path = tmp_path / "last.ckpt"
+    run.save_checkpoint(path)
+    torch.load(path, weights_only=True)
+    loaded = GLUE.load_from_checkpoint(path, weights_only=True)
+    assert loaded.inputs.difference(model.inputs) is None
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    for name, value in model.named_buffers():
+        assert torch.equal(dict(loaded.named_buffers())[name], value), name
+    found = trainer(tmp_path).predict(loaded.eval(), datamodule=Batches(1))[0]
+    expected = model.eval().predict_step(batch(), 0)
+    for modality in ("hic", "rna"):
+        assert torch.equal(found[modality]["index"], torch.arange(8))
+        torch.testing.assert_close(found[modality]["embedding"], expected[modality]["embedding"])
+    resumed = trainer(tmp_path, max_epochs=2)
+    resumed.fit(GLUE(**SMALL).build(inputs()), datamodule=Batches(1), ckpt_path=path, weights_only=True)
+    assert resumed.current_epoch == 2
+
+
+def test_checkpoint_of_other_data_is_refused():
+    model = GLUE(**SMALL).build(inputs())
+    checkpoint = {"state_dict": {}}
+    with pytest.raises(ModelError, match=r"no 'model_inputs', only \['state_dict'\]"):
+        model.on_load_checkpoint(checkpoint)
+    model.on_save_checkpoint(checkpoint)
+    model.on_load_checkpoint(checkpoint)
+    checkpoint["model_inputs"]["graph"]["weight"][3] += 0.5
+    with pytest.raises(ModelError, match=r"'graph\.weight' differs"):
+        model.on_load_checkpoint(checkpoint)
+    checkpoint["model_inputs"]["modalities"].pop("rna")
+    with pytest.raises(ModelError, match=r"'modalities\.its entries' differs"):
+        model.on_load_checkpoint(checkpoint)
+
+
+def test_imputed_contacts_are_expected_contacts():
+    model = GLUE(**SMALL).build(inputs()).eval()
+    imputed = model.impute("hic", batch()["hic"])
+    assert imputed.shape == (8, N_HIC)
+    torch.testing.assert_close(imputed.sum(1, keepdim=True), batch()["hic"]["library"])
+    assert model.impute("rna", batch()["rna"]).shape == (8, N_GENES)
+
+
+def test_networks_come_from_the_data_module(tmp_path):
+    from lightning_amp.data.datamodule import SingleCellDataModule
+
+    synthesize(tmp_path / "data", cells=12, bins=12, strata=3, genes=8, chromosomes=1, depth=300)
+    data = SingleCellDataModule(tmp_path / "data", batch_size=4)
+    model = GLUE(**SMALL)
+    trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
+    assert model.inputs.strata.n_anchors == 12
+    assert [len(s.nodes) for s in model.decoders["hic"].strata] == [12, 11, 10]
+    assert model.inputs.graph.n_vertices == len(data.graph.vertices)
+    names = data.graph.vertices[model.inputs.modalities["hic"].vertices]
+    assert list(names) == list(data.layout.anchor_names)
+    alone = SingleCellDataModule(tmp_path / "data", modalities=["hic"])
+    alone.setup()
+    alone.graph = None
+    graph = inputs_from(alone).graph
+    assert graph.n_vertices == 12
+    assert (graph.source == graph.target).all()
+
+
+def test_propagation_is_the_normalised_adjacency():
+    graph = inputs().graph
+    encoder = GraphEncoder(
+        graph.n_vertices,
+        4,
+        source=torch.tensor(graph.source),
+        target=torch.tensor(graph.target),
+        weight=torch.tensor(graph.weight),
+        sign=torch.where(torch.arange(len(graph.source)) % 3 == 0, -1.0, 1.0),
+    ).double()
+    adjacency = torch.zeros(graph.n_vertices, graph.n_vertices, dtype=torch.float64)
+    signs = torch.zeros_like(adjacency)
+    for s, t, w, sign in zip(graph.source, graph.target, encoder.weight, encoder.sign, strict=False):
+        adjacency[s, t] = adjacency[t, s] = w
+        signs[s, t] = signs[t, s] = sign
+    degree = adjacency.sum(1)
+    h = (signs * adjacency / (degree[:, None] * degree).sqrt()) @ encoder.embedding
+    loc, std = encoder()
+    torch.testing.assert_close(loc, encoder.loc(h), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(std, torch.nn.functional.softplus(encoder.std(h)) + 1e-7)
+    (found,) = torch.autograd.grad(loc.sin().sum(), encoder.embedding)
+    (expected,) = torch.autograd.grad(encoder.loc(h).sin().sum(), encoder.embedding)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_propagation_in_pieces(monkeypatch):
+    source, target = torch.randint(20, (2, 101))
+    coefficient, x = torch.rand(101, dtype=torch.float64), torch.rand(20, 3, dtype=torch.float64)
+    whole = propagate(x, source, target=target, coefficient=coefficient)
+    monkeypatch.setattr("lightning_amp.models.graph.EDGES_AT_A_TIME", 10)
+    torch.testing.assert_close(propagate(x, source, target=target, coefficient=coefficient), whole)
+
+
+def test_edges_are_drawn_by_weight_and_scored():
+    # one edge of a thousand times the weight of the other, which is negative; v tells their terms apart
+    encoder = GraphEncoder(
+        3,
+        2,
+        source=torch.tensor([0, 1]),
+        target=torch.tensor([1, 2]),
+        weight=torch.tensor([1.0, 1e-9]),
+        sign=torch.tensor([1.0, -1.0]),
+    )
+    v = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
+    found = encoder.nll(v, n_positive=20_000, negatives=2)
+    log_sigmoid = torch.nn.functional.logsigmoid
+    positive = log_sigmoid(torch.tensor(2.0))  # <v_0, v_1>, from either end
+    scores = torch.tensor([1.0, 2.0, 0.0, 2.0, 4.0, 0.0])  # of vertex 0, then 1, with any vertex
+    expected = -(positive + log_sigmoid(-scores).mean()) / 2
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", list(PLAIN_DECODERS))
+def test_plain_decoders(name):
+    torch.manual_seed(0)
+    decoder = PLAIN_DECODERS[name](5, 2).double()
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter)
+    u, v = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    x = torch.tensor([[0, 1, 2, 3, 0]] * 3, dtype=torch.float64)
+    arguments = {"batch": torch.tensor([0, 1, 1]), "library": x.sum(1, keepdim=True)}
+    loss = decoder(u, v, x=x, **arguments)
+    total = 0.0
+    location = decoder.mean(u, v, **arguments)
+    for c, b in enumerate(arguments["batch"]):
+        linear = (
+            torch.stack([u[c] @ v[f] for f in range(5)]) * decoder.scale[b].exp().log1p() + decoder.bias[b]
+        )
+        if decoder.counts:
+            linear = linear.softmax(0).log() + arguments["library"][c].log()
+        torch.testing.assert_close(location[c], linear.exp() if decoder.counts else linear)
+        rows = [decoder.get_parameter(t)[b] for t in decoder.tables]
+        total = total - type(decoder).likelihood(x[c], linear, *rows).sum()
+    torch.testing.assert_close(loss, total / 15, rtol=1e-12, atol=0)
+
+
+def test_normal_kl():
+    loc, std = torch.randn(4, 3), torch.rand(4, 3) + 0.1
+    prior = torch.distributions.Normal(0, 1)
+    expected = torch.distributions.kl_divergence(torch.distributions.Normal(loc, std), prior).sum(1).mean()
+    torch.testing.assert_close(normal_kl(loc, std), expected)
+
+
+def test_cells_without_counts_add_nothing_and_stay_finite():
+    model = GLUE(**SMALL).build(inputs()).eval()
+    empty = batch(2)["hic"]
+    empty["x"], empty["library"] = torch.zeros_like(empty["x"]), torch.zeros(2, 1)
+    u, _ = model.encode("hic", empty)
+    nll = model.nll("hic", empty, u=u, v=model.vertices()[0])
+    assert nll.abs() < 1e-6
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ModelError, match=r"stage='warmup'\): choose one of \('finetune', 'pretrain'\)"):
+        GLUE(stage="warmup")
+    with pytest.raises(ModelError, match=r"key='dense'\): choose one of"):
+        GLUE(key="dense")
+    with pytest.raises(ModelError, match=r"hidden_depth=0\): an encoder needs at least one hidden layer"):
+        GLUE(hidden_depth=0)
+    with pytest.raises(ModelError, match=r"names \['atac'\], but the data have \['hic', 'rna'\]"):
+        GLUE(**SMALL, modality_weights={"atac": 1.0}).build(inputs())
+    with pytest.raises(ModelError, match="without a data module"):
+        trainer(tmp_path, max_steps=1).fit(GLUE(**SMALL), DataLoader([batch()], batch_size=None))
+    with pytest.raises(ModelError, match=r"Batches has no \['tables', 'layout', 'graph', 'vertices'\]"):
+        trainer(tmp_path, max_steps=1).fit(GLUE(**SMALL), datamodule=Batches())
+    with pytest.raises(ModelError, match="GLUE has no networks yet; call build"):
+        GLUE(**SMALL).latents(batch())
+    built = GLUE(**SMALL).build(inputs(("rna",)))
+    with pytest.raises(ModelError, match="its networks exist already"):
+        built.build(inputs())
+    with pytest.raises(ModelError, match=r"cells of 'hic', but was built for \['rna'\]"):
+        built.latents(batch())
+
+
+def test_refused_inputs():
+    whole = inputs()
+    with pytest.raises(ModelError, match=r"modalities \['protein'\]; it has decoders for \['hic', 'rna'"):
+        ModelInputs(modalities={"protein": whole.modalities["rna"]}, strata=None, graph=whole.graph)
+    with pytest.raises(ModelError, match="'hic' and its strata must be given together"):
+        ModelInputs(modalities=whole.modalities, strata=None, graph=whole.graph)
+    with pytest.raises(ModelError, match=r"has 0 edges with weights from None"):
+        GraphEncoder(
+            2,
+            2,
+            source=torch.empty(0, dtype=torch.int64),
+            target=torch.empty(0, dtype=torch.int64),
+            weight=torch.empty(0),
+            sign=torch.empty(0),
+        )

@@ -1,0 +1,282 @@
+"""Claim: after `GradientSync.reduce` every rank holds the mean of the ranks' gradients, whichever ranks took part.
+
+Two ranks run all cases once; each test reads one case's result. Losses are linear, so gradients are known numbers.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.gradients import GradientSync
+from tests.ranks import CountCollectives, run_ranks
+
+Grads = list[Tensor | None]
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+
+
+def sync_of(params: list[nn.Parameter], bucket_bytes: int = 2**20) -> GradientSync:
+    sync = GradientSync(params, dist.group.WORLD, bucket_bytes=bucket_bytes)
+    sync.watch()
+    return sync
+
+
+def grads(params: list[nn.Parameter]) -> Grads:
+    return [None if p.grad is None else p.grad.clone() for p in params]
+
+
+def mean_of_ranks(rank: int) -> Grads:
+    p = parameters((2, 3), (4,))
+    sync = sync_of(p)
+    ((rank + 1.0) * p[0].sum() + 10 * rank * p[1].sum()).backward()
+    sync.reduce()
+    return grads(p)
+
+
+def missing_on_one_rank(rank: int) -> Grads:
+    p = parameters((2,), (2,), (2,))
+    sync = sync_of(p)
+    # rank 1 uses no parameter at all; the third is used by nobody
+    if rank == 0:
+        (p[0] * 4 + p[1]).sum().backward()
+    sync.reduce()
+    return grads(p)
+
+
+def accumulated_while_blocked(rank: int) -> tuple[Grads, Grads]:
+    p = parameters((2,))
+    sync = sync_of(p)
+    sync.blocked = True
+    (p[0].sum() * (rank + 1)).backward()
+    sync.reduce()
+    local = grads(p)
+    sync.blocked = False
+    (p[0].sum() * 10).backward()
+    sync.reduce()
+    return local, grads(p)
+
+
+def forced_while_blocked(rank: int) -> Grads:
+    p = parameters((2,))
+    sync = sync_of(p)
+    sync.blocked = True
+    (p[0].sum() * (rank + 1)).backward()
+    sync.reduce(force=True)
+    return grads(p)
+
+
+def reset_before_reduce(rank: int) -> Grads:
+    p = parameters((2,), (2,))
+    sync = sync_of(p)
+    (p[0] + p[1]).sum().backward()
+    p[0].grad = None
+    sync.reduce()
+    return grads(p)
+
+
+def untouched_is_left_alone(rank: int) -> Grads:
+    p = parameters((2,), (2,))
+    sync = sync_of(p)
+    # what only this rank knows and no backward has reached, for example another optimizer's gradient
+    p[1].grad = torch.full((2,), float(rank), dtype=torch.float64)
+    p[0].sum().backward()
+    sync.reduce()
+    return grads(p)
+
+
+def unfrozen_later(rank: int) -> Grads:
+    p = parameters((2,), (2,))
+    p[1].requires_grad_(False)
+    sync = sync_of(p)
+    p[1].requires_grad_(True)
+    sync.watch()
+    ((rank + 1.0) * (p[0] + p[1])).sum().backward()
+    sync.reduce()
+    return grads(p)
+
+
+def given_twice(rank: int) -> tuple[int, Grads]:
+    p = parameters((64,))
+    sync = sync_of([p[0], p[0]], bucket_bytes=64 * 8)
+    ((rank + 1.0) * p[0]).sum().backward()
+    return collectives(sync.reduce), grads(p)
+
+
+def mixed_types(rank: int) -> Grads:
+    p = [*parameters((3,)), *parameters((2,), dtype=torch.bfloat16), *parameters((3,), dtype=torch.float32)]
+    sync = sync_of(p)
+    sum((rank + 1.0) * q.sum().double() for q in p).backward()
+    sync.reduce()
+    return grads(p)
+
+
+def other_layout(rank: int, alone: bool = False) -> Grads:
+    p = [
+        nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.ones(3)),
+    ]
+    sync = sync_of(p, bucket_bytes=1 if alone else 2**20)
+    weights = torch.arange(120.0).view(2, 3, 4, 5)
+    ((rank + 1.0) * ((p[0] * weights).sum() + p[1].sum())).backward()
+    sync.reduce()
+    assert not p[0].grad.is_contiguous(), "the case is about a gradient that is not contiguous"
+    return grads(p)
+
+
+def other_layout_alone(rank: int) -> Grads:
+    return other_layout(rank, alone=True)
+
+
+def sparse(rank: int) -> str:
+    table = nn.Embedding(5, 2, sparse=rank == 0)
+    sync = sync_of([*parameters((2,)), table.weight])
+    table(torch.tensor([rank])).sum().backward()
+    with pytest.raises(InstallError) as caught:
+        sync.reduce()
+    return str(caught.value)
+
+
+def removed(rank: int) -> tuple[bool, Grads]:
+    p = parameters((2,))
+    sync = sync_of(p)
+    sync.remove()
+    (p[0].sum() * (rank + 1)).backward()
+    was_pending = sync.pending
+    sync.reduce()
+    return was_pending, grads(p)
+
+
+def collectives(action: Callable[[], None]) -> int:
+    with CountCollectives() as mode:
+        action()
+    return mode.total
+
+
+def counted(rank: int) -> dict[str, int]:
+    p = parameters((100,), (100,), (100,), (1000,), (100,))
+    sync = sync_of(p, bucket_bytes=200 * 8)
+    nothing = collectives(sync.reduce)
+    sum(q.sum() for q in p).backward()
+    # 100 + 100 | 100 | 1000 alone | 100
+    full = collectives(sync.reduce)
+    again = collectives(sync.reduce)
+    sync.blocked = True
+    p[0].sum().backward()
+    return {"nothing": nothing, "full": full, "again": again, "blocked": collectives(sync.reduce)}
+
+
+CASES = (
+    mean_of_ranks,
+    missing_on_one_rank,
+    accumulated_while_blocked,
+    forced_while_blocked,
+    reset_before_reduce,
+    untouched_is_left_alone,
+    unfrozen_later,
+    given_twice,
+    mixed_types,
+    other_layout,
+    other_layout_alone,
+    sparse,
+    removed,
+    counted,
+)
+
+
+def all_cases(rank: int, world_size: int) -> dict[str, Any]:
+    return {case.__name__: case(rank) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, 2, tmp_path_factory.mktemp("gradients"))
+
+
+def values(found: Grads) -> list[float | None]:
+    """Each gradient as its one number, which all its entries must have."""
+    for grad in found:
+        assert grad is None or (grad == grad.flatten()[0]).all(), f"entries differ: {grad}"
+    return [None if grad is None else grad.flatten()[0].item() for grad in found]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("mean_of_ranks", [1.5, 5.0]),
+        ("missing_on_one_rank", [2.0, 0.5, None]),
+        ("forced_while_blocked", [1.5]),
+        ("reset_before_reduce", [None, 1.0]),
+        ("unfrozen_later", [1.5, 1.5]),
+        ("mixed_types", [1.5, 1.5, 1.5]),
+    ],
+)
+def test_every_rank_holds_the_mean(results: list[Any], rank: int, case: str, expected: list[float]) -> None:
+    assert values(results[rank][case]) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocked_gradients_stay_local_and_are_averaged_once_as_a_sum(results: list[Any], rank: int) -> None:
+    local, reduced = results[rank]["accumulated_while_blocked"]
+    assert values(local) == [rank + 1.0]
+    assert values(reduced) == [11.5]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_no_backward_reached_is_left_alone(results: list[Any], rank: int) -> None:
+    assert values(results[rank]["untouched_is_left_alone"]) == [1.0, float(rank)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_is_not_contiguous_keeps_its_entries_in_place(results: list[Any], rank: int) -> None:
+    for case in ("other_layout", "other_layout_alone"):
+        first, second = results[rank][case]
+        assert torch.equal(first, 1.5 * torch.arange(120.0).view(2, 3, 4, 5))
+        assert values([second]) == [1.5]
+
+
+def test_a_sparse_gradient_on_one_rank_is_refused_on_every_rank(results: list[Any]) -> None:
+    for rank in (0, 1):
+        assert "parameter of shape (5, 2) has a sparse one" in results[rank]["sparse"]
+
+
+def test_removed_hooks_leave_gradients_local(results: list[Any]) -> None:
+    assert [(r["removed"][0], values(r["removed"][1])) for r in results] == [(False, [1.0]), (False, [2.0])]
+
+
+def test_collectives_are_one_for_the_agreement_and_one_per_bucket(results: list[Any]) -> None:
+    for result in results:
+        assert result["counted"] == {"nothing": 1, "full": 1 + 4, "again": 1, "blocked": 0}
+        n_collectives, found = result["given_twice"]
+        assert n_collectives == 2
+        assert values(found) == [1.5]
+
+
+def one_rank_fails(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("told so")
+    dist.barrier()
+
+
+def one_rank_hangs(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout", "text"),
+    [(one_rank_fails, 60, "told so"), (one_rank_hangs, 3, "in one_rank_hangs")],
+)
+def test_the_helper_tells_why_ranks_failed(
+    body: Callable[..., Any], timeout: float, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pytest.fail.Exception, match=text):
+        run_ranks(body, 2, tmp_path, timeout=timeout)

@@ -1,0 +1,139 @@
+"""S4 returns the same inner products and gradients, and never makes a product with all anchors."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from lightning_amp.errors import InstallError
+from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.models.decoder import Decode
+from lightning_amp.parallel.key_first import KeyFirstDecode, key_first
+
+NODES = {
+    "all": torch.arange(50),
+    "run": torch.arange(7, 31),
+    "gaps": torch.tensor([3, 4, 7, 49, 0]),
+    "descending": torch.arange(20).flip(0),
+    "repeated": torch.tensor([5, 5, 6, 6]),
+    "one": torch.tensor([49]),
+    "none": torch.arange(0),
+}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    u, key = (torch.randn(n, 8, dtype=torch.float64, generator=generator) for n in (6, 50))
+    return u.requires_grad_(), key.requires_grad_()
+
+
+def forward_backward(decode: nn.Module, nodes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    u, key = inputs()
+    out = decode(u, key, nodes)
+    weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
+    return out.detach(), torch.autograd.grad((out * weight).sum(), [u, key])
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_equals_the_full_product(name: str) -> None:
+    out, grads = forward_backward(Decode(), NODES[name])
+    found, found_grads = forward_backward(key_first(Decode()), NODES[name])
+    assert found.shape == out.shape
+    torch.testing.assert_close(found, out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found_grads, grads, rtol=1e-12, atol=1e-12)
+
+
+def test_makes_no_product_with_all_anchors() -> None:
+    cells, anchors, dim = 16, 5000, 4
+    nodes = torch.arange(0, 50, 2)
+    u, key = torch.ones(cells, dim, requires_grad=True), torch.ones(anchors, dim, requires_grad=True)
+
+    def peak(decode: nn.Module) -> int:
+        with LiveBytes() as live:
+            decode(u, key, nodes).sum().backward()
+        u.grad = key.grad = None
+        return live.peak
+
+    assert peak(Decode()) >= 4 * cells * anchors
+    # All that is made besides the gradient of the keys [N, D] is of the size of the stratum.
+    assert peak(key_first(Decode())) <= 4 * (anchors * dim + 3 * len(nodes) * (cells + dim) + 2 * cells * dim)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "n_copied"), [(NODES["run"], 0), (NODES["gaps"], 5), (NODES["descending"], 20)]
+)
+def test_a_run_of_anchors_is_not_copied(nodes: Tensor, n_copied: int) -> None:
+    u, key = inputs()
+    decode = key_first(Decode())
+    decode(u, key, nodes)  # reads the nodes, which makes small tensors
+    with LiveBytes() as live, torch.no_grad():
+        out = decode(u, key, nodes)
+    assert live.peak == 8 * (out.numel() + n_copied * 8)
+
+
+def test_nodes_are_read_once_per_tensor_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    equal: Callable[[Tensor, Tensor], bool] = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: reads.append(1) or equal(a, b))
+    u, key = inputs()
+    decode, nodes = KeyFirstDecode(), torch.arange(3, 9)
+    for _ in range(3):
+        decode(u, key, nodes)
+    assert len(reads) == 1
+    nodes[0] = 0
+    assert torch.allclose(decode(u, key, nodes), Decode()(u, key, nodes)), "a run that is none any more"
+    decode(u, key, nodes.clone())
+    assert len(reads) == 3
+
+
+def test_nodes_outside_the_anchors_are_refused() -> None:
+    u, key = inputs()
+    for nodes in (torch.arange(1, 51), torch.tensor([0, 50])):
+        with pytest.raises((RuntimeError, IndexError), match="exceeds dimension size|out of range"):
+            key_first(Decode())(u, key, nodes)
+
+
+def test_copies_keep_working() -> None:
+    u, key = inputs()
+    decode, nodes = key_first(Decode()), torch.arange(3, 9)
+    expected = decode(u, key, nodes)
+    other = torch.tensor([1, 4, 6])
+    for copied in (copy.deepcopy(decode), pickle.loads(pickle.dumps(decode))):
+        assert torch.equal(copied(u, key, nodes), expected)
+        assert torch.allclose(copied(u, key, other), Decode()(u, key, other))
+    assert list(decode.state_dict()) == []
+
+
+def test_nodes_without_values_and_of_inference_mode() -> None:
+    with FakeTensorMode():
+        assert key_first_shape(torch.arange(3, 9)) == (6, 6)
+    assert key_first_shape(torch.arange(3, 9, device="meta"), device="meta") == (6, 6)
+    with torch.inference_mode():
+        assert key_first_shape(torch.arange(3, 9)) == (6, 6)
+
+
+def key_first_shape(nodes: Tensor, *, device: str = "cpu") -> tuple[int, ...]:
+    out: Tensor = KeyFirstDecode()(torch.ones(6, 8, device=device), torch.ones(50, 8, device=device), nodes)
+    return tuple(out.shape)
+
+
+class Scaled(Decode):
+    def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
+        return 2 * super().forward(u, key, nodes)
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (nn.Identity(), "S4 was asked for on 'Identity', which fails on a small example with TypeError"),
+        (nn.Bilinear(2, 2, 1), r"'Bilinear', which has the state \['bias', 'weight'\]"),
+        (Scaled(), "'Scaled', which returns tensor.* on a small example; only a module without state"),
+    ],
+)
+def test_refuses_what_is_no_plain_decode(decode: nn.Module, message: str) -> None:
+    with pytest.raises(InstallError, match=f"(?s){message}"):
+        key_first(decode)

@@ -1,0 +1,219 @@
+"""Layouts and headers are read from any of the encodings in use, alike, fast, and without the matrix."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from lightning_amp.data.header import read_header
+from lightning_amp.data.layout import FeatureLayout, feature_name, read_layout
+
+STRINGS = h5py.string_dtype()
+# The peak is read from /proc: getrusage would show the one of the process that started this one.
+MEASURE = """
+import pathlib, sys, time
+from lightning_amp.data.layout import read_layout
+before = time.process_time()
+layout = read_layout(sys.argv[1])
+spent = time.process_time() - before
+peak = pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
+print(layout.n_features, spent, int(peak) / 1024)
+print(sorted({"torch", "anndata", "pandas"} & set(sys.modules)))
+"""
+
+
+def write_var(path: Path, names: list[str], columns: dict[str, Any] | None = None) -> Path:
+    """Write an h5ad whose matrix is absent: whoever reads a layout must not miss it."""
+    with h5py.File(path, "w") as file:
+        for name, index in (("obs", ["cell"]), ("var", names)):
+            group = file.create_group(name)
+            group.attrs["_index"] = "_index"
+            group.create_dataset("_index", data=np.array(index, dtype=object), dtype=STRINGS)
+        for name, values in (columns or {}).items():
+            write_column(file["var"], name, values)
+    return path
+
+
+def write_column(group: Any, name: str, values: Any) -> None:
+    """Write integers plainly and strings as strings; a pandas Categorical as codes and categories."""
+    if isinstance(values, pd.Categorical):
+        column = group.create_group(name)
+        column["codes"] = values.codes
+        column.create_dataset("categories", data=np.array(values.categories, dtype=object), dtype=STRINGS)
+    elif isinstance(values[0], str):
+        group.create_dataset(name, data=np.array(values, dtype=object), dtype=STRINGS)
+    else:
+        group[name] = np.asarray(values)
+
+
+def single_resolution(n: int = 6, strata: int = 3) -> tuple[list[str], list[int], list[int]]:
+    """Return names, strata and anchors as HiGLUE lists them: pairs also run across the chromosome's end."""
+    bins = [("chr1", i) for i in range(n - 2)] + [("chr2", 0), ("chr2", 1)]
+    pairs = [(k, i) for k in range(strata) for i in range(n - k)]
+    names = [feature_name(bins[i][0], bins[i][1] * 5, bins[i][1] * 5 + 5, k) for k, i in pairs]
+    return names, [k for k, _ in pairs], [i for _, i in pairs]
+
+
+def outline(layout: FeatureLayout) -> list[tuple[int, str | None, tuple[int, int]]]:
+    return [(s.k, s.resolution, s.columns) for s in layout.strata]
+
+
+def same(first: FeatureLayout, second: FeatureLayout) -> None:
+    assert list(first.anchor_names) == list(second.anchor_names)
+    assert outline(first) == outline(second)
+    for one, other in zip(first.strata, second.strata, strict=True):
+        np.testing.assert_array_equal(one.anchors, other.anchors)
+
+
+def test_names_alone_give_strata_and_anchors(tmp_path: Path) -> None:
+    names, _, _ = single_resolution()
+    layout = read_layout(write_var(tmp_path / "hic.h5ad", names))
+    assert outline(layout) == [
+        (0, None, (0, 6)),
+        (1, None, (6, 11)),
+        (2, None, (11, 15)),
+    ]
+    assert [s.anchors.tolist() for s in layout.strata] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3]]
+    assert list(layout.anchor_names) == names[:6]
+    assert (layout.n_anchors, layout.n_strata, layout.n_features) == (6, 3, 15)
+
+
+def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
+    names, stratum, anchor = single_resolution()
+    by_name = read_layout(write_var(tmp_path / "names.h5ad", names))
+    same(
+        by_name,
+        read_layout(write_var(tmp_path / "columns.h5ad", names, {"stratum": stratum, "anchor": anchor})),
+    )
+    text = [names[i] for i in anchor]
+    columns = {"stratum": stratum, "anchor": pd.Categorical(text)}
+    same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
+
+
+def test_names_split_over_blocks_give_the_same_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_var(tmp_path / "names.h5ad", single_resolution()[0])
+    whole = read_layout(path)
+    monkeypatch.setattr("lightning_amp.data.layout.BLOCK", 4)
+    same(whole, read_layout(path))
+
+
+def test_bins_left_out_of_a_stratum_keep_their_anchors(tmp_path: Path) -> None:
+    layout = read_layout(
+        write_var(tmp_path / "hic.h5ad", ["HLA:1:0-5", "HLA:1:5-10", "HLA:1:10-15", "HLA:1:5-10-1"])
+    )
+    assert layout.strata[1].anchors.tolist() == [1]
+
+
+@pytest.mark.parametrize("encode", [list, pd.Categorical], ids=["strings", "categorical"])
+def test_several_resolutions_are_numbered_one_after_another(
+    tmp_path: Path, encode: Callable[[Any], Any]
+) -> None:
+    """As HiGLUE writes it: `anchor` is a bin's name, every stratum lists all bins, a name may come at both widths."""
+    rows = [("1mb", k, a) for k in range(2) for a in ("chr1:0-9", "chrM:0-3")]
+    rows += [("500kb", k, a) for k in range(3) for a in ("chr1:0-5", "chr1:5-9", "chrM:0-3")]
+    names = [a if k == 0 else f"{a}-{k}" for _, k, a in rows]
+    columns = {
+        "res": encode([r for r, _, _ in rows]),
+        "stratum": [k for _, k, _ in rows],
+        "anchor": encode([a for *_, a in rows]),
+    }
+    columns["anchor_bin"] = list(range(len(rows)))
+    layout = read_layout(write_var(tmp_path / "hic.h5ad", names, columns))
+    assert [(s.resolution, s.k, s.columns) for s in layout.strata] == [
+        ("1mb", 0, (0, 2)),
+        ("1mb", 1, (2, 4)),
+        ("500kb", 0, (4, 7)),
+        ("500kb", 1, (7, 10)),
+        ("500kb", 2, (10, 13)),
+    ]
+    assert [s.anchors.tolist() for s in layout.strata] == [[0, 1]] * 2 + [[2, 3, 4]] * 3
+    assert list(layout.anchor_names) == ["chr1:0-9", "chrM:0-3", "chr1:0-5", "chr1:5-9", "chrM:0-3"]
+
+
+@pytest.mark.parametrize(("columns", "limit_s"), [(True, 2), (False, 4)], ids=["columns", "names"])
+def test_a_million_features_take_seconds_and_little_memory(
+    tmp_path: Path, columns: bool, limit_s: float
+) -> None:
+    n, strata = 42_000, 32
+    bins = [f"chr1:{i * 5000}-{i * 5000 + 5000}" for i in range(n)]
+    names = bins + [f"{name}-{k}" for k in range(1, strata) for name in bins[: n - k]]
+    found = {"stratum": np.repeat(np.arange(strata), n - np.arange(strata))} if columns else {}
+    if columns:
+        found["anchor"] = np.concatenate([np.arange(n - k) for k in range(strata)])
+    path = write_var(tmp_path / "hic.h5ad", names, found)
+    run = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True, check=True)
+    sizes, modules = run.stdout.splitlines()
+    n_features, seconds, mebibytes = map(float, sizes.split())
+    assert n_features == len(names) == 1_343_504
+    assert seconds < limit_s
+    assert mebibytes < 300
+    assert modules == "[]"
+
+
+def write_table(path: Path, counts: Any, *, layer: Any = None, obs: dict[str, Any] | None = None) -> Path:
+    frame = pd.DataFrame(obs or {}, index=[f"c{i}" for i in range(counts.shape[0])])
+    table = anndata.AnnData(
+        counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(counts.shape[1])])
+    )
+    if layer is not None:
+        table.layers["counts"] = layer
+    table.write_h5ad(path)
+    return path
+
+
+def test_header_counts_without_reading_the_matrix(tmp_path: Path) -> None:
+    dense = np.array([[0, 1, 2], [3, 0, 0]], dtype=np.float32)
+    header = read_header(write_table(tmp_path / "x.h5ad", sp.csr_matrix(dense), obs={"n_counts": [3, 3]}))
+    assert (header.n_cells, header.n_features, header.n_nonzero, header.has_counts_layer) == (2, 3, 3, False)
+    assert header.depth_column == "n_counts"
+    assert header.depth.tolist() == [3.0, 3.0]
+    header = read_header(write_table(tmp_path / "layer.h5ad", dense - 0.5, layer=sp.csr_matrix(dense)))
+    assert (header.n_nonzero, header.has_counts_layer, header.depth_column, header.depth) == (
+        3,
+        True,
+        None,
+        None,
+    )
+    assert read_header(write_table(tmp_path / "dense.h5ad", dense)).n_nonzero is None
+
+
+def test_header_prefers_contacts_kept_over_labels(tmp_path: Path) -> None:
+    obs = {"read_depth": [9.0, 9.0], "depth": [1.0, 2.0]}
+    header = read_header(
+        write_table(tmp_path / "x.h5ad", sp.csr_matrix(np.eye(2, dtype=np.float32)), obs=obs)
+    )
+    assert (header.depth_column, header.depth.tolist()) == ("depth", [1.0, 2.0])
+
+
+def test_nullable_text_columns_are_read(tmp_path: Path) -> None:
+    names, stratum, anchor = single_resolution()
+    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
+    with h5py.File(path, "a") as file:
+        values = np.array([names[i] for i in anchor], dtype=object)
+        file["var"].create_dataset("anchor/values", data=values, dtype=STRINGS)
+        file["var/anchor/mask"] = np.zeros(len(values), dtype=bool)
+    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
+
+
+def test_old_categorical_columns_and_nullable_indices_are_read(tmp_path: Path) -> None:
+    names, stratum, anchor = single_resolution()
+    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
+    with h5py.File(path, "a") as file:
+        var = file["var"]
+        var.create_dataset("__categories/anchor", data=np.array(names[:6], dtype=object), dtype=STRINGS)
+        var["anchor"] = np.array(anchor, dtype=np.int8)
+        var["anchor"].attrs["categories"] = var["__categories/anchor"].ref
+        values = var["_index"][:]
+        del var["_index"]
+        var.create_dataset("_index/values", data=values, dtype=STRINGS)
+    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))

@@ -1,0 +1,91 @@
+"""Log-probabilities are those of their distributions, sum to one, and stay finite at the extremes."""
+
+import pytest
+import torch
+from torch.distributions import Bernoulli, LogNormal, NegativeBinomial, Normal
+
+from lightning_amp.models import likelihoods
+
+COUNTS = torch.arange(0, 6, dtype=torch.float64)
+LOG_MU = torch.tensor([[-3.0], [0.0], [1.2]], dtype=torch.float64)
+LOG_THETA = torch.tensor([[0.4], [-1.0], [2.0]], dtype=torch.float64)
+ZI = torch.tensor([[-2.0], [0.0], [1.5]], dtype=torch.float64)
+
+
+def test_nb_is_the_negative_binomial():
+    expected = NegativeBinomial(total_count=LOG_THETA.exp(), logits=LOG_MU - LOG_THETA).log_prob(COUNTS)
+    found = likelihoods.nb(COUNTS, LOG_MU, LOG_THETA)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nb_mean_and_variance():
+    counts = torch.arange(0, 5000, dtype=torch.float64)
+    p = likelihoods.nb(counts, LOG_MU, LOG_THETA).exp()
+    mean = (p * counts).sum(1, keepdim=True)
+    variance = (p * counts.square()).sum(1, keepdim=True) - mean.square()
+    mu = LOG_MU.exp()
+    torch.testing.assert_close(mean, mu, rtol=1e-9, atol=0)
+    torch.testing.assert_close(variance, mu + mu.square() / LOG_THETA.exp(), rtol=1e-8, atol=0)
+
+
+def test_zinb_sums_to_one_and_mixes():
+    counts = torch.arange(0, 5000, dtype=torch.float64)
+    p = likelihoods.zinb(counts, LOG_MU, LOG_THETA, ZI).exp()
+    torch.testing.assert_close(p.sum(1), torch.ones(3, dtype=torch.float64), rtol=1e-10, atol=0)
+    expected = (1 - ZI.sigmoid()) * likelihoods.nb(counts, LOG_MU, LOG_THETA).exp()
+    expected[:, 0] += ZI.sigmoid()[:, 0]
+    torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-300)
+
+
+def test_normal_and_zin():
+    x = torch.tensor([-1.0, 0.0, 2.5], dtype=torch.float64)
+    density = Normal(LOG_MU, LOG_THETA.exp())
+    torch.testing.assert_close(
+        likelihoods.normal(x, LOG_MU, LOG_THETA), density.log_prob(x), rtol=1e-12, atol=0
+    )
+    p = (1 - ZI.sigmoid()) * density.log_prob(x).exp()
+    p[:, 1] += ZI.sigmoid()[:, 0]
+    torch.testing.assert_close(likelihoods.zin(x, LOG_MU, LOG_THETA, ZI), p.log(), rtol=1e-12, atol=1e-14)
+
+
+def test_ziln():
+    x = torch.tensor([0.0, 0.3, 2.5], dtype=torch.float64)
+    p = (1 - ZI.sigmoid()) * LogNormal(LOG_MU, LOG_THETA.exp()).log_prob(x.clamp_min(0.1)).exp()
+    p[:, :1] = ZI.sigmoid()
+    torch.testing.assert_close(likelihoods.ziln(x, LOG_MU, LOG_THETA, ZI), p.log(), rtol=1e-12, atol=1e-14)
+
+
+def test_bernoulli():
+    x = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        likelihoods.bernoulli(x, ZI), Bernoulli(logits=ZI).log_prob(x.expand(3, 2)), rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [0.0, 1.0, 400.0])
+@pytest.mark.parametrize(
+    ("log_mu", "log_theta", "zi"),
+    [(-300.0, 0.0, 0.0), (0.0, 20.0, 0.0), (0.0, -40.0, 0.0), (20.0, 0.0, 90.0), (0.0, 0.0, -90.0)],
+    ids=["no mean", "Poisson limit", "no theta", "always inflated", "never inflated"],
+)
+def test_zinb_is_finite_at_the_extremes(dtype, count, log_mu, log_theta, zi):
+    arguments = [torch.tensor(v, dtype=dtype, requires_grad=True) for v in (log_mu, log_theta, zi)]
+    value = likelihoods.zinb(torch.tensor(count, dtype=dtype), *arguments)
+    gradients = torch.autograd.grad(value, arguments)
+    assert torch.isfinite(torch.stack((value, *gradients))).all()
+
+
+def test_zero_inflated_values_are_finite_at_zero():
+    for density in (likelihoods.zin, likelihoods.ziln):
+        arguments = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (50.0, -6.0, -30.0)]
+        value = density(torch.tensor(0.0, dtype=torch.float64), *arguments)
+        gradients = torch.autograd.grad(value, arguments)
+        assert torch.isfinite(torch.stack((value, *gradients))).all()
+
+
+def test_large_logits_keep_their_digits():
+    # torch.softplus turns into the identity above 20, which is off by 1e-9 here
+    zi, one = torch.tensor(20.5, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    excess = likelihoods.zinb(one, one, one, zi) - likelihoods.nb(one, one, one) + zi
+    assert excess.item() == pytest.approx(-torch.log1p((-zi).exp()).item(), rel=1e-4)

@@ -1,0 +1,254 @@
+"""LiveBytes is exact: by hand, against torch's own tracker, and nothing leaks."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp.lightning.live_bytes import LiveBytes
+
+
+def small_graph() -> tuple[nn.Linear, Tensor]:
+    return nn.Linear(4, 6), torch.randn(3, 4)
+
+
+def training_steps(*, steps: int = 2, checkpointed: bool = False) -> None:
+    model = nn.Sequential(nn.Linear(40, 60), nn.GELU(), nn.Linear(60, 7))
+    x = torch.ones(300, 40)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def measure(body: Callable[[], Any], **arguments: int) -> LiveBytes:
+    live = LiveBytes(**arguments)
+    with live:
+        body()
+    return live
+
+
+def test_linear_gelu_sum_by_hand() -> None:
+    linear, x = small_graph()
+    hidden, loss_bytes, weight, bias = 3 * 6 * 4, 4, 6 * 4 * 4, 6 * 4
+    with LiveBytes() as live:
+        loss = nn.functional.gelu(linear(x)).sum()
+        assert live.current == hidden + loss_bytes, "gelu keeps its input, sum keeps nothing"
+        assert live.peak == 2 * hidden + loss_bytes, "gelu's output was alive until sum returned"
+        live.reset_peak()
+        assert live.peak == live.current
+        loss.backward()
+        assert live.current == loss_bytes + weight + bias
+        # gelu's input is dropped before the Linear's gradients are made, so it is not part of the second sum.
+        at_gelu = 2 * loss_bytes + 2 * hidden
+        at_linear = 2 * loss_bytes + hidden + weight + bias
+        assert live.peak == max(at_gelu, at_linear)
+        del loss
+        linear.zero_grad(set_to_none=True)
+        assert live.current == 0
+
+
+def test_views_in_place_and_out_are_free_and_a_storage_counts_once() -> None:
+    with LiveBytes() as live:
+        x = torch.empty(10)
+        views = [x.view(2, 5), x[3:], x.t(), x.detach(), x.expand(7, 10)]
+        x.add_(1)
+        torch.mul(x, 2, out=x)
+        x.unbind()
+        assert live.current == 40
+        del x
+        assert live.current == 40, "the views keep the storage"
+        views.clear()
+        assert live.current == 0
+        assert live.peak == 40
+
+
+def test_what_was_there_before_is_free_until_watched() -> None:
+    x = torch.empty(10)
+    with LiveBytes() as live:
+        x.add_(1)
+        view = x[1:]
+        assert live.current == 0
+        live.watch({"batch": [x, (view,)]})
+        assert live.current == live.peak == 40
+        del x, view
+        assert live.current == 0
+
+
+def test_tensors_made_without_an_operator_count() -> None:
+    with LiveBytes() as live:
+        x = torch.tensor([1.0, 2.0])
+        assert live.current == 8
+        del x
+        assert live.current == 0
+
+
+def test_resized_storages() -> None:
+    with LiveBytes() as live:
+        x = torch.empty(0)
+        torch.add(torch.ones(6), 1, out=x)
+        assert live.current == 24
+        x.resize_(12)
+        assert live.current == 48
+        x.untyped_storage().resize_(0)
+        assert live.current == 48, "a known limit: resizing a storage is no operator"
+        x.detach()
+        assert live.current == 0
+
+
+@pytest.mark.parametrize("rounding", [1, 512])
+def test_rounding_is_per_storage(rounding: int) -> None:
+    made: list[Tensor] = []
+    live = measure(
+        lambda: made.extend([torch.empty(3), torch.empty(512, dtype=torch.uint8), torch.empty(0)]),
+        rounding=rounding,
+    )
+    assert live.current == (12 + 512 if rounding == 1 else 512 + 512)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_count_their_parts(layout: torch.layout) -> None:
+    dense = torch.eye(5)
+    made: list[Tensor] = []
+    live = measure(lambda: made.append(dense.to_sparse(layout=layout)))
+    # The compressed layouts keep one of two rows of coordinates, in a storage of both.
+    indices = 2 * 5 * 8 if layout is torch.sparse_coo else 6 * 8 + 2 * 5 * 8
+    assert live.current == indices + 5 * 4
+
+
+def test_nothing_is_kept_alive_and_counting_down_goes_on_outside() -> None:
+    with LiveBytes() as live:
+        x = torch.ones(1000)
+        storage = weakref.ref(x.untyped_storage())
+        y = x * 2
+    del x
+    assert storage() is None, "LiveBytes holds no reference"
+    assert live.current == 4000
+    del y
+    assert live.current == 0
+    ref = weakref.ref(live)
+    del live
+    gc.collect()
+    assert ref() is None
+
+
+def test_gradient_taken_inside_a_function() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                out = (leaf * leaf).sum()
+            (grad,) = torch.autograd.grad(out, leaf)
+            ctx.save_for_backward(grad)
+            return out.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            return ctx.saved_tensors[0] * grad_output
+
+    x = torch.ones(1000, requires_grad=True)
+    with LiveBytes() as live:
+        loss = Square.apply(x)
+        assert live.current == 4000 + 4, "the ready gradient and the loss"
+        # Inside: x * x is dropped by sum; its backward makes two products and their sum.
+        assert live.peak == 4 + 4 + 3 * 4000
+        loss.backward()
+        del loss
+        assert live.current == 4000
+        x.grad = None
+        assert live.current == 0
+
+
+def test_recomputation_is_seen_in_backward() -> None:
+    with LiveBytes() as live:
+        model = nn.Sequential(nn.Linear(40, 60), nn.GELU())
+        x = torch.ones(300, 40)
+        y = checkpoint(model, x, use_reentrant=False)
+        kept = 4 * (60 * 40 + 60 + 300 * 40 + 300 * 60)
+        assert live.current == kept, "parameters, input and output, but not the input of gelu"
+        live.reset_peak()
+        y.sum().backward()
+        assert live.peak >= kept + 2 * 4 * 300 * 60, "gelu's input was made again, with its gradient"
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("order", ["inside fake", "outside fake", "meta"])
+def test_fake_and_meta_tensors_count_as_real_ones(order: str, checkpointed: bool) -> None:
+    real = measure(lambda: training_steps(checkpointed=checkpointed))
+    live = LiveBytes()
+    if order == "inside fake":
+        with FakeTensorMode(), live:
+            training_steps(checkpointed=checkpointed)
+    elif order == "outside fake":
+        with live, FakeTensorMode():
+            training_steps(checkpointed=checkpointed)
+    else:
+        with torch.device("meta"), live:
+            training_steps(checkpointed=checkpointed)
+    assert live.peak == real.peak > 0
+    assert live.current == real.current == 0
+
+
+def test_equals_the_memory_tracker_of_torch() -> None:
+    # Imported late: it brings all of torch.distributed.tensor.
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model = nn.Sequential(nn.Linear(40, 60), nn.GELU(), nn.Linear(60, 7))
+    x = torch.ones(300, 40)
+    totals = []
+    for judge in (True, False):
+        optimizer = torch.optim.Adam(model.parameters())
+        tracker: Any = MemTracker() if judge else LiveBytes()
+        if judge:
+            tracker.track_external(model, optimizer, x)
+        else:
+            tracker.watch([list(model.parameters()), x])
+        with tracker:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if judge:
+            cpu = torch.device("cpu")
+            totals.append([tracker.get_tracker_snapshot(kind)[cpu]["Total"] for kind in ("current", "peak")])
+        else:
+            totals.append([tracker.current, tracker.peak])
+    assert totals[0] == totals[1]
+
+
+def test_wrappers_count_by_their_parts() -> None:
+    class Wrapper(Tensor):
+        @staticmethod
+        def __new__(cls, inner: Tensor) -> "Wrapper":
+            return Tensor._make_wrapper_subclass(cls, (1000,), dtype=inner.dtype)
+
+        def __init__(self, inner: Tensor) -> None:
+            self.inner = inner
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["inner"], None
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return cls(func(*(a.inner if isinstance(a, cls) else a for a in args)))
+
+    wrapped = Wrapper(torch.ones(3))
+    with LiveBytes() as live:
+        doubled = wrapped * 2
+        assert live.current == 12, "the part of 3 elements, not the 1000 that the wrapper claims"
+        del doubled
+        assert live.current == 0
+
+
+def test_rounding_below_one_byte_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="at least 1, got 0"):
+        LiveBytes(rounding=0)

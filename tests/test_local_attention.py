@@ -1,0 +1,88 @@
+"""LocalAttention is the local-attention package's computation, and buckets can be attended in any pieces."""
+
+import pytest
+import torch
+from local_attention import LocalAttention as PackageAttention
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models.local_attention import LocalAttention
+
+SHAPES = [(20, 5, 8), (37, 5, 6), (3, 5, 6), (41, 20, 16)]
+IDS = ["whole buckets", "filled last bucket", "one bucket", "two and a bit"]
+
+
+def package(dim, window):
+    return PackageAttention(
+        dim=dim,
+        window_size=window,
+        causal=False,
+        autopad=True,
+        shared_qk=True,
+        exact_windowsize=False,
+        look_backward=1,
+        look_forward=1,
+        use_rotary_pos_emb=True,
+    ).double()
+
+
+def inputs(n, dim, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(n, dim, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("n", "window", "dim"), SHAPES, ids=IDS)
+def test_values_and_gradients_are_the_packages(n, window, dim):
+    q, k, values = inputs(n, dim)
+    expected = package(dim, window)(q[None], k[None], values[None])[0]
+    found = LocalAttention(dim, window)(q, k, values)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
+    for a, b in zip(
+        torch.autograd.grad(found, (q, k, values), upstream),
+        torch.autograd.grad(expected, (q, k, values), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("n", "window", "dim"), SHAPES, ids=IDS)
+def test_pieces_equal_the_whole(n, window, dim, size):
+    attention = LocalAttention(dim, window)
+    state = attention.prepare(*inputs(n, dim))
+    n_buckets = attention.n_buckets(n)
+    pieces = [
+        attention.attend(state, first, min(first + size, n_buckets)) for first in range(0, n_buckets, size)
+    ]
+    assert torch.equal(torch.cat(pieces), attention.attend(state, 0, n_buckets))
+
+
+def test_prepare_keeps_no_copies_of_the_sequence():
+    n, window, dim = 100, 10, 8
+    state = LocalAttention(dim, window).prepare(*inputs(n, dim))
+    assert sum(t.numel() for t in state) == 3 * n * dim + 3 * window * dim
+
+
+def test_filling_rows_are_attended_with_score_zero():
+    # one anchor in a bucket of three: it meets itself (score -5e4) and two zero rows, so the output is zero
+    q, k, values = inputs(1, 2)
+    assert torch.equal(LocalAttention(2, 3)(q, k, values), torch.zeros(1, 2, dtype=torch.float64))
+
+
+def test_a_lone_anchor_attends_to_itself():
+    q, k, values = inputs(1, 2)
+    torch.testing.assert_close(LocalAttention(2, 1)(q, k, values), values)
+
+
+def test_low_precision_keeps_its_dtype():
+    q, k, values = (t.detach().bfloat16() for t in inputs(12, 4))
+    assert LocalAttention(4, 5)(q, k, values).dtype == torch.bfloat16
+
+
+def test_refusals():
+    with pytest.raises(ModelError, match=r"dim=3\): rotary needs an even dim"):
+        LocalAttention(3, 4)
+    with pytest.raises(ModelError, match=r"window=0\): a bucket needs at least one anchor"):
+        LocalAttention(4, 0)

@@ -1,0 +1,270 @@
+"""What a trained model says about the cells arrives in files that other tools open; pictures are whole."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anndata
+import cooler
+import lightning.pytorch as pl
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lightning_amp import figures
+from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.layout import FeatureLayout, Stratum
+from lightning_amp.data.results import write_imputed, written_aside
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import DataError, ModelError
+from lightning_amp.lightning import predictions
+from lightning_amp.lightning.predictions import PredictionWriter, project
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "synthetic"
+    synthesize(out, cells=30, rna_cells=21, bins=24, strata=4, genes=40, cell_types=2)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _without_umap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures by PCA, whatever is installed: UMAP compiles for half a minute first."""
+    monkeypatch.setitem(sys.modules, "umap", None)
+
+
+class Halves(pl.LightningModule):
+    """Embeds a cell as (row, library, modality) and imputes half its counts."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {
+            modality: {
+                "index": cells["index"],
+                "embedding": torch.stack(
+                    [
+                        cells["index"].float(),
+                        cells["library"][:, 0],
+                        torch.full_like(cells["library"][:, 0], i),
+                    ],
+                    1,
+                ),
+            }
+            for i, (modality, cells) in enumerate(batch.items())
+        }
+
+    def impute(self, modality: str, cells: Any) -> torch.Tensor:
+        assert modality == "hic", f"asked for {modality}"
+        assert not self.training, "imputing in training mode"
+        assert not torch.is_grad_enabled(), "imputing with gradients"
+        return cells["x"] / 2
+
+
+def predict(
+    root: Path, writer: PredictionWriter, model: pl.LightningModule | None = None, **options: Any
+) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[writer],
+        **options,
+    )
+    data = SingleCellDataModule(root, batch_size=8)
+    trainer.predict(model or Halves(), datamodule=data, return_predictions=False)
+
+
+def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) -> None:
+    writer = PredictionWriter(tmp_path / "new" / "out")
+    predict(root, writer)
+    names = ["embeddings_hic.h5ad", "embeddings_rna.h5ad", "imputed.scool", "embedding.png"]
+    assert [path.name for path in writer.written] == names
+    assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == sorted(names)
+    for modality in ("hic", "rna"):
+        found = anndata.read_h5ad(tmp_path / "new" / "out" / f"embeddings_{modality}.h5ad")
+        (path,) = (root / modality).glob("*.h5ad")
+        source = anndata.read_h5ad(path)
+        pd.testing.assert_frame_equal(found.obs.astype(str), source.obs.astype(str))
+        assert found.obsm["X_amp"].dtype == np.float32
+        np.testing.assert_array_equal(found.obsm["X_amp"][:, 0], np.arange(source.n_obs))
+        np.testing.assert_array_equal(found.obsm["X_amp"][:, 1], np.asarray(source.X.sum(axis=1)).ravel())
+
+
+def test_imputed_maps_open_in_cooler(root: Path, tmp_path: Path) -> None:
+    data = SingleCellDataModule(root)
+    data.setup()
+    names = data.tables["hic"].obs_names[[7, 2]].tolist()
+    predict(root, PredictionWriter(tmp_path, contact_map_cells=names))
+    path = tmp_path / "imputed.scool"
+    assert sorted(cooler.fileops.list_scool_cells(str(path))) == sorted(f"/cells/{name}" for name in names)
+    for row, name in zip((7, 2), names, strict=True):
+        clr = cooler.Cooler(f"{path}::/cells/{name}")
+        bins = clr.bins()[:]
+        spans = [f"{b.chrom}:{b.start}-{b.end}" for b in bins.itertuples()]
+        assert spans == data.layout.anchor_names.tolist()
+        dense = clr.matrix(balance=False)[:]
+        x = data.tables["hic"].counts[row].toarray().ravel()
+        assert dense.dtype.kind == "f"
+        assert np.triu(dense).sum() == x.sum() / 2
+        for stratum in data.layout.strata:
+            observed = x[slice(*stratum.columns)] / 2
+            np.testing.assert_array_equal(dense[stratum.anchors, stratum.anchors + stratum.k], observed)
+
+
+def test_each_resolution_has_its_own_file(tmp_path: Path) -> None:
+    strata = (
+        Stratum(0, "2kb", 0, 2, np.array([0, 1])),
+        Stratum(0, "1kb", 2, 6, np.array([2, 3, 4, 5])),
+        Stratum(1, "1kb", 6, 9, np.array([2, 3, 4])),
+    )
+    names = ["1:0-2000", "1:2000-4000", *(f"1:{i}000-{i + 1}000" for i in range(4))]
+    layout = FeatureLayout(strata, np.array(names))
+    paths = write_imputed(tmp_path, layout=layout, contacts={"a": np.arange(9, dtype=np.float32)})
+    assert [path.name for path in paths] == ["imputed_2kb.scool", "imputed_1kb.scool"]
+    coarse, fine = (cooler.Cooler(f"{path}::/cells/a") for path in paths)
+    assert (coarse.binsize, fine.binsize) == (2000, 1000)
+    np.testing.assert_array_equal(np.diag(coarse.matrix(balance=False)[:]), [0, 1])
+    np.testing.assert_array_equal(np.diag(fine.matrix(balance=False)[:], 1), [6, 7, 8])
+
+
+def test_no_maps_when_none_are_asked_or_there_is_no_hic(root: Path, tmp_path: Path) -> None:
+    predict(root, PredictionWriter(tmp_path, contact_map_cells=0))
+    assert not (tmp_path / "imputed.scool").exists()
+    writer = PredictionWriter(tmp_path)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, callbacks=[writer]
+    )
+    data = SingleCellDataModule(root, modalities=["rna"])
+    trainer.predict(Halves(), datamodule=data, return_predictions=False)
+    assert [path.name for path in writer.written] == ["embeddings_rna.h5ad", "embedding.png"]
+
+
+def test_cells_that_were_not_predicted_are_nan(root: Path, tmp_path: Path) -> None:
+    predict(root, PredictionWriter(tmp_path), limit_predict_batches=2)
+    found = anndata.read_h5ad(tmp_path / "embeddings_hic.h5ad").obsm["X_amp"]
+    assert np.isfinite(found).all(axis=1).tolist() == [True] * 16 + [False] * 14
+
+
+def test_ranks_are_gathered_and_repeated_cells_written_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def part(*rows: int) -> Any:
+        return {"hic": [(np.array(rows), np.array(rows, np.float32)[:, None])]}
+
+    def all_gather_object(ranks: list[Any], mine: Any) -> None:
+        ranks[:] = [mine, part(2, 3), part(3)]
+
+    monkeypatch.setattr(predictions.dist, "all_gather_object", all_gather_object)
+    writer = PredictionWriter(tmp_path)
+    writer._parts = part(0, 1)
+    data: Any = SimpleNamespace(tables={"hic": SimpleNamespace(n_cells=4)})
+    assert writer._gathered(data, 3)["hic"].ravel().tolist() == [0, 1, 2, 3]
+
+
+def test_the_plane_keeps_the_largest_spread() -> None:
+    rng = np.random.default_rng(0)
+    spread = rng.normal(size=(200, 2)) * [9, 4]
+    turn = np.linalg.qr(rng.normal(size=(6, 6)))[0][:2]
+    xy, method = project((spread @ turn + rng.normal(size=(200, 6)) * 0.01).astype(np.float32))
+    assert method == "PCA"
+    for column in (0, 1):
+        assert abs(np.corrcoef(xy[:, column], spread[:, column])[0, 1]) > 0.99
+    assert project(np.ones((3, 1), np.float32))[0].shape == (3, 2)
+
+
+def test_umap_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reducer(**options: Any) -> Any:
+        return SimpleNamespace(fit_transform=lambda x: x[:, :2] * options["n_neighbors"])
+
+    monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=reducer))
+    xy, method = project(np.ones((10, 3), np.float32))
+    assert method == "UMAP"
+    assert (xy == 9).all()
+    assert project(np.ones((3, 3), np.float32))[1] == "PCA"
+
+
+class Mute(pl.LightningModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.zeros(3)
+
+
+def test_what_cannot_be_written_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="contact_map_cells=-1 was asked"):
+        PredictionWriter(tmp_path, contact_map_cells=-1)
+    with pytest.raises(DataError, match=r"\['nobody'\] are no cells of .*its cells are named like"):
+        predict(root, PredictionWriter(tmp_path, contact_map_cells=["nobody"]))
+    with pytest.raises(ModelError, match="'Mute' has no method impute"):
+        predict(root, PredictionWriter(tmp_path), Mute())
+    with pytest.raises(ModelError, match=r"'Mute'.predict_step must return .*found Tensor"):
+        predict(root, PredictionWriter(tmp_path, contact_map_cells=0), Mute())
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file/out: cannot be made"):
+        predict(root, PredictionWriter(tmp_path / "file" / "out"))
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[PredictionWriter(tmp_path)])
+    with pytest.raises(DataError, match="the trainer has None; call trainer.predict"):
+        trainer.predict(Halves(), torch.utils.data.DataLoader([1]))
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "result"
+    path.write_text("old")
+
+    def fail() -> None:
+        with written_aside(path) as aside:
+            aside.write_text("half")
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        fail()
+    assert [p.name for p in tmp_path.iterdir()] == ["result"]
+    assert path.read_text() == "old"
+
+
+def image(path: Path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return np.asarray(imread(path)[:, :, :3])
+
+
+def curve(path: Path, **options: Any) -> np.ndarray:
+    given = {"predicted_bytes": [2e9, 3e9], "measured_bytes": [2.1e9, 2.9e9], "budget_bytes": None}
+    figures.memory_curve(path, **{**given, **options}, title="Memory", rank_label="rank 0")
+    return image(path)
+
+
+def n_red(picture: np.ndarray) -> int:
+    return int((np.abs(picture - [0xC1 / 255, 0x27 / 255, 0x2D / 255]).max(axis=2) < 0.02).sum())
+
+
+def test_memory_budget_is_a_red_line_when_in_sight(tmp_path: Path) -> None:
+    assert n_red(curve(tmp_path / "near.png", budget_bytes=4e9)) > 300
+    assert n_red(curve(tmp_path / "far.png", budget_bytes=4e11)) == 0
+    assert n_red(curve(tmp_path / "none.png", budget_bytes=None)) == 0
+    curve(tmp_path / "measured.png", predicted_bytes=None)
+    curve(tmp_path / "predicted.png", measured_bytes=None)
+    curve(tmp_path / "neither.png", measured_bytes=None, predicted_bytes=None)
+
+
+def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
+    curve(tmp_path / "memory.png", budget_bytes=4e9)
+    rng = np.random.default_rng(0)
+    many = [f"a type with a long name {i % 20}" for i in range(60)]
+    figures.embedding(
+        tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t"
+    )
+    maps = {"observed": rng.poisson(3, (9, 9)), "imputed": np.ones((9, 9))}
+    figures.contact_maps(tmp_path / "maps.png", maps=maps, title="Contacts")
+    for path in tmp_path.iterdir():
+        picture = image(path)
+        assert picture.std() > 0.05
+        border = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
+        assert (border > 0.99).all(), f"{path.name}: something touches the border"

@@ -1,0 +1,86 @@
+"""Claim: a profile states what the files hold, read from headers and index columns only."""
+
+import json
+import subprocess
+import sys
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import DataError
+from lightning_amp.profiling.read import profile
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    out = tmp_path_factory.mktemp("profile") / "data"
+    synthesize(out, cells=30, bins=40, strata=4, genes=25, seed=1)
+    return out
+
+
+def write(path, matrix, **columns) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    obs = pd.DataFrame(columns, index=[f"cell{i}" for i in range(matrix.shape[0])])
+    var = pd.DataFrame(index=[f"feature{i}" for i in range(matrix.shape[1])])
+    anndata.AnnData(matrix, obs=obs, var=var).write_h5ad(path)
+
+
+def test_sizes_agree_with_the_files(data_dir) -> None:
+    made = profile(data_dir)
+    hic, rna = made.modality("hic"), made.modality("rna")
+    file = anndata.read_h5ad(data_dir / hic.file)
+    assert (hic.cells, hic.features) == file.shape
+    assert hic.nonzero == file.X.nnz
+    assert hic.zeros == pytest.approx(1 - file.X.nnz / np.prod(file.shape))
+    assert hic.scale == pytest.approx(hic.features / rna.features)
+    assert hic.decomposition.strata == 4
+    assert hic.decomposition.anchors == hic.decomposition.features[0]
+    assert sum(hic.decomposition.features) == hic.features
+    assert (hic.probability_model, rna.probability_model) == ("HiCZINB", "NB")
+    counts = np.asarray(file.X.sum(axis=1))
+    assert hic.contact_spread == pytest.approx(counts.std() / counts.mean(), rel=1e-6)
+    assert made.graph.vertices == hic.decomposition.anchors + rna.features
+    assert json.loads(json.dumps(made.to_dict()))["modalities"][0]["decomposition"]["strata"] == 4
+
+
+def test_attention_follows_the_strata_unless_told(data_dir) -> None:
+    assert profile(data_dir).modality("hic").decomposition.attention
+    assert not profile(data_dir, attention=False).modality("hic").decomposition.attention
+
+
+def test_every_modality_has_its_probability_model(tmp_path) -> None:
+    counts = sparse.csr_matrix(np.eye(4, 6, dtype=np.float32))
+    for name in ("rna", "atac", "methyl"):
+        write(tmp_path / name / f"{name}.h5ad", counts)
+    models = {m.name: m.probability_model for m in profile(tmp_path).modalities}
+    assert models == {"atac": "ZINB", "methyl": "ZILN", "rna": "NB"}
+    assert profile(tmp_path).graph is None
+    assert profile(tmp_path).modality("hic") is None
+
+
+def test_rna_that_is_dense_and_has_no_counts_is_normal(tmp_path) -> None:
+    write(tmp_path / "rna" / "rna.h5ad", np.random.default_rng(0).normal(size=(4, 6)))
+    rna = profile(tmp_path).modality("rna")
+    assert rna.probability_model == "Normal"
+    assert rna.zeros is None
+    assert rna.contact_spread is None
+
+
+def test_a_missing_directory_is_named(tmp_path) -> None:
+    with pytest.raises(DataError, match="absent"):
+        profile(tmp_path / "absent")
+
+
+def test_the_command_needs_no_torch(data_dir) -> None:
+    code = (
+        "import sys; from lightning_amp.cli import main;"
+        f"status = main(['plan', {str(data_dir)!r}, '--devices', '2', '--format', 'json']);"
+        "sys.exit(status or ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategies"] == ["S1"]

@@ -1,0 +1,309 @@
+"""The cells of a step depend on (seed, epoch, step) and the global batch alone; ranks share them out fairly."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_amp.data.dataset import MultiModalDataset, StepIndices
+from lightning_amp.data.keys import draw_keys
+from lightning_amp.data.sampler import StepLoader, StepSampler, imbalance
+from lightning_amp.data.splitting import balance
+from lightning_amp.errors import DataError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+
+
+def depths(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(8, 0.8, n).round()
+
+
+CONTACTS = {"hic": depths(53), "rna": depths(31, 1)}
+
+
+def ranks(n: int, batch_size: int, *, epoch: int = 0, **options: Any) -> list[list[StepIndices]]:
+    """The steps of every rank."""
+    found = []
+    for rank in range(n):
+        sampler = StepSampler(CONTACTS, batch_size, num_replicas=n, rank=rank, **options)
+        sampler.set_epoch(epoch)
+        found.append(list(sampler))
+    return found
+
+
+def union(steps: tuple[StepIndices, ...], modality: str) -> list[int]:
+    return sorted(row for step in steps if modality in step.rows for row in step.rows[modality].tolist())
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_global_batch_does_not_depend_on_the_number_of_ranks(balanced: bool) -> None:
+    alone = ranks(1, 8, epoch=3)[0]
+    for n in (2, 4):
+        split = list(zip(*ranks(n, 8 // n, epoch=3, balance=balanced), strict=True))
+        assert len(split) == len(alone)
+        for steps, whole in zip(split, alone, strict=True):
+            for modality in CONTACTS:
+                assert union(steps, modality) == sorted(whole.rows[modality].tolist())
+            assert {step.draw_key for step in steps} == {whole.draw_key}
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_batches_are_full_and_equal_and_cover_every_cell(balanced: bool) -> None:
+    steps = ranks(3, 5, balance=balanced)
+    assert {len(s) for s in steps} == {4}  # ceil(53 / 15)
+    for modality, contacts in CONTACTS.items():
+        sizes = {len(step.rows[modality]) for rank in steps for step in rank}
+        seen = np.concatenate([step.rows[modality] for rank in steps for step in rank])
+        assert sizes == {5}
+        assert set(seen.tolist()) == set(range(len(contacts)))
+        counts = np.bincount(seen)
+        assert counts.max() - counts.min() <= 1  # no cell twice more often than another
+
+
+def test_modality_smaller_than_the_global_batch_repeats() -> None:
+    (step,) = StepSampler({"hic": depths(40), "rna": depths(3)}, 40)
+    assert sorted(step.rows["hic"].tolist()) == list(range(40))
+    assert sorted(np.bincount(step.rows["rna"]).tolist()) == [13, 13, 14]
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    def rows(seed: int, epoch: int) -> list[list[int]]:
+        return [step.rows["hic"].tolist() for step in ranks(1, 8, seed=seed, epoch=epoch)[0]]
+
+    assert rows(0, 0) == rows(0, 0)
+    assert rows(0, 0) != rows(0, 1)
+    assert rows(0, 0) != rows(1, 0)
+    fixed = [ranks(1, 8, shuffle=False, epoch=epoch)[0][0].rows["hic"].tolist() for epoch in (0, 1)]
+    assert fixed == [list(range(8))] * 2
+
+
+def test_modalities_are_permuted_independently() -> None:
+    sampler = StepSampler({"hic": depths(64), "rna": depths(64)}, 64)
+    (step,) = sampler
+    assert step.rows["hic"].tolist() != step.rows["rna"].tolist()
+
+
+def test_balance_is_closer_to_equal_than_dealing() -> None:
+    def spread(balanced: bool) -> float:
+        steps = zip(*ranks(4, 3, balance=balanced), strict=True)
+        sums = np.array([[CONTACTS["hic"][step.rows["hic"]].sum() for step in rank] for rank in steps])
+        return float((sums.max(axis=1) / sums.mean(axis=1)).mean())
+
+    assert spread(True) < 1.25 < spread(False)
+
+
+def test_balance_is_near_the_best_split() -> None:
+    contacts = depths(64, 5)
+    parts = balance(contacts, 4)
+    sums = np.array([contacts[part].sum() for part in parts])
+    assert sorted(np.concatenate(parts).tolist()) == list(range(64))
+    assert [len(part) for part in parts] == [16] * 4
+    assert sums.max() / sums.mean() < 1.001
+
+
+def test_imbalance_tells_whether_balancing_pays() -> None:
+    assert imbalance(np.full(100, 7.0), 4, 8) == 1.0
+    assert imbalance(np.zeros(100), 4, 8) == 1.0
+    assert imbalance(depths(500), 1, 8) == 1.0
+    assert imbalance(depths(500), 4, 8) > 1.2
+    assert imbalance(depths(500), 4, 100) < 1.1
+    assert imbalance(depths(500), 4, 8) == imbalance(depths(500), 4, 8)
+
+
+def test_evaluation_takes_every_cell_once_in_order() -> None:
+    steps = list(zip(*ranks(3, 4, cycle=False), strict=True))
+    assert len(steps) == 5  # ceil(53 / 12)
+    for modality, contacts in CONTACTS.items():
+        rows = [
+            row for step in steps for rank in step for row in rank.rows.get(modality, np.empty(0)).tolist()
+        ]
+        assert rows == list(range(len(contacts)))
+    present = [[sorted(rank.rows) for rank in step] for step in steps]
+    assert present == [[["hic", "rna"]] * 3] * 3 + [[["hic"]] * 3] * 2  # rna has run out, on all ranks alike
+
+
+def test_evaluation_pads_a_rank_that_would_get_nothing() -> None:
+    samplers = [
+        StepSampler({"hic": depths(9), "rna": depths(8)}, 2, num_replicas=4, rank=r, cycle=False)
+        for r in range(4)
+    ]
+    last = [list(sampler)[-1] for sampler in samplers]
+    assert [step.rows["hic"].tolist() for step in last] == [[8]] * 4
+    assert all("rna" not in step.rows for step in last)
+
+
+def test_evaluation_draws_depend_on_the_cell_alone() -> None:
+    def draws(n: int, size: int, epoch: int) -> dict[int, int]:
+        steps = [step for rank in ranks(n, size, cycle=False, epoch=epoch) for step in rank]
+        pairs = [(step.rows["hic"], draw_keys(step.draw_key, "hic", step.rows["hic"])) for step in steps]
+        return {int(row): int(key) for rows, keys in pairs for row, key in zip(rows, keys, strict=True)}
+
+    assert draws(1, 8, 0) == draws(3, 5, 2)
+
+
+def test_draws_differ_between_cells_steps_and_modalities() -> None:
+    rows = np.arange(2000)
+    keys = draw_keys(1, "hic", rows)
+    assert keys.dtype == np.int64
+    assert 0 <= keys.min() < 2**25 < 2**31 - 2**25 < keys.max() < 2**31
+    assert len(set(keys.tolist())) > 1990
+    assert abs(np.corrcoef(keys[:-1], keys[1:])[0, 1]) < 0.1
+    for other in (draw_keys(2, "hic", rows), draw_keys(1, "rna", rows)):
+        assert abs(np.corrcoef(keys, other)[0, 1]) < 0.1
+    np.testing.assert_array_equal(draw_keys(1, "hic", rows[::-1]), keys[::-1])
+    assert draw_keys(1, "hic", np.array([3, 4])).tolist() == keys[3:5].tolist()
+
+
+def test_only_the_given_cells_are_taken() -> None:
+    sampler = StepSampler(CONTACTS, 4, cells={"hic": np.array([3, 5, 7]), "rna": np.array([2])}, balance=True)
+    (step,) = sampler
+    assert set(step.rows["hic"].tolist()) == {3, 5, 7}
+    assert set(step.rows["rna"].tolist()) == {2}
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(DataError, match=r"batch_size=0 was asked.*at least 1"):
+        StepSampler(CONTACTS, 0)
+    with pytest.raises(DataError, match=r"modalities without cells: \['rna'\] of \['hic', 'rna'\]"):
+        StepSampler({"hic": depths(3), "rna": depths(0)}, 2)
+    with pytest.raises(DataError, match="modalities without cells"):
+        StepSampler({}, 2)
+
+
+class Echo(MultiModalDataset):
+    """Returns the rows themselves instead of reading cells."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def __getitem__(self, step: StepIndices) -> Any:
+        draw = torch.from_numpy(draw_keys(step.draw_key, "hic", step.rows["hic"]))
+        return {"hic": {"index": torch.from_numpy(step.rows["hic"]), "draw": draw}}
+
+
+class Recorder(pl.LightningModule):
+    """Notes the cells of each step; stops as a crash would in front of the step `crash_at`."""
+
+    def __init__(self, crash_at: int | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[int, list[int], list[int]]] = []
+        self.crash_at = crash_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.crash_at == self.global_step:
+            raise RuntimeError("crash")
+        cells = batch["hic"]
+        self.seen.append((self.current_epoch, cells["index"].tolist(), cells["draw"].tolist()))
+        return self.weight * 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    folder: Path, module: Recorder, *, ckpt: Path | None = None, workers: int = 0, **options: Any
+) -> pl.Trainer:
+    checkpoints = [
+        ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        ModelCheckpoint(folder, filename="end-{epoch}", every_n_epochs=1, save_top_k=-1),
+    ]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=checkpoints,
+        **options,
+    )
+    loader = StepLoader(Echo(), StepSampler({"hic": depths(19)}, 4), num_workers=workers)
+    trainer.fit(module, loader, ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("crash_at", "workers"), [(3, 0), (3, 2), (5, 0), (7, 0), (9, 0), (10, 0)], ids=lambda value: str(value)
+)
+def test_interrupted_run_sees_exactly_the_remaining_cells(
+    tmp_path: Path, crash_at: int, workers: int
+) -> None:
+    whole = Recorder()
+    fit(tmp_path / "whole", whole)
+    assert len(whole.seen) == 15
+    assert sorted(chain(*(cells for epoch, cells, _ in whole.seen if epoch == 1))) != list(range(19))
+
+    first, second = Recorder(crash_at), Recorder()
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(tmp_path, first, workers=workers)
+    assert first.seen == whole.seen[:crash_at]
+    fit(tmp_path, second, ckpt=tmp_path / f"step={crash_at}.ckpt", workers=workers)
+    assert second.seen == whole.seen[crash_at:]
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 6])
+def test_epochs_cut_short_resume_too(tmp_path: Path, at: int) -> None:
+    whole, rest = Recorder(), Recorder()
+    fit(tmp_path, whole, limit_train_batches=3)
+    fit(tmp_path, rest, ckpt=tmp_path / f"step={at}.ckpt", limit_train_batches=3)
+    assert len(whole.seen) == 9
+    assert rest.seen == whole.seen[at:]
+
+
+def test_checkpoint_of_an_epochs_end_resumes_with_the_next_epoch(tmp_path: Path) -> None:
+    whole, rest = Recorder(), Recorder()
+    fit(tmp_path, whole)
+    fit(tmp_path, rest, ckpt=tmp_path / "end-epoch=0.ckpt")
+    assert rest.seen == whole.seen[5:]
+
+
+def test_state_counts_what_was_delivered_not_what_was_prefetched() -> None:
+    loader = StepLoader(Echo(), StepSampler({"hic": depths(40)}, 4), num_workers=1)
+    batches = iter(loader)
+    assert loader.state_dict() == {"epoch": 0, "step": 0, "global_batch": 4}
+    seen = [next(batches)["hic"]["index"].tolist() for _ in range(3)]
+    state = loader.state_dict()
+    assert state == {"epoch": 0, "step": 3, "global_batch": 4}
+    del batches
+
+    again = StepLoader(Echo(), StepSampler({"hic": depths(40)}, 4))
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    rest = [batch["hic"]["index"].tolist() for batch in again]
+    assert sorted(chain(*seen, *rest)) == list(range(40))
+    assert again.state_dict() == {"epoch": 1, "step": 0, "global_batch": 4}
+
+
+def test_state_carries_over_to_another_number_of_ranks() -> None:
+    alone = StepLoader(Echo(), StepSampler({"hic": depths(40)}, 8))
+    list(zip(alone, range(2), strict=False))
+    state = alone.state_dict()
+    cells: list[int] = []
+    for rank in range(2):
+        loader = StepLoader(Echo(), StepSampler({"hic": depths(40)}, 4, num_replicas=2, rank=rank))
+        loader.load_state_dict(state)
+        cells += chain(*(batch["hic"]["index"].tolist() for batch in loader))
+    whole = [
+        batch["hic"]["index"].tolist() for batch in StepLoader(Echo(), StepSampler({"hic": depths(40)}, 8))
+    ]
+    assert sorted(cells) == sorted(chain(*whole[state["step"] :]))
+
+
+def test_state_of_another_global_batch_is_refused_in_mid_epoch_only() -> None:
+    loader = StepLoader(Echo(), StepSampler({"hic": depths(40)}, 4, num_replicas=2, rank=0))
+    with pytest.raises(
+        DataError, match=r"mid-epoch \(epoch 1, step 3\) with 4 cells.*this run has 8 \(2 ranks x 4"
+    ):
+        loader.load_state_dict({"epoch": 1, "step": 3, "global_batch": 4})
+    loader.load_state_dict({"epoch": 1, "step": 0, "global_batch": 4})
+    assert loader.state_dict() == {"epoch": 1, "step": 0, "global_batch": 8}

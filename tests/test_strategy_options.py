@@ -1,0 +1,218 @@
+"""Claim: what a person asks of the strategy is checked, found by name, and read from YAML, before ranks exist."""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_amp  # noqa: F401  registers the names
+from lightning_amp.errors import AmpError, InstallError, PlanError
+from lightning_amp.lightning.cells import count_cells
+from lightning_amp.lightning.registration import refuse, register
+from lightning_amp.lightning.replicas import check_replicas, decide_on_rank_zero, share_random_state
+from lightning_amp.lightning.strategy import AMPStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"policy": "fastest"}, "policy='fastest' was asked for; allowed are 'auto', 'paper'"),
+        ({"start_method": "exec"}, "start_method='exec' was asked for; allowed are 'popen'"),
+        ({"balance_cells": 1}, "balance_cells=1 was asked for; allowed are True, False, 'auto'"),
+        (
+            {"share_batch_statistics": None},
+            "share_batch_statistics=None was asked for; allowed are True, False",
+        ),
+        ({"model_parallel_size": 0}, "model_parallel_size=0 was asked for; allowed are 'auto' and"),
+        ({"model_parallel_size": True}, "model_parallel_size=True was asked for"),
+        ({"bucket_mb": 0}, "bucket_mb=0 was asked for; allowed is a number of MiB above 0"),
+        ({"bucket_mb": "25"}, "bucket_mb='25' was asked for"),
+        ({"plan": 3}, "plan=3 was asked for; allowed are a Plan and the path"),
+        ({"plan": "p.json", "strategies": "S1"}, "plan='p.json' and strategies='S1' were asked for"),
+    ],
+)
+def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        AMPStrategy(**options)
+    assert text in str(caught.value)
+
+
+class ThreeRanks(AMPStrategy):
+    world_size = 3  # type: ignore[assignment]
+
+
+def test_a_model_axis_must_divide_the_ranks() -> None:
+    with pytest.raises(
+        PlanError, match="model_parallel_size=2 was asked for, the run has 3 ranks; it must divide"
+    ):
+        _ = ThreeRanks(model_parallel_size=2).mesh
+
+
+@pytest.mark.parametrize(("asked", "balanced"), [(True, True), (False, False), ("auto", False)])
+def test_a_wish_to_balance_wins_over_the_plan(asked: Any, balanced: bool) -> None:
+    assert AMPStrategy(balance_cells=asked).balance_cells is balanced
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("amp", "popen"),
+        ("AMP", "popen"),
+        ("amp_spawn", "spawn"),
+        ("amp_fork", "fork"),
+        ("amp_notebook", "fork"),
+    ],
+)
+def test_the_trainer_finds_the_strategy_by_name(name: str, method: str) -> None:
+    strategy = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
+    assert type(strategy) is AMPStrategy
+    assert strategy._start_method == method
+    assert strategy.num_processes == 2
+
+
+def test_registering_again_changes_nothing() -> None:
+    registry = _StrategyRegistry()
+    register(registry)
+    first = dict(registry)
+    register(registry)
+    AMPStrategy.register_strategies(registry)
+    assert dict(registry) == first
+    assert AMPStrategy.strategy_name in registry
+
+
+def test_the_twin_package_is_refused_with_advice() -> None:
+    registry = _StrategyRegistry()
+    refuse(registry)
+    refuse(registry)
+    with pytest.raises(AmpError, match=r"strategy='amp_spawn' was asked of a pytorch_lightning.Trainer"):
+        registry.get("amp_spawn")
+
+
+def test_yaml_reads_every_option_and_none_of_ddps() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+    init = {"policy": "paper", "strategies": ["S1", "S3"], "plan": None, "balance_cells": True}
+    path = "lightning_amp.lightning.strategy.AMPStrategy"
+    parsed = parser.parse_object({"strategy": {"class_path": path, "init_args": init}}).strategy.init_args
+    strategy = AMPStrategy(**vars(parsed))
+    assert (strategy.policy, strategy.strategies, strategy.balance_cells) == ("paper", ["S1", "S3"], True)
+    assert strategy._ddp_kwargs == {}
+    planned = parser.parse_object({"strategy": {"class_path": path, "init_args": {"plan": "plan.json"}}})
+    assert planned.strategy.init_args.plan == "plan.json"
+    with pytest.raises(ArgumentError, match="fastest"):
+        parser.parse_object({"strategy": {"class_path": path, "init_args": {"policy": "fastest"}}})
+
+
+def tensors(*sizes: int) -> dict[str, torch.Tensor]:
+    return {str(i): torch.zeros(n, 2) for i, n in enumerate(sizes)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "cells"),
+    [
+        (torch.zeros(4, 2), 4),
+        ([torch.zeros(4, 2), (torch.zeros(4), "name", 3)], 4),
+        ({"rna": tensors(5, 5), "hic": tensors(5)}, 5),
+        ({"rna": tensors(5), "hic": tensors(3, 3)}, 8),
+        ({"rna": tensors(5), "hic": tensors(3, 4)}, None),
+        ({"rna": tensors(5), "hic": {}}, None),
+        (tensors(5, 3), None),
+        ({"x": torch.zeros(6), "step": torch.tensor(3)}, 6),
+        (torch.tensor(1.0), None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_cells_are_counted_or_said_to_be_unknown(batch: Any, cells: int | None) -> None:
+    assert count_cells(batch) == cells
+
+
+def test_counting_does_not_consume_an_iterator() -> None:
+    batches = iter([torch.zeros(3), torch.zeros(3)])
+    assert count_cells(batches) is None
+    assert len(list(batches)) == 2
+
+
+def test_workers_are_seeded_by_the_data_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = AMPStrategy(model_parallel_size=2)
+    seeded, own = DataLoader([1]), DataLoader([1], worker_init_fn=print)  # type: ignore[arg-type]
+    assert strategy.process_dataloader(seeded) is seeded
+    assert seeded.worker_init_fn is None
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    monkeypatch.setattr(AMPStrategy, "global_rank", 5)
+    for loader in (seeded, own):
+        strategy.process_dataloader(loader)
+    assert isinstance(seeded.worker_init_fn, partial)
+    assert seeded.worker_init_fn.func is pl_worker_init_function
+    assert seeded.worker_init_fn.keywords == {"rank": 2}
+    assert own.worker_init_fn is print
+    assert strategy.process_dataloader("anything else") == "anything else"
+
+
+def test_a_breakdown_on_rank_0_reaches_the_others() -> None:
+    told: list[Any] = []
+
+    def send(outcome: Any) -> Any:
+        told.append(outcome)
+        return outcome
+
+    def break_down() -> None:
+        raise ZeroDivisionError("by mistake")
+
+    with pytest.raises(ZeroDivisionError, match="by mistake"):
+        decide_on_rank_zero(break_down, rank=0, broadcast=send)
+    with pytest.raises(PlanError, match="rank 0 failed to plan: ZeroDivisionError: by mistake"):
+        decide_on_rank_zero(break_down, rank=1, broadcast=lambda mine: told[0])
+    assert decide_on_rank_zero(lambda: 7, rank=0, broadcast=send) == 7
+
+
+def test_rank_0_does_not_notice_that_its_random_state_is_shared() -> None:
+    states: list[Any] = []
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+    def send(state: Any) -> Any:
+        states.append(state)
+        return state
+
+    def seed(number: int) -> None:
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+
+    seed(1)
+    expected = draw()
+    seed(1)
+    share_random_state(broadcast=send, device=torch.device("cpu"))
+    assert draw() == expected
+    seed(2)
+    share_random_state(broadcast=lambda mine: states[0], device=torch.device("cpu"))
+    assert draw() == expected
+
+
+def test_replicas_that_differ_only_in_order_are_refused() -> None:
+    one = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    first: list[Any] = []
+    check_replicas(one, rank=0, broadcast=lambda mine: first.append(mine) or mine, any_rank=bool)
+    other = nn.ModuleDict({"b": one["b"], "a": one["a"]})
+    with pytest.raises(
+        InstallError, match="rank 0 and another rank differ in parameters or buffers, .*their order"
+    ):
+        check_replicas(other, rank=1, broadcast=lambda mine: first[0], any_rank=bool)
+
+
+def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
+    """Not before `setup`: other ranks may not see the file, and rank 0 tells them."""
+    assert AMPStrategy(plan=tmp_path / "no.json").plan is None

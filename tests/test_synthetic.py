@@ -1,0 +1,108 @@
+"""synthesize writes what was asked for, the same each time, and cell types differ in contacts and in expression."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import anndata
+import numpy as np
+import pytest
+
+from lightning_amp.data.directory import DataDirectory
+from lightning_amp.data.graph import read_graph
+from lightning_amp.data.header import read_header
+from lightning_amp.data.layout import read_layout
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> DataDirectory:
+    return synthesize(tmp_path_factory.mktemp("synthetic") / "out")
+
+
+def test_sizes_are_those_asked_for(made: DataDirectory) -> None:
+    layout, graph = read_layout(made.hic), read_graph(made.graph)
+    assert (layout.n_anchors, layout.n_strata) == (120, 8)
+    assert layout.n_features == sum(2 * (60 - k) for k in range(8))
+    assert (
+        read_header(made.hic).n_cells,
+        read_header(made.rna).n_cells,
+        read_header(made.rna).n_features,
+    ) == (200, 200, 150)
+    assert set(layout.anchor_names) | set(anndata.read_h5ad(made.rna).var_names) == set(graph.vertices)
+
+
+def test_the_default_takes_seconds(tmp_path: Path) -> None:
+    before = time.process_time()
+    synthesize(tmp_path / "out")
+    assert time.process_time() - before < 5
+
+
+def test_same_seed_same_values_other_seed_other_values(made: DataDirectory, tmp_path: Path) -> None:
+    again, other = synthesize(tmp_path / "again"), synthesize(tmp_path / "other", seed=1)
+    for name, path in made.modalities.items():
+        first, second = anndata.read_h5ad(path), anndata.read_h5ad(again.modalities[name])
+        assert (first.X != second.X).nnz == 0
+        assert first.obs.equals(second.obs)
+        assert (first.X != anndata.read_h5ad(other.modalities[name]).X).nnz > 0
+    assert made.graph.read_bytes() == again.graph.read_bytes()
+
+
+def test_contacts_fall_with_distance_and_depth_varies(made: DataDirectory) -> None:
+    hic = anndata.read_h5ad(made.hic)
+    per_feature = np.asarray(hic.X.mean(axis=0)).ravel()
+    by_stratum = [per_feature[hic.var["stratum"] == k].mean() for k in range(8)]
+    assert np.all(np.diff(by_stratum[:4]) < 0)
+    assert by_stratum[7] < by_stratum[0] / 3
+    depth = hic.obs["depth"].to_numpy()
+    assert 0.3 < depth.std() / depth.mean() < 1.2
+    assert 1500 < depth.mean() < 2500
+
+
+def test_cells_are_nearest_to_their_own_type_in_both_modalities(made: DataDirectory) -> None:
+    for path in made.modalities.values():
+        table = anndata.read_h5ad(path)
+        assert table.obs["celltype"].nunique() == 4
+        share = np.log1p(table.X.toarray() / table.X.sum(axis=1) * 1e4)
+        share = np.asarray(share - share.mean(axis=0))
+        types = table.obs["celltype"].to_numpy().astype(str)
+        centres = {t: share[types == t].mean(axis=0) for t in sorted(set(types))}
+        nearest = np.array(list(centres))[np.argmax(share @ np.stack(list(centres.values())).T, axis=1)]
+        assert (nearest == types).mean() > 0.9
+
+
+def test_one_cell_type_share_means_rna_and_hic_agree(made: DataDirectory) -> None:
+    """Genes in bins with more contacts to far bins of their own compartment are those expressed more, by type."""
+    rna, hic = anndata.read_h5ad(made.rna), anndata.read_h5ad(made.hic)
+    expressed = (
+        rna.to_df().div(rna.to_df().sum(axis=1), axis=0).groupby(rna.obs["celltype"].astype(str)).mean()
+    )
+    contacts = hic.to_df().groupby(hic.obs["celltype"].astype(str)).mean()
+    assert list(expressed.index) == list(contacts.index)
+    spread = np.log(expressed.to_numpy() + 1e-6).std(axis=0)
+    assert np.median(spread) > 0.3
+
+
+def test_larger_sets_are_mostly_zeros(tmp_path: Path) -> None:
+    hic = anndata.read_h5ad(
+        synthesize(tmp_path / "out", cells=20, bins=1200, strata=16, chromosomes=5, rna_cells=7).hic
+    )
+    off_diagonal = (hic.var["stratum"] > 0).to_numpy()
+    assert 0.9 < 1 - hic.X[:, off_diagonal].nnz / (20 * off_diagonal.sum()) < 0.99
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"cells": 0}, "cells=0 is too small; at least 1"),
+        ({"depth": -1}, "depth=-1 is too small"),
+        ({"chromosomes": 9, "bins": 8}, "chromosomes=9 in bins=8; each needs a bin"),
+        ({"strata": 61}, "synthetic bins: asked for 61 strata; allowed are 1 to 60"),
+        ({"strata": 0}, "asked for 0 strata"),
+    ],
+)
+def test_impossible_sizes_are_refused(tmp_path: Path, sizes: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        synthesize(tmp_path / "out", **sizes)
+    assert not list(tmp_path.iterdir())
