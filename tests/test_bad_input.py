@@ -216,6 +216,10 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
         lambda f: set_value(f.rna, 1.5),
         r"rna\.h5ad: X has fractional values \(e\.g\. 1\.5\)",
     ),
+    "rna infinite": (
+        lambda f: set_value(f.rna, np.inf),
+        r"rna\.h5ad: X has missing or infinite values .e\.g\. inf",
+    ),
     "rna missing": (lambda f: set_value(f.rna, np.nan), r"rna\.h5ad: X has missing or infinite values"),
     "rna layer fractional": (
         lambda f: write_rna(f.rna, rna_counts(), layer=rna_counts() * 0.3),

@@ -43,6 +43,7 @@ def test_sizes_agree_with_the_files(data_dir) -> None:
     assert (hic.probability_model, rna.probability_model) == ("HiCZINB", "NB")
     counts = np.asarray(file.X.sum(axis=1))
     assert hic.contact_spread == pytest.approx(counts.std() / counts.mean(), rel=1e-6)
+    assert hic.batches == file.obs["batch"].nunique()
     assert made.graph.vertices == hic.decomposition.anchors + rna.features
     assert json.loads(json.dumps(made.to_dict()))["modalities"][0]["decomposition"]["strata"] == 4
 

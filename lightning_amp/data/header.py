@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.data.hdf5 import index_of, open_h5ad
+from lightning_amp.data.hdf5 import index_of, open_h5ad, read_factor
 from lightning_amp.errors import DataError
 
 DEPTH_COLUMNS = ("depth", "read_depth", "n_counts")
@@ -26,6 +26,7 @@ class ModalityHeader:
         has_counts_layer: Whether raw counts lie in layers["counts"]; otherwise they are X.
         depth_column: Name of the obs column of contacts per cell, or None.
         depth: Contacts per cell, float64 of shape [cell], or None.
+        n_batches: Experimental batches among the cells, 1 without a column `batch`.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class ModalityHeader:
     has_counts_layer: bool
     depth_column: str | None
     depth: NDArray[np.float64] | None
+    n_batches: int
 
 
 def read_header(h5ad_path: str | Path) -> ModalityHeader:
@@ -67,6 +69,7 @@ def read_header(h5ad_path: str | Path) -> ModalityHeader:
             has_counts_layer=has_layer,
             depth_column=column,
             depth=None if column is None else file["obs"][column][:].astype(np.float64),
+            n_batches=_count_batches(file["obs"].get("batch")),
         )
 
 
@@ -79,3 +82,7 @@ def _shape(matrix: Any) -> tuple[int, ...]:
 
 def _is_numeric(column: Any) -> bool:
     return isinstance(column, h5py.Dataset) and bool(np.issubdtype(column.dtype, np.number))
+
+
+def _count_batches(column: Any) -> int:
+    return 1 if column is None else len(np.unique(read_factor(column)[0]))

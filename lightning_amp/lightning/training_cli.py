@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.report import table
@@ -63,7 +63,7 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _checkpoints(cli: LightningCLI) -> list[Path]:
-    found = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")  # type: ignore[attr-defined]
+    found = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")
     return [Path(found)] if found else []
 
 

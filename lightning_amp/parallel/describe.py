@@ -1,6 +1,6 @@
 """Module -> ModelShape: what the memory model needs to know of a module, read from its structure."""
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -21,12 +21,12 @@ def describe(
     """
     found = find_decoders(module)
     shapes = [_decoder_shape(fqn, decoder) for fqn, decoder in found.items()]
-    tensors = [*module.parameters(), *module.buffers()]
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
     return ModelShape(
         decoder=max(shapes, key=lambda s: s.anchors * len(s.features), default=None),
         batch_size=batch_size,
-        parameter_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
         base_activation_bytes=base_activation_bytes,
         optimizer_slots=optimizer_slots,
         element_bytes=max(sizes, default=4),
@@ -34,7 +34,7 @@ def describe(
 
 
 def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
-    strata = cast(list[Any], list(decoder.strata))
+    strata: list[Any] = list(decoder.strata)
     attention = any(hasattr(getattr(stratum, "key", None), "attention") for stratum in strata)
     return DecoderShape(
         fqn=fqn,

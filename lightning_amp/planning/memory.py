@@ -3,9 +3,10 @@
 The paper writes K x Delta M; strata differ a little in their features, so Delta M_k is kept per stratum here and its
 mean is what the paper calls Delta M. Every term names the tensor that it counts. A training step holds
 
-    weights + optimiser state + base activations + strata         at the end of the forward pass, and
-    the same + the temporaries of one stratum's backward pass     at its peak, or
-    weights + optimiser state + gradients + one temporary         in the optimiser step, whichever is larger.
+    weights, optimiser state, the last step's gradients, base activations, strata   at the end of the forward pass
+    the same without gradients, and the temporaries of one stratum's backward pass  at the start of the backward pass
+
+and its peak is the larger of the two; the optimiser step holds neither activations nor temporaries.
 
 Legend: B cells, N anchors, P = N padded to whole buckets of w, D latent dimension, F_k features of stratum k,
 R ranks of the model axis.
@@ -31,18 +32,18 @@ class Estimate:
     """Predicted bytes of one rank.
 
     Attributes:
-        base_bytes: M_base: weights, optimiser state, base activations and the decoder's own inputs.
+        base_bytes: M_base: weights, optimiser state, gradients and base activations.
         stratum_bytes: Delta M_k of every stratum.
         other_decoder_bytes: Kept by the decoders without strata.
         transient_bytes: Largest temporaries of one stratum's backward pass.
-        step_bytes: Held in the optimiser step.
+        gradient_bytes: Gradients, which are gone when the backward pass starts.
     """
 
     base_bytes: int
     stratum_bytes: tuple[int, ...]
     other_decoder_bytes: int
     transient_bytes: int
-    step_bytes: int
+    gradient_bytes: int
 
     @property
     def strata_bytes(self) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak of the step."""
         forward = self.base_bytes + sum(self.stratum_bytes) + self.other_decoder_bytes
-        return max(forward + self.transient_bytes, self.step_bytes)
+        return forward + max(0, self.transient_bytes - self.gradient_bytes)
 
 
 def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate:
@@ -64,7 +65,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
         axes: The decoder's choices.
         model_ranks: R, over which hidden and feature parallelism split.
     """
-    weights = shape.parameter_bytes * (1 + shape.optimizer_slots)
+    weights = shape.buffer_bytes + shape.parameter_bytes * (2 + shape.optimizer_slots)
     strata: tuple[int, ...] = ()
     transient = 0
     if shape.decoder is not None:
@@ -76,7 +77,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
         stratum_bytes=strata,
         other_decoder_bytes=shape.other_decoder_bytes,
         transient_bytes=transient,
-        step_bytes=weights + shape.parameter_bytes,
+        gradient_bytes=shape.parameter_bytes,
     )
 
 

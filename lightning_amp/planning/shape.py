@@ -61,7 +61,8 @@ class ModelShape:
     Attributes:
         decoder: The decomposed decoder, None when no module was recognised.
         batch_size: B.
-        parameter_bytes: All parameters and buffers.
+        parameter_bytes: All parameters.
+        buffer_bytes: All buffers, among them the guidance graph.
         base_activation_bytes: Alive before the first stratum: batch, encoders, graph.
         other_decoder_bytes: What the decoders without strata keep.
         optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
@@ -72,6 +73,7 @@ class ModelShape:
     batch_size: int
     parameter_bytes: int
     base_activation_bytes: int
+    buffer_bytes: int = 0
     other_decoder_bytes: int = 0
     optimizer_slots: int = 1
     element_bytes: int = 4
@@ -93,6 +95,7 @@ def decoder_shape(
         distances=parts.distances,
         attention=parts.attention,
         window=window or WINDOW_PER_STRATUM * parts.strata,
+        n_batches=modality.batches,
     )
 
 
@@ -110,25 +113,30 @@ def reference_shape(
         decoder=decoder,
         batch_size=batch_size,
         parameter_bytes=_parameters(network, decoder, profile, latent_dim),
+        buffer_bytes=_buffers(decoder, profile),
         base_activation_bytes=base_activations(network, profile, batch_size=batch_size, latent_dim=latent_dim),
         other_decoder_bytes=other_decoders(profile, batch_size=batch_size),
     )
 
 
 def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
-    """Bytes of the reference model's parameters and of the graph that it holds."""
+    """Bytes of the reference model's parameters."""
     h, depth = network.hidden_dim, network.hidden_depth
     floats = sum(h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities)
-    floats += sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.features for m in profile.modalities)
+    floats += sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.batches * m.features for m in profile.modalities)
     floats += h * (dim + h + len(profile.modalities))
     if profile.graph is not None:
-        # An edge is held in both directions: two int64 vertices, a weight and a sign.
-        floats += profile.graph.vertices * dim + 2 * dim * (dim + 1) + 2 * 6 * profile.graph.edges
+        floats += profile.graph.vertices * dim + 2 * dim * (dim + 1)
     if decoder is not None:
         block = 4 * dim**2 + 4 * dim if decoder.attention else 3 * dim
-        # Each feature also has its anchor, int64.
-        floats += block * sum(k > 0 for k in decoder.distances) + 2 * sum(decoder.features)
+        floats += block * sum(k > 0 for k in decoder.distances)
     return 4 * floats
+
+
+def _buffers(decoder: DecoderShape | None, profile: Profile) -> int:
+    """Bytes of the anchors of all features (int64) and of the graph's edges in both directions."""
+    edges = profile.graph.edges if profile.graph else 0
+    return 8 * sum(decoder.features if decoder else ()) + 2 * 24 * edges
 
 
 def base_activations(network: NetworkShape, profile: Profile, *, batch_size: int, latent_dim: int) -> int:
@@ -147,12 +155,12 @@ def base_activations(network: NetworkShape, profile: Profile, *, batch_size: int
     vertices = profile.graph.vertices if profile.graph else 0
     edges = network.edges_per_step if profile.graph else 0
     floats = {
-        "counts, scaled counts and their logarithms [B, F]": 3 * batch_size * features,
+        "counts and their logarithms [B, F]": 2 * batch_size * features,
         "hidden layers [B, h]": 5 * network.hidden_depth * cells * network.hidden_dim,
         "cells' latents [B, D]": 10 * cells * latent_dim,
-        "vertices' latents [V, D]": 9 * vertices * latent_dim,
-        "ends of sampled edges [E, D]": (network.negatives_per_edge + 3) * edges * latent_dim,
-        "scores of sampled edges [E]": 6 * network.negatives_per_edge * edges,
+        "vertices' latents [V, D]": 6 * vertices * latent_dim,
+        "ends of sampled edges [E, D]": (network.negatives_per_edge + 2) * edges * latent_dim,
+        "scores of sampled edges [E]": 4 * network.negatives_per_edge * edges,
     }
     return 4 * sum(floats.values())
 

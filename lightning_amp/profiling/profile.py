@@ -45,6 +45,7 @@ class ModalityProfile:
         scale: Features relative to the largest other modality, None when it is the only one.
         contact_spread: Standard deviation over mean of the counts per cell, None when the file does not store them.
         decomposition: Strata of a Hi-C modality, None elsewhere.
+        batches: Experimental batches.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModalityProfile:
     scale: float | None
     contact_spread: float | None
     decomposition: DecompositionProfile | None = None
+    batches: int = 1
 
     @property
     def zeros(self) -> float | None:

@@ -52,6 +52,7 @@ def _modality(
         scale=header.n_features / max(others) if others else None,
         contact_spread=_spread(header),
         decomposition=_decomposition(header, attention) if name == "hic" else None,
+        batches=header.n_batches,
     )
 
 
