@@ -20,6 +20,7 @@ INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
+LEGEND_ROWS = 18
 
 
 def memory_curve(
@@ -76,7 +77,7 @@ def embedding(path: Path, *, xy: ArrayLike, labels: Mapping[str, Sequence[str]],
         title: above all panels
     """
     points = np.asarray(xy, dtype=np.float64)
-    figure = _new_figure(5.6 * len(labels), 4.6)
+    figure = _new_figure(sum(4.4 + _legend_inches(classes) for classes in labels.values()), 4.6)
     for axes, (heading, classes) in zip(_panels(figure, len(labels)), labels.items(), strict=True):
         _scatter(axes, points, np.asarray(classes).astype(str))
         axes.set_title(heading, fontsize=11)
@@ -129,7 +130,15 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
         axes.scatter([], [], color=colour, marker=marker, s=size, label=name)
     axes.set_aspect("equal", adjustable="datalim")
     axes.set(xticks=[], yticks=[], xlabel="dimension 1", ylabel="dimension 2")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
+    n_columns = -(-len(names) // LEGEND_ROWS)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, ncols=n_columns)
+
+
+def _legend_inches(classes: Sequence[str]) -> float:
+    """Return the width that a legend takes, so that the panel beside it stays as wide as it is high."""
+    names = {str(name) for name in classes}
+    n_columns = -(-len(names) // LEGEND_ROWS)
+    return n_columns * (0.5 + 0.085 * max(map(len, names), default=0))
 
 
 def _unit(n_bytes: float) -> tuple[str, int]:

@@ -179,6 +179,20 @@ def test_draw_keys_decide_the_noise():
     assert not torch.equal(model.latents(cells_of)["hic"].sample, latents["hic"].sample)
 
 
+def test_every_use_of_a_key_has_its_own_stream(monkeypatch):
+    streams = []
+
+    def record(draw, width, *, stream, dtype=None):
+        streams.append(stream)
+        return torch.ones(len(draw), width)
+
+    monkeypatch.setattr("lightning_amp.models.draws.keyed_uniform", record)
+    monkeypatch.setattr("lightning_amp.models.latent.keyed_normal", record)
+    model = GLUE(**SMALL, hidden_depth=3).build(inputs())
+    model.shown(batch(), model.latents(batch()))
+    assert len(streams) == len(set(streams)) == 2 * (3 + 1 + 1)
+
+
 def test_pretraining_and_single_modalities_have_no_adversary():
     for model in (
         GLUE(**SMALL, stage="pretrain").build(inputs()),
@@ -259,10 +273,10 @@ def test_checkpoint_stands_alone(tmp_path):
     for name, value in model.named_buffers():
         assert torch.equal(dict(loaded.named_buffers())[name], value), name
     found = trainer(tmp_path).predict(loaded.eval(), datamodule=Batches(1))[0]
-    expected = model.eval().predict_step(batch(), 0)
-    for modality in ("hic", "rna"):
+    model.eval()
+    for modality, fields in batch().items():
         assert torch.equal(found[modality]["index"], torch.arange(8))
-        torch.testing.assert_close(found[modality]["embedding"], expected[modality]["embedding"])
+        torch.testing.assert_close(found[modality]["embedding"], model.encode(modality, fields)[0])
     resumed = trainer(tmp_path, max_epochs=2)
     resumed.fit(GLUE(**SMALL).build(inputs()), datamodule=Batches(1), ckpt_path=path, weights_only=True)
     assert resumed.current_epoch == 2
@@ -283,6 +297,23 @@ def test_checkpoint_of_other_data_is_refused():
         model.on_load_checkpoint(checkpoint)
 
 
+def test_encoder_is_its_equation():
+    model = GLUE(**SMALL).build(inputs()).double().eval()
+    fields, encoder = to_double(batch())["hic"], model.encoders["hic"]
+    for norm in encoder.norms:
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    h = (1 + fields["x"] * 5e4 / fields["library"]).log()
+    for layer, norm in zip((encoder.first, encoder.hidden[0]), encoder.norms, strict=True):
+        h = h @ layer.weight.T + layer.bias
+        h = torch.where(h > 0, h, 0.2 * h)
+        h = (h - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
+    loc, std = model.encode("hic", fields)
+    torch.testing.assert_close(loc, h @ encoder.loc.weight.T + encoder.loc.bias)
+    deviation = (1 + (h @ encoder.std.weight.T + encoder.std.bias).exp()).log() + 1e-7
+    torch.testing.assert_close(std, deviation)
+
+
 def test_imputed_contacts_are_expected_contacts():
     model = GLUE(**SMALL).build(inputs()).eval()
     imputed = model.impute("hic", batch()["hic"])
@@ -300,6 +331,7 @@ def test_networks_come_from_the_data_module(tmp_path):
     trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
     assert model.inputs.strata.n_anchors == 12
     assert [len(s.nodes) for s in model.decoders["hic"].strata] == [12, 11, 10]
+    assert [s.distance for s in model.decoders["hic"].strata] == [0, 1, 2]
     assert model.inputs.graph.n_vertices == len(data.graph.vertices)
     names = data.graph.vertices[model.inputs.modalities["hic"].vertices]
     assert list(names) == list(data.layout.anchor_names)
@@ -342,6 +374,10 @@ def test_propagation_in_pieces(monkeypatch):
     whole = propagate(x, source, target=target, coefficient=coefficient)
     monkeypatch.setattr("lightning_amp.models.graph.EDGES_AT_A_TIME", 10)
     torch.testing.assert_close(propagate(x, source, target=target, coefficient=coefficient), whole)
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: propagate(x, source, target=target, coefficient=coefficient), (x,)
+    )
 
 
 def test_edges_are_drawn_by_weight_and_scored():

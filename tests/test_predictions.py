@@ -257,7 +257,7 @@ def test_memory_budget_is_a_red_line_when_in_sight(tmp_path: Path) -> None:
 def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
     curve(tmp_path / "memory.png", budget_bytes=4e9)
     rng = np.random.default_rng(0)
-    many = [f"a type with a long name {i % 20}" for i in range(60)]
+    many = [f"a type with a long name {i % 40}" for i in range(60)]
     figures.embedding(
         tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t"
     )

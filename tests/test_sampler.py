@@ -110,6 +110,15 @@ def test_balance_is_near_the_best_split() -> None:
     assert sums.max() / sums.mean() < 1.001
 
 
+def test_balance_holds_up_when_a_rank_has_few_cells() -> None:
+    worst = []
+    for seed in range(20):
+        contacts = depths(128, seed)
+        sums = np.array([contacts[part].sum() for part in balance(contacts, 16)])
+        worst.append(sums.max() / sums.mean())
+    assert np.mean(worst) < 1.045
+
+
 def test_imbalance_tells_whether_balancing_pays() -> None:
     assert imbalance(np.full(100, 7.0), 4, 8) == 1.0
     assert imbalance(np.zeros(100), 4, 8) == 1.0
