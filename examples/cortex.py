@@ -1,6 +1,6 @@
 """Real single-cell Hi-C and RNA of the human cortex, from files to embeddings: prepare, plan, fit, predict, score.
 
-    python examples/cortex.py FOLDER_WITH_THE_FILES [--out runs/cortex] [--devices 2] [--epochs 60]
+    python examples/cortex.py FOLDER_WITH_THE_FILES [--out runs/cortex] [--devices 2] [--epochs 30]
 
 The files are named in README.md. The score is the accuracy of a logistic regression from the Hi-C embedding to the
 four cell types, in 5 folds; the PCA of the counts and the sequencing depth alone are scored beside it.
@@ -38,7 +38,7 @@ def train(files: Path, out: Path, *, devices: int, epochs: int, batch_size: int)
         *("--genes", str(files / "hg19_genes.gtf.gz")),
         *("--strata", "32", "--out", str(data), "--overwrite"),
     )
-    amp("plan", str(data), "--devices", str(devices), "--device-memory", "8GiB", "--latent-dim", "32", "--window", "25")
+    amp("plan", str(data), "--devices", str(devices), "--device-memory", "8GiB", "--window", "25")
     config = out / "config.yaml"
     config.write_text(CONFIG.read_text().replace("runs/cortex", str(out)))
     settings = [
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("files", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/cortex"))
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32, help="cells per rank")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -42,19 +42,19 @@ def memory_curve(
         title: what was run
         rank_label: whose memory it is
     """
+    # The prediction is drawn last and thin: a good one lies on the measurement and must stay visible.
     curves = [
-        (predicted_bytes, "predicted", "--", GREY),
-        (measured_bytes, f"measured, {rank_label}", "-", PALETTE[0]),
+        (measured_bytes, f"measured, {rank_label}", "-", PALETTE[0], 3.2),
+        (predicted_bytes, "predicted", "--", PALETTE[1], 1.6),
     ]
     top = max((max(values) for values, *_ in curves if values is not None and len(values)), default=1.0)
     unit, size = _unit(top)
     figure = _new_figure(7.0, 4.2)
     axes = figure.add_subplot()
-    for values, label, line, colour in curves:
+    for values, label, line, colour, width in curves:
         if values is not None and len(values):
-            marker = "." if len(values) < 80 else None
             y = np.asarray(values, dtype=np.float64) / size
-            axes.plot(np.arange(len(y)), y, line, color=colour, label=label, marker=marker, linewidth=1.8)
+            axes.plot(np.arange(len(y)), y, line, color=colour, label=label, linewidth=width)
     if budget_bytes is not None:
         _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, unit=unit, size=size)
     axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -16,6 +17,38 @@ UNEVEN = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
 """Cells per rank, step by step; seven steps make a short last window of three."""
 
 Batch = dict[str, dict[str, Tensor]]
+
+
+class RunningRanks(ClusterEnvironment):
+    """Processes that exist already, one group of them on one node."""
+
+    creates_processes_externally = True
+    main_address = "localhost"
+    main_port = 0
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self._rank, self._ranks = rank, ranks
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._ranks
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
 
 
 class Regression(LightningModule):

@@ -35,12 +35,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(autouse=True)
-def _without_umap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures by PCA, whatever is installed: UMAP compiles for half a minute first."""
-    monkeypatch.setitem(sys.modules, "umap", None)
-
-
 class Halves(pl.LightningModule):
     """Embeds a cell as (row, library, modality) and imputes half its counts."""
 
@@ -86,7 +80,7 @@ def predict(
 def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path / "new" / "out")
     predict(root, writer)
-    names = ["embeddings_hic.h5ad", "embeddings_rna.h5ad", "imputed.scool", "embedding.png"]
+    names = ["embeddings_hic.h5ad", "embeddings_rna.h5ad", "imputed.scool", "embedding.png", "contact_map.png"]
     assert [path.name for path in writer.written] == names
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == sorted(names)
     for modality in ("hic", "rna"):
@@ -174,22 +168,29 @@ def test_the_plane_keeps_the_largest_spread() -> None:
     rng = np.random.default_rng(0)
     spread = rng.normal(size=(200, 2)) * [9, 4]
     turn = np.linalg.qr(rng.normal(size=(6, 6)))[0][:2]
-    xy, method = project((spread @ turn + rng.normal(size=(200, 6)) * 0.01).astype(np.float32))
+    xy, method = project((spread @ turn + rng.normal(size=(200, 6)) * 0.01).astype(np.float32), method="pca")
     assert method == "PCA"
     for column in (0, 1):
         assert abs(np.corrcoef(xy[:, column], spread[:, column])[0, 1]) > 0.99
-    assert project(np.ones((3, 1), np.float32))[0].shape == (3, 2)
+    assert project(np.ones((3, 1), np.float32), method="pca")[0].shape == (3, 2)
 
 
-def test_umap_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_umap_is_used_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def reducer(**options: Any) -> Any:
         return SimpleNamespace(fit_transform=lambda x: x[:, :2] * options["n_neighbors"])
 
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=reducer))
-    xy, method = project(np.ones((10, 3), np.float32))
+    xy, method = project(np.ones((10, 3), np.float32), method="umap")
     assert method == "UMAP"
     assert (xy == 9).all()
-    assert project(np.ones((3, 3), np.float32))[1] == "PCA"
+    assert project(np.ones((3, 3), np.float32), method="umap")[1] == "PCA"
+
+
+@pytest.mark.parametrize("asked", ["tsne", "umap"])
+def test_projections_that_cannot_be_drawn(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_amp.lightning.predictions.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=rf"projection='{asked}' was asked; allowed are \('pca', 'umap'\)"):
+        PredictionWriter("out", projection=asked)
 
 
 class Mute(pl.LightningModule):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -26,7 +25,16 @@ from lightning_amp.parallel.batch_norm import SharedBatchNorm
 from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
 from lightning_amp.planning.specs import DataParallel, ShareBatchStatistics
 from tests.ranks import CountCollectives, run_ranks
-from tests.strategy_cases import AGAINST_DDP, AGAINST_UNION, EVEN, UNEVEN, Case, Normalised, Regression
+from tests.strategy_cases import (
+    AGAINST_DDP,
+    AGAINST_UNION,
+    EVEN,
+    UNEVEN,
+    Case,
+    Normalised,
+    Regression,
+    RunningRanks,
+)
 
 
 def a_plan(ranks: int, *, balance_cells: bool = False) -> Plan:
@@ -49,38 +57,6 @@ def a_plan(ranks: int, *, balance_cells: bool = False) -> Plan:
         budget_bytes=None,
         balance_cells=balance_cells,
     )
-
-
-class RunningRanks(ClusterEnvironment):
-    """Processes that exist already, one group of them on one node."""
-
-    creates_processes_externally = True
-    main_address = "localhost"
-    main_port = 0
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__()
-        self._rank, self._ranks = rank, ranks
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._ranks
-
-    def set_world_size(self, size: int) -> None: ...
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None: ...
-
-    def local_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
-        return 0
 
 
 def make_trainer(strategy: Any, **options: Any) -> Trainer:

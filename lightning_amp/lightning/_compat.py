@@ -22,4 +22,11 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
     rank_zero_warn as rank_zero_warn,
 )
 
-__all__ = ["broadcast_module", "default_pg_timeout", "optimizers_to_device", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+__all__ = [
+    "broadcast_module",
+    "default_pg_timeout",
+    "optimizers_to_device",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]

@@ -9,8 +9,9 @@ A plain callback, not Lightning's BasePredictionWriter: that one asks the loop f
 batch sampler, which a loader of whole steps has not; `index` says which cells these are.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,12 +24,16 @@ from lightning_amp import figures
 from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.keys import hash_integers
+from lightning_amp.data.layout import FeatureLayout
 from lightning_amp.data.results import celltypes, write_embedding, write_imputed, written_aside
 from lightning_amp.errors import DataError, ModelError
 
 Embeddings = dict[str, NDArray[np.float32]]
 Part = tuple[NDArray[np.int64], NDArray[np.float32]]
 MIN_UMAP_CELLS = 5
+PROJECTIONS = ("pca", "umap")
+MAP_BINS = 300
+"""Bins in the picture of a contact map; a whole genome would be a grey square."""
 
 
 class PredictionWriter(pl.Callback):
@@ -38,13 +43,15 @@ class PredictionWriter(pl.Callback):
         embeddings_<modality>.h5ad: all cells in the file's order, obs as there, obsm["X_amp"]; NaN for a cell
             that was not predicted (`limit_predict_batches`)
         imputed.scool: expected contacts of some cells, if there is Hi-C
-        embedding.png: all modalities on their first two principal components, or by UMAP where it is installed
+        embedding.png: all modalities in the plane, by PCA or by UMAP
+        contact_map.png: the first imputed cell, measured beside expected
 
     `written` names them, on rank 0.
 
     Args:
         out_dir: where to write; made if absent
         contact_map_cells: names of the cells to impute, or how many (the first ones of the file); 0 for none
+        projection: "pca", or "umap" with the package umap-learn, which takes half a minute to compile
 
     Raises:
         DataError: an argument is out of range, the trainer has no SingleCellDataModule, unknown cells are asked,
@@ -52,12 +59,24 @@ class PredictionWriter(pl.Callback):
         ModelError: the model does not return or do what is said above
     """
 
-    def __init__(self, out_dir: str | Path, *, contact_map_cells: int | list[str] = 4) -> None:
+    def __init__(
+        self,
+        out_dir: str | Path,
+        *,
+        contact_map_cells: int | list[str] = 4,
+        projection: Literal["pca", "umap"] = "pca",
+    ) -> None:
         if isinstance(contact_map_cells, int) and contact_map_cells < 0:
             raise DataError(
                 f"contact_map_cells={contact_map_cells!r} was asked; give names of cells, or a number of at least 0"
             )
+        if projection not in PROJECTIONS or (projection == "umap" and find_spec("umap") is None):
+            raise DataError(
+                f"projection={projection!r} was asked; allowed are {PROJECTIONS!r}, and 'umap' needs the package"
+                " umap-learn: pip install 'lightning-amp[umap]'"
+            )
         self.out_dir = Path(out_dir)
+        self.projection = projection
         self.contact_map_cells = contact_map_cells
         self.written: list[Path] = []
         self._parts: dict[str, list[Part]] = {}
@@ -149,25 +168,30 @@ class PredictionWriter(pl.Callback):
         if embeddings:
             path = self.out_dir / "embedding.png"
             with written_aside(path) as aside:
-                _draw(aside, embeddings, tables)
+                _draw(aside, embeddings, tables, projection=self.projection)
+            self.written.append(path)
+        for cell in list(imputed)[:1]:
+            path = self.out_dir / "contact_map.png"
+            with written_aside(path) as aside:
+                _draw_maps(aside, cell, imputed[cell], data)
             self.written.append(path)
 
 
-def project(embedding: NDArray[np.float32]) -> tuple[NDArray[np.float64], str]:
-    """Return cells in the plane, and the name of the method: UMAP where it is installed, else PCA.
+def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], str]:
+    """Return cells in the plane, and the name of the method that was used: too few cells for UMAP go by PCA.
 
     Args:
         embedding: [cell, dim]
+        method: "pca" or "umap"
 
     Returns:
         [cell, 2] and the name
     """
-    try:
-        from umap import UMAP
-    except ImportError:
+    if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
         return _principal_plane(embedding.astype(np.float64)), "PCA"
-    if len(embedding) < MIN_UMAP_CELLS:
-        return _principal_plane(embedding.astype(np.float64)), "PCA"
+    # late, for it compiles itself on import
+    from umap import UMAP
+
     reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
     return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), "UMAP"
 
@@ -180,14 +204,36 @@ def _principal_plane(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1])))
 
 
-def _draw(path: Path, embeddings: Embeddings, tables: dict[str, pd.DataFrame]) -> None:
+def _draw(path: Path, embeddings: Embeddings, tables: dict[str, pd.DataFrame], *, projection: str) -> None:
     together = np.concatenate(list(embeddings.values()))
     known = np.isfinite(together).all(axis=1)
     types = np.concatenate([celltypes(tables[modality]) for modality in embeddings])
     modalities = np.repeat(list(embeddings), [len(values) for values in embeddings.values()])
-    xy, method = project(together[known])
+    xy, method = project(together[known], method=projection)
     labels = {"cell type": types[known].tolist(), "modality": modalities[known].tolist()}
     figures.embedding(path, xy=xy, labels=labels, title=f"Embedding of {known.sum()} cells, {method}")
+
+
+def _draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleCellDataModule) -> None:
+    """Draw what was measured of one cell beside what the model expects, at the coarsest resolution."""
+    table = data.tables["hic"]
+    assert data.layout is not None, "a data module with Hi-C cells has their layout"
+    row = int(np.flatnonzero(table.obs_names == cell)[0])
+    measured = table.counts[[row]].toarray()[0]
+    maps = {"measured": _map(measured, data.layout), "expected by the model": _map(imputed, data.layout)}
+    figures.contact_maps(path, maps=maps, title=f"{cell}: contacts up to {MAP_BINS} bins from the first")
+
+
+def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:
+    """Return the symmetric matrix [bin, bin] of a cell's features, [feature]."""
+    strata = [s for s in layout.strata if s.resolution == layout.strata[0].resolution]
+    size = min(MAP_BINS, strata[0].n_features)
+    matrix = np.zeros((size, size), dtype=np.float32)
+    for stratum in strata:
+        inside = stratum.anchors + stratum.k < size
+        first = stratum.anchors[inside]
+        matrix[first, first + stratum.k] = contacts[stratum.start : stratum.stop][inside]
+    return np.maximum(matrix, matrix.T)
 
 
 def _impute(
