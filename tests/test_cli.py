@@ -85,8 +85,14 @@ def config(data_dir: Path, **trainer: object) -> dict:
 
 
 def test_fit_from_yaml_by_name_and_by_class_path(data_dir, tmp_path) -> None:
-    by_path = {"class_path": "lightning_amp.AMPStrategy", "init_args": {"policy": "paper", "strategies": "S1,S3,S4"}}
-    for name, strategy, found in (("name", "amp", "(policy auto)"), ("path", by_path, "S3 chunked attention")):
+    by_path = {
+        "class_path": "lightning_amp.AMPStrategy",
+        "init_args": {"policy": "paper", "strategies": "S1,S3,S4"},
+    }
+    for name, strategy, found in (
+        ("name", "amp", "(policy auto)"),
+        ("path", by_path, "S3 chunked attention"),
+    ):
         file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config(data_dir, strategy=strategy)))
         done = run("fit", "--config", str(file), cwd=tmp_path)

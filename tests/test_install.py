@@ -79,7 +79,9 @@ def test_a_rule_that_matches_nothing_leaves_the_module_as_it_was() -> None:
     before = dict(model.named_modules())
     made = planned("S1,S3,S4")
     stray = replace(made.rules[-1], fqn="decoders.atac.decode")
-    with pytest.raises(InstallError, match="S4 is to change 'decoders.atac.decode', which matches no module of Model"):
+    with pytest.raises(
+        InstallError, match="S4 is to change 'decoders.atac.decode', which matches no module of Model"
+    ):
         install(model, replace(made, rules=(*made.rules[:-1], stray)))
     assert unchanged(model, before)
 
@@ -96,7 +98,9 @@ def test_strategies_without_an_installer_are_named_before_anything_changes(strat
     model = Model()
     before = dict(model.named_modules())
     missing = strategies[-2:]
-    with pytest.raises(PlanError, match=rf"{missing} \(.* parallel\) is prescribed .* has no installer for it"):
+    with pytest.raises(
+        PlanError, match=rf"{missing} \(.* parallel\) is prescribed .* has no installer for it"
+    ):
         install(model, planned(strategies, devices=2))
     assert unchanged(model, before)
 

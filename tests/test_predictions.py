@@ -80,7 +80,13 @@ def predict(
 def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path / "new" / "out")
     predict(root, writer)
-    names = ["embeddings_hic.h5ad", "embeddings_rna.h5ad", "imputed.scool", "embedding.png", "contact_map.png"]
+    names = [
+        "embeddings_hic.h5ad",
+        "embeddings_rna.h5ad",
+        "imputed.scool",
+        "embedding.png",
+        "contact_map.png",
+    ]
     assert [path.name for path in writer.written] == names
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == sorted(names)
     for modality in ("hic", "rna"):

@@ -1,4 +1,4 @@
-"""A Diagnosis is a list of findings: each signal of the vocabulary, raised or not, with the numbers it was read from."""
+"""A Diagnosis is a list of findings: each signal of the vocabulary, raised or not, with the numbers behind it."""
 
 from dataclasses import dataclass
 

@@ -69,5 +69,3 @@ def _checkpoints(cli: LightningCLI) -> list[Path]:
 
 def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-

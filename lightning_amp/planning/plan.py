@@ -1,4 +1,4 @@
-"""A Plan is inert, frozen, JSON-round-trippable data: what to install where, why, and the memory it is predicted to take.
+"""A Plan is inert, frozen, JSON-round-trippable data: what to install where, why, and the memory it will take.
 
 Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after stratum k of the forward pass.
 """

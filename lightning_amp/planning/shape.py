@@ -114,7 +114,9 @@ def reference_shape(
         batch_size=batch_size,
         parameter_bytes=_parameters(network, decoder, profile, latent_dim),
         buffer_bytes=_buffers(decoder, profile),
-        base_activation_bytes=base_activations(network, profile, batch_size=batch_size, latent_dim=latent_dim),
+        base_activation_bytes=base_activations(
+            network, profile, batch_size=batch_size, latent_dim=latent_dim
+        ),
         other_decoder_bytes=other_decoders(profile, batch_size=batch_size),
     )
 
@@ -122,8 +124,12 @@ def reference_shape(
 def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
     """Bytes of the reference model's parameters."""
     h, depth = network.hidden_dim, network.hidden_depth
-    floats = sum(h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities)
-    floats += sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.batches * m.features for m in profile.modalities)
+    floats = sum(
+        h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities
+    )
+    floats += sum(
+        (TABLES_PER_FEATURE if m.decomposition else 3) * m.batches * m.features for m in profile.modalities
+    )
     floats += h * (dim + h + len(profile.modalities))
     if profile.graph is not None:
         floats += profile.graph.vertices * dim + 2 * dim * (dim + 1)

@@ -1,0 +1,120 @@
+"""Claim: from files to weights, 2 ranks train the reference model as 1 rank does with the same global batch.
+
+Double precision, dropout, sampled latents, an adversary, batch normalisation, balanced cells and strategies S3 and S4
+on the ranks, none of it on one process: the same loss and weights up to rounding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.models.glue import GLUE
+from tests.ranks import run_ranks
+from tests.strategy_cases import RunningRanks
+
+GLOBAL_BATCH = 12
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+
+
+class Losses(Callback):
+    """The mean loss of all ranks after every step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        loss = trainer.callback_metrics["loss"].detach().clone()
+        self.values.append(float(trainer.strategy.reduce(loss)))
+
+
+def train(data_dir: Path, ranks: int, rank: int, **settings: Any) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    seed_everything(3)
+    strategy = AMPStrategy(**settings)
+    losses = Losses()
+    trainer = Trainer(
+        **QUIET,
+        accelerator="cpu",
+        precision="64-true",
+        devices=ranks,
+        max_epochs=3,
+        limit_val_batches=0,
+        strategy=strategy,
+        plugins=[RunningRanks(rank, ranks)],
+        callbacks=[losses],
+    )
+    model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64, align_burnin=2)
+    data = SingleCellDataModule(data_dir, batch_size=GLOBAL_BATCH // ranks, val_fraction=0.0)
+    trainer.fit(model, data)
+    plan = strategy.plan
+    assert plan is not None, "there is a plan after a fit"
+    return {
+        "losses": losses.values,
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+        "strategies": plan.strategies,
+        "balanced": strategy.balance_cells,
+    }
+
+
+def on_rank(rank: int, ranks: int, data_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    return train(data_dir, ranks, rank, **settings)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("end_to_end") / "data"
+    synthesize(out, cells=40, rna_cells=30, bins=40, strata=4, genes=30, seed=2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One process, then both ranks."""
+    settings = {"strategies": "S1,S3,S4", "balance_cells": True}
+    (one,) = run_ranks(
+        on_rank, 1, tmp_path_factory.mktemp("one"), data_dir, {"balance_cells": False}, timeout=120
+    )
+    return [one, *run_ranks(on_rank, 2, tmp_path_factory.mktemp("two"), data_dir, settings, timeout=120)]
+
+
+def test_the_runs_are_what_the_claim_says(runs: list[dict[str, Any]]) -> None:
+    one, first, _ = runs
+    assert (one["strategies"], one["balanced"]) == ((), False)
+    assert (first["strategies"], first["balanced"]) == (("S1", "S3", "S4"), True)
+    assert len(one["losses"]) == len(first["losses"]) == 12
+
+
+def test_losses_of_every_step_agree(runs: list[dict[str, Any]]) -> None:
+    one, *ranks = runs
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-9)
+
+
+def test_weights_and_batch_statistics_agree(runs: list[dict[str, Any]]) -> None:
+    one, *ranks = runs
+    for rank in ranks:
+        assert list(rank["state"]) == list(one["state"])
+        for name, value in one["state"].items():
+            torch.testing.assert_close(rank["state"][name], value, rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_ranks_are_bitwise_equal(runs: list[dict[str, Any]]) -> None:
+    _, first, second = runs
+    assert all(torch.equal(first["state"][name], second["state"][name]) for name in first["state"])
+
+
+def test_prescribed_strategies_without_an_installer_stop_the_run(data_dir: Path) -> None:
+    model = GLUE(latent_dim=8, window=8)
+    strategy = AMPStrategy(strategies="S1,S5", model_parallel_size=1)
+    trainer = Trainer(**QUIET, accelerator="cpu", devices=1, strategy=strategy, max_epochs=1)
+    with pytest.raises(PlanError, match="S5 split a module over the model axis"):
+        trainer.fit(model, SingleCellDataModule(data_dir, batch_size=4))
