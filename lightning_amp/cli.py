@@ -56,7 +56,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it"
     )
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=15, help="training epochs (default: 15)")
+    parser.add_argument("--epochs", type=int, default=30, help="training epochs (default: 30)")
     parser.set_defaults(run=_demo)
 
 

@@ -20,27 +20,27 @@ trainer:
   accelerator: cpu
   devices: $devices
   max_epochs: $epochs
-  log_every_n_steps: 5
+  log_every_n_steps: 2
   logger:
     class_path: lightning.pytorch.loggers.CSVLogger
     init_args: {save_dir: $out, name: logs}
   callbacks:
     - class_path: lightning_amp.StratumMemoryMonitor
-      init_args: {dirpath: $out/memory}
+      init_args: {dirpath: $out/memory, every_n_steps: 30}
     - class_path: lightning_amp.PredictionWriter
       init_args: {out_dir: $out/predictions}
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {dirpath: $out/checkpoints, filename: last, enable_version_counter: false}
 model:
   class_path: lightning_amp.GLUE
-  init_args: {latent_dim: 32, window: 20}
+  init_args: {latent_dim: 32, window: 20, lr: 0.01, hidden_depth: 1, lam_graph: 0.02}
 data:
   class_path: lightning_amp.SingleCellDataModule
   init_args: {data_dir: $out/data, batch_size: 32}
 """)
 
 
-def run_demo(out: Path, *, devices: int = 2, epochs: int = 15) -> Iterator[str]:
+def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
     Args:

@@ -111,7 +111,7 @@ def test_fit_with_a_mistake_ends_with_status_2(data_dir, tmp_path) -> None:
 
 def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:
     shipped = Path(__file__).parents[1] / "configs" / "demo.yaml"
-    assert shipped.read_text() == CONFIG.substitute(out="demo", devices=2, epochs=15)
+    assert shipped.read_text() == CONFIG.substitute(out="demo", devices=2, epochs=30)
 
 
 def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path) -> None:

@@ -10,17 +10,16 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import psutil
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.lightning.meters import CudaMeter, Meter, TensorMeter
 from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (
@@ -48,7 +47,7 @@ class StratumMemoryMonitor(pl.Callback):
 
     Logged are `amp/peak_bytes`, the largest peak of the epoch's measured steps on any rank, and
     `amp/peak_predicted_bytes` where the strategy has a plan. The files hold the rows of all ranks, those of
-    rank 0 alone when the fit ended with an exception.
+    rank 0 alone when the fit ended with an exception. `written` names them, on rank 0.
 
     Args:
         every_n_steps: Distance of measured steps; steps are training batches.
@@ -71,6 +70,7 @@ class StratumMemoryMonitor(pl.Callback):
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.plot = plot
         self.rows: list[Row] = []
+        self.written: list[Path] = []
         self._target: Path | None = None
         self._open: _MeasuredStep | None = None
 
@@ -172,65 +172,10 @@ class StratumMemoryMonitor(pl.Callback):
         target, self._target = self._target, None
         if target is None or not self.rows or not trainer.is_global_zero:
             return
-        write_rows(target, self.rows)
+        self.written = write_rows(target, self.rows)
         if self.plot:
-            _draw(
-                target / "memory.png", self.rows, budget_bytes=getattr(_plan(trainer), "budget_bytes", None)
-            )
-
-
-class Meter(Protocol):
-    """Something that knows the bytes in use."""
-
-    def start(self, held: Any) -> None:
-        """Begin, with tensors that are alive already, in any nesting of lists, tuples and dicts."""
-        ...
-
-    def read(self) -> tuple[int, int]:
-        """Bytes in use now, and most bytes in use since `start`."""
-        ...
-
-    def stop(self) -> None:
-        """Let go of what `start` took."""
-        ...
-
-
-class TensorMeter:
-    """Bytes of live tensors, on any device."""
-
-    def __init__(self) -> None:
-        self._live = LiveBytes()
-
-    def start(self, held: Any) -> None:
-        """Count these and all that are made from now on."""
-        self._live.watch(held)
-        self._live.__enter__()  # type: ignore[no-untyped-call]
-
-    def read(self) -> tuple[int, int]:
-        """Bytes alive, and their peak."""
-        return self._live.current, self._live.peak
-
-    def stop(self) -> None:
-        """Look no further."""
-        self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-
-class CudaMeter:
-    """Bytes that torch's allocator has given out on one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self, held: Any) -> None:
-        """Let the peak begin here; what is held is in the allocator's books already."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> tuple[int, int]:
-        """Bytes given out, and their peak."""
-        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
-
-    def stop(self) -> None:
-        """Nothing was taken."""
+            budget = getattr(_plan(trainer), "budget_bytes", None)
+            self.written += _draw(target / "memory.png", self.rows, budget_bytes=budget)
 
 
 class _MeasuredStep:
@@ -273,8 +218,8 @@ class _MeasuredStep:
         self.rows.append(self._place | dict(zip(COLUMNS[2:], values, strict=True)))
 
 
-def write_rows(folder: Path, rows: Iterable[Row]) -> None:
-    """Write memory.csv and memory.jsonl."""
+def write_rows(folder: Path, rows: Iterable[Row]) -> list[Path]:
+    """Write memory.csv and memory.jsonl, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     ordered = sorted(rows, key=lambda row: (row["rank"], row["step"]))
     with (folder / "memory.csv").open("w", newline="") as file:
@@ -282,9 +227,10 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
         writer.writeheader()
         writer.writerows(ordered)
     (folder / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+    return [folder / "memory.csv", folder / "memory.jsonl"]
 
 
-def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> None:
+def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> list[Path]:
     last = max(row["step"] for row in rows)
     steps = [row for row in rows if row["step"] == last and row["stratum"] == WHOLE_STEP]
     rank = max(steps, key=_measured)["rank"]
@@ -292,7 +238,7 @@ def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> None:
     # One decoder to a picture: the one that the prediction is for, else the one with most strata.
     sizes = {r["decoder"]: (r["predicted_bytes"] is not None, r["stratum"]) for r in strata}
     if not sizes:
-        return
+        return []
     # matplotlib is slow to load, and only needed where a picture is drawn.
     from lightning_amp.figures import memory_curve
 
@@ -307,6 +253,7 @@ def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> None:
         title=f"{shown[0]['decoder']}: memory after each stratum, step {last}",
         rank_label=f"rank {rank}",
     )
+    return [path]
 
 
 def _plan(trainer: pl.Trainer) -> Any:

@@ -221,7 +221,7 @@ def _draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: Single
     row = int(np.flatnonzero(table.obs_names == cell)[0])
     measured = table.counts[[row]].toarray()[0]
     maps = {"measured": _map(measured, data.layout), "expected by the model": _map(imputed, data.layout)}
-    figures.contact_maps(path, maps=maps, title=f"{cell}: contacts up to {MAP_BINS} bins from the first")
+    figures.contact_maps(path, maps=maps, title=f"{cell}: contacts of the first {len(maps['measured'])} bins")
 
 
 def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:

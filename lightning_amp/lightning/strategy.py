@@ -250,7 +250,8 @@ class AMPStrategy(DDPStrategy):
                 plan, rules=tuple(r for r in plan.rules if not isinstance(r.spec, ShareBatchStatistics))
             )
         self.plan = plan
-        rank_zero_info(f"\n{plan_report(plan)}\n")
+        if trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(f"\n{plan_report(plan)}\n")
         assert self.model is not None, "the Trainer sets the model before setup"
         self._undo.append(install(self.model, plan, self.mesh).undo)
 

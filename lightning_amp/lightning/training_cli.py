@@ -1,6 +1,8 @@
 """fit | validate | test | predict: Lightning's command line, with strategy "amp" by default and results printed."""
 
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ def train(words: Sequence[str]) -> LightningCLI:
     Launched ranks start again from `sys.argv`, so the words are put there.
     """
     sys.argv[1:] = list(words)
-    cli = AmpCLI(
+    _quieten()
+    cli = LightningCLI(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
@@ -33,19 +36,26 @@ def train(words: Sequence[str]) -> LightningCLI:
     return cli
 
 
-class AmpCLI(LightningCLI):
-    """LightningCLI whose help names this program."""
+def _quieten() -> None:
+    """Leave out what a person at this command line can do nothing about: Lightning's advertisements of other
+    packages, and its own use of what torch has deprecated.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: For seamless cloud" not in record.getMessage())
 
 
 @rank_zero_only
 def _print_results(cli: LightningCLI) -> None:
     for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StratumMemoryMonitor) and callback.table():
+        if isinstance(callback, StratumMemoryMonitor) and callback.written:
             print(f"\n{memory_table(callback.table())}")
         for path in getattr(callback, "written", []):
             print(f"wrote {_short(path)}")
-    for path in _checkpoints(cli):
-        print(f"wrote {_short(path)}")
+    if cli.subcommand == "fit":
+        for path in _checkpoints(cli):
+            print(f"wrote {_short(path)}")
 
 
 def memory_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -15,8 +15,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns that line up, the last one wrapped to the width; numbers are aligned by the caller's formatting."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header) - 1)]
     left = sum(widths) + 2 * len(widths)
+    last = max(len(str(row[-1])) for row in [header, *rows])
     lines = []
-    for row in [header, ["-" * w for w in widths] + ["-" * max(4, WIDTH - left)], *rows]:
+    for row in [header, ["-" * w for w in widths] + ["-" * max(4, min(last, WIDTH - left))], *rows]:
         first = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
         parts = wrap(str(row[-1]), max(20, WIDTH - left)) or [""]
         lines += [f"{first}  {parts[0]}".rstrip(), *(" " * left + part for part in parts[1:])]
