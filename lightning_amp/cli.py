@@ -151,8 +151,9 @@ def _profile(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.policy import check_request, plan
+    from lightning_amp.planning.policy import plan
     from lightning_amp.planning.report import plan_report, profile_report
+    from lightning_amp.planning.request import check_request
     from lightning_amp.planning.shape import LATENT_DIM, reference_shape
 
     size = arguments.model_parallel_size

@@ -59,7 +59,7 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
     out.mkdir(parents=True, exist_ok=True)
     (out / MARK).touch()
     yield "Synthetic data: 240 cells of 4 types, 2 chromosomes, 12 strata, RNA of the same types"
-    synthesize(out / "data", cells=240, strata=12, overwrite=True)
+    synthesize(out / "data", cells=240, strata=12, depth=6000, overwrite=True)
     config = out / "config.yaml"
     config.write_text(CONFIG.substitute(out=out, devices=devices, epochs=epochs))
     checkpoint = out / "checkpoints" / "last.ckpt"

@@ -118,3 +118,18 @@ def test_prescribed_strategies_without_an_installer_stop_the_run(data_dir: Path)
     trainer = Trainer(**QUIET, accelerator="cpu", devices=1, strategy=strategy, max_epochs=1)
     with pytest.raises(PlanError, match="S5 split a module over the model axis"):
         trainer.fit(model, SingleCellDataModule(data_dir, batch_size=4))
+
+
+def test_a_run_that_is_predicted_not_to_fit_says_so_before_it_starts(data_dir: Path) -> None:
+    trainer = Trainer(
+        **QUIET,
+        accelerator="cpu",
+        devices=1,
+        strategy=AMPStrategy(device_memory="20KiB"),
+        max_steps=1,
+        limit_val_batches=0,
+    )
+    with pytest.warns(
+        UserWarning, match=r"out of memory at stratum 0: .* per rank of 20.0 KiB; use smaller batches"
+    ):
+        trainer.fit(GLUE(latent_dim=8, window=8), SingleCellDataModule(data_dir, batch_size=4))

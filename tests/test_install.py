@@ -90,7 +90,7 @@ def test_two_rules_on_one_module_are_refused() -> None:
     model = Model()
     made = planned("S1,S4")
     with pytest.raises(InstallError, match="'decoders.hic.strata.0.decode' is claimed by two rules"):
-        install(model, replace(made, rules=(made.rules[-1], made.rules[-1])))
+        install(model, replace(made, rules=(*made.rules, made.rules[-1])))
 
 
 @pytest.mark.parametrize("strategies", ["S1,S2", "S1,S3,S5"])

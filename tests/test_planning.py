@@ -10,6 +10,7 @@ from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.report import plan_report, profile_report
+from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.strategies import parse_strategies
 from tests.profiles import hic, profile, rna, shape
 
@@ -24,7 +25,7 @@ def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> N
     assert made.rules == ()
     assert made.fits is False
     assert made.fails_at_stratum is not None
-    assert f"out of memory at stratum {made.fails_at_stratum}" in " ".join(made.notes)
+    assert f"out of memory at stratum {made.fails_at_stratum}: " in plan_report(made)
 
 
 def test_no_contacts_or_enough_memory_is_data_parallel_only() -> None:
@@ -156,6 +157,24 @@ def test_a_rule_of_unknown_type_and_a_missing_file(tmp_path) -> None:
         Plan.read(tmp_path / "absent.json")
     with pytest.raises(PlanError, match="a mesh of 0 x 2"):
         MeshShape(data=0, model=2)
+
+
+def test_a_plan_whose_rules_are_not_its_strategies_is_refused() -> None:
+    plain = json.loads(plan(profile(), devices=2, strategies="S1,S3").to_json())
+    plain["rules"].pop()
+    with pytest.raises(
+        PlanError, match=r"strategies=\['S1', 'S3'\] was asked for, its rules are for \['S1'\]"
+    ):
+        Plan.from_json(json.dumps(plain))
+
+
+def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
+    unknown = ModelShape(decoder=None, batch_size=8, parameter_bytes=1000, base_activation_bytes=0)
+    made = plan(profile(rna()), devices=2, device_memory="1GiB", shape=unknown)
+    assert made.strategies == ("S1",)
+    assert made.fits is None
+    assert "unknown; weights and gradients alone take" in plan_report(made)
+    assert "no decomposed decoder was recognised: data parallelism (S1) only" in plan_report(made)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from lightning_amp.lightning.replicas import check_replicas, decide_on_rank_zero
 from lightning_amp.parallel.batch_norm import SharedBatchNorm, share_batch_statistics
 from lightning_amp.parallel.gradients import MIB, GradientSync
 from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.report import plan_report
+from lightning_amp.planning.report import plan_report, shortfall
 from lightning_amp.planning.specs import ShareBatchStatistics
 
 RAW_BACKWARD = (
@@ -252,6 +252,8 @@ class AMPStrategy(DDPStrategy):
         self.plan = plan
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"\n{plan_report(plan)}\n")
+            if plan.fits is False:
+                rank_zero_warn(shortfall(plan))
         assert self.model is not None, "the Trainer sets the model before setup"
         self._undo.append(install(self.model, plan, self.mesh).undo)
 

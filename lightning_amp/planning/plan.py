@@ -98,10 +98,23 @@ class Plan:
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        """Refuse a plan that names strategies it has no rule for, or the other way round.
+
+        Raises:
+            PlanError: Such a plan would train something else than it says.
+        """
+        ruled = {rule.strategy for rule in self.rules}
+        if ruled != set(self.strategies):
+            raise PlanError(
+                f"a plan with strategies={list(self.strategies)!r} was asked for, its rules are for {sorted(ruled)!r};"
+                " each strategy needs a rule and each rule its strategy: make the plan with `lightning-amp plan`"
+            )
+
     @property
     def fits(self) -> bool | None:
-        """Whether the predicted peak is within the budget; None when either is unknown."""
-        if self.budget_bytes is None or not self.predicted_peak_bytes:
+        """Whether the predicted peak is within the budget; None when the budget or the activations are unknown."""
+        if self.budget_bytes is None or not self.strata_bytes:
             return None
         return self.predicted_peak_bytes <= self.budget_bytes
 

@@ -11,8 +11,6 @@ The paper maps signals independently of memory, yet its lightweight configuratio
 under S1 only; the third row is how both can be true.
 """
 
-from statistics import NormalDist
-
 from lightning_amp.diagnosis.diagnose import (
     ATTENTION_DECODER,
     HEAVY_DECOMPOSITION,
@@ -21,18 +19,15 @@ from lightning_amp.diagnosis.diagnose import (
 )
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
-from lightning_amp.planning.memory import Estimate, estimate
+from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.request import check_request
 from lightning_amp.planning.rules import build_rules
 from lightning_amp.planning.shape import ModelShape, reference_shape
 from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
 from lightning_amp.profiling.profile import Profile
-
-POLICIES = ("auto", "paper")
-
-BALANCE_FROM = 0.02
-"""Expected excess of the busiest rank's contacts over the mean, from which balancing the cells pays."""
 
 
 def plan(
@@ -77,11 +72,13 @@ def plan(
         chosen = parse_strategies(strategies)
     else:
         chosen, notes = _paper(diagnosis, shape, devices=devices, budget=budget)
+        if policy == "auto":
+            notes.append('policy "auto" follows the paper\'s fixed mapping in this version')
     mesh = _mesh(chosen, devices=devices, model_parallel_size=model_parallel_size)
     axes = _axes(chosen, shape)
     predicted = estimate(shape, axes, model_ranks=mesh.model)
-    balance, balance_note = _balance(profile, mesh, batch_size)
-    notes += _notes(shape, predicted, budget, policy, strategies) + balance_note
+    balance, balance_note = decide_balance(profile, mesh, batch_size)
+    notes += _notes(shape) + balance_note
     return Plan(
         policy="strategies" if strategies is not None else policy,
         signals=diagnosis.signals,
@@ -99,40 +96,6 @@ def plan(
         balance_cells=balance,
         notes=tuple(notes),
     )
-
-
-def check_request(
-    *,
-    devices: int,
-    device_memory: str | int | None,
-    policy: str,
-    strategies: str | list[str] | tuple[str, ...] | None,
-    batch_size: int,
-    model_parallel_size: int | str,
-) -> None:
-    """Refuse what no data could make legal, before any data are read; the arguments are those of `plan`.
-
-    Raises:
-        PlanError: An argument outside what is allowed.
-    """
-    if policy not in POLICIES:
-        raise PlanError(f"policy={policy!r} was asked for; allowed are {', '.join(map(repr, POLICIES))}")
-    for name, value in (("devices", devices), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}={value!r} was asked for; allowed is a whole number of 1 or more")
-    if device_memory is not None:
-        parse_bytes(device_memory)
-    if strategies is not None:
-        parse_strategies(strategies)
-    if model_parallel_size != "auto" and (
-        isinstance(model_parallel_size, bool)
-        or not isinstance(model_parallel_size, int)
-        or model_parallel_size < 1
-    ):
-        raise PlanError(
-            f'model_parallel_size={model_parallel_size!r} was asked for; allowed are "auto" or a whole number of 1 or'
-            " more that divides the devices"
-        )
 
 
 def _paper(
@@ -206,48 +169,10 @@ def _axes(chosen: tuple[str, ...], shape: ModelShape) -> Axes:
     )
 
 
-def _balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[bool, list[str]]:
-    """Whether contacts per cell vary enough to leave ranks waiting for each other.
-
-    The sum over B cells has a relative spread of spread / sqrt(B); the largest of R such sums exceeds their mean by
-    about that times the expected maximum of R standard normal numbers (Blom's approximation).
-    """
-    spreads = [
-        m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread
-    ]
-    if mesh.data == 1 or not spreads:
-        return False, []
-    largest = NormalDist().inv_cdf((mesh.data - 0.375) / (mesh.data + 0.25))
-    excess = max(spreads) / batch_size**0.5 * largest
-    verdict = "cells are balanced over the ranks" if excess >= BALANCE_FROM else "random batches will do"
-    return excess >= BALANCE_FROM, [
-        f"contacts per cell vary by {100 * max(spreads):.0f} %: in a step of {batch_size} cells per rank the busiest"
-        f" rank would have {100 * excess:.1f} % more than the mean; {verdict}"
-    ]
-
-
-def _notes(
-    shape: ModelShape,
-    predicted: Estimate,
-    budget: int | None,
-    policy: str,
-    strategies: object,
-) -> list[str]:
+def _notes(shape: ModelShape) -> list[str]:
     notes = []
-    if policy == "auto" and strategies is None:
-        notes.append('policy "auto" follows the paper\'s fixed mapping in this version')
     if shape.decoder is None:
         notes.append(
             "activations of an unrecognised module cannot be predicted: the peak covers weights and gradients"
-        )
-    if budget is not None and predicted.peak_bytes > budget:
-        stratum = next((k for k, n in enumerate(predicted.strata_bytes) if n > budget), None)
-        where = (
-            f"out of memory at stratum {stratum}"
-            if stratum is not None
-            else "out of memory in the backward pass"
-        )
-        notes.append(
-            f"predicted {where}: {format_bytes(predicted.peak_bytes)} against {format_bytes(budget)}"
         )
     return notes

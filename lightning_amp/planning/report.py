@@ -71,9 +71,20 @@ def plan_report(plan: Plan) -> str:
     ]
     sections.append(table(["", "technique", "saves", "why"], rules) if rules else "nothing to install")
     sections.append("\n".join(_prediction(plan)))
-    sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in plan.notes]
+    notes = [*plan.notes, *([shortfall(plan)] if plan.fits is False else [])]
+    sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
     names = ", ".join(f"{s} {STRATEGIES[s].title}" for s in plan.strategies) or "single-device execution"
     return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
+
+
+def shortfall(plan: Plan) -> str:
+    """Say where a plan that does not fit is predicted to run out of memory, and what helps."""
+    stratum = plan.fails_at_stratum
+    where = "in the backward pass" if stratum is None else f"at stratum {stratum}"
+    return (
+        f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
+        f" {format_bytes(plan.budget_bytes or 0)}; use smaller batches, more or larger devices, or other strategies"
+    )
 
 
 def _mark(evidence: str, plan: Plan) -> str:
@@ -83,14 +94,15 @@ def _mark(evidence: str, plan: Plan) -> str:
 def _prediction(plan: Plan) -> list[str]:
     budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
-    rows = [
-        ("predicted peak per rank", f"{format_bytes(plan.predicted_peak_bytes)} of {budget} ({verdict})"),
-        ("base + strata x each", _epm(plan)),
-        (
-            "mesh",
-            f"{plan.mesh.data} data x {plan.mesh.model} model, {plan.batch_size} cells per rank and step",
-        ),
-    ]
+    size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
+    rows = [("mesh", f"{mesh.data} data x {mesh.model} model, {plan.batch_size} cells per rank and step")]
+    if plan.strata_bytes:
+        rows.insert(0, ("base + strata x each", _epm(plan)))
+        rows.insert(0, ("predicted peak per rank", f"{size} of {budget} ({verdict})"))
+    else:
+        rows.insert(
+            0, ("predicted peak per rank", f"unknown; weights and gradients alone take {size} of {budget}")
+        )
     return [f"{name.ljust(24)}{value}" for name, value in rows]
 
 

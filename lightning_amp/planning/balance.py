@@ -1,0 +1,29 @@
+"""Whether cells should be balanced over the ranks, from the spread of their contacts."""
+
+from statistics import NormalDist
+
+from lightning_amp.planning.plan import MeshShape
+from lightning_amp.profiling.profile import Profile
+
+BALANCE_FROM = 0.02
+"""Expected excess of the busiest rank's contacts over the mean, from which balancing the cells pays."""
+
+
+def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[bool, list[str]]:
+    """Say whether contacts per cell vary enough to leave ranks waiting for each other, and why.
+
+    The sum over B cells has a relative spread of spread / sqrt(B); the largest of R such sums exceeds their mean by
+    about that times the expected maximum of R standard normal numbers (Blom's approximation).
+    """
+    spreads = [
+        m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread
+    ]
+    if mesh.data == 1 or not spreads:
+        return False, []
+    largest = NormalDist().inv_cdf((mesh.data - 0.375) / (mesh.data + 0.25))
+    excess = max(spreads) / batch_size**0.5 * largest
+    verdict = "cells are balanced over the ranks" if excess >= BALANCE_FROM else "random batches will do"
+    return excess >= BALANCE_FROM, [
+        f"contacts per cell vary by {100 * max(spreads):.0f} %: in a step of {batch_size} cells per rank the busiest"
+        f" rank would have {100 * excess:.1f} % more than the mean; {verdict}"
+    ]
