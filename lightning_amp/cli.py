@@ -26,11 +26,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             arguments = _parser().parse_args(words)
             arguments.run(arguments)
-    except AmpError as error:
+    except Exception as error:
+        mistake = _mistake_in(error)
+        if mistake is None:
+            raise
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"lightning-amp: error: {error}", file=sys.stderr)
+            print(f"lightning-amp: error: {mistake}", file=sys.stderr)
         return 2
     return 0
+
+
+def _mistake_in(error: BaseException | None) -> BaseException | None:
+    """The user's mistake that an error stands for: an AmpError anywhere in its chain, for jsonargparse wraps what
+    constructors raise, a refusal of Lightning's, or a missing file.
+    """
+    first, seen = error, set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, AmpError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    refusal = type(first).__name__ == "MisconfigurationException"
+    return first if refusal or isinstance(first, FileNotFoundError) else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,7 +187,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     shape = reference_shape(
         profile,
         batch_size=arguments.batch_size,
-        latent_dim=arguments.latent_dim or LATENT_DIM,
+        latent_dim=LATENT_DIM if arguments.latent_dim is None else arguments.latent_dim,
         window=arguments.window,
     )
     made = plan(profile, **request, shape=shape)

@@ -47,6 +47,7 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
         (["plan", "absent", "--policy", "fast"], "policy='fast'"),
         (["plan", "absent", "--strategies", "S7"], "['S7'] is not in the library"),
         (["plan", "absent", "--model-parallel-size", "x"], "model_parallel_size='x'"),
+        (["plan", "absent", "--devices", "1" + "0" * 23], "allowed is a whole number from 1 to 1,000,000"),
         (["prepare", "--hic", "a", "--rna", "b", "--genes", "c", "--strata", "0", "--out", "d"], "strata"),
     ],
 )
@@ -75,6 +76,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 
 def config(data_dir: Path, **trainer: object) -> dict:
     return {
+        "seed_everything": 1,
         "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False} | trainer,
         "model": {"class_path": "lightning_amp.GLUE", "init_args": {"latent_dim": 8, "window": 8}},
         "data": {
@@ -107,6 +109,20 @@ def test_fit_with_a_mistake_ends_with_status_2(data_dir, tmp_path) -> None:
     assert done.returncode == 2, done.stderr
     assert "absent" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_mistake_inside_yaml_is_found_under_jsonargparse(data_dir, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-amp"])
+    wrong = config(data_dir)
+    wrong["data"]["init_args"]["batch_size"] = 0
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(wrong))
+    assert main(["fit", "--config", str(file)]) == 2
+    assert "batch_size=0" in capsys.readouterr().err
+    assert yaml.safe_load(file.read_text()) == wrong
 
 
 def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.policy import plan
+from lightning_amp.profiling.read import profile
 from tests.ranks import run_ranks
 from tests.strategy_cases import RunningRanks
 
@@ -55,13 +58,14 @@ def train(data_dir: Path, ranks: int, rank: int, **settings: Any) -> dict[str, A
     model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64, align_burnin=2)
     data = SingleCellDataModule(data_dir, batch_size=GLOBAL_BATCH // ranks, val_fraction=0.0)
     trainer.fit(model, data)
-    plan = strategy.plan
-    assert plan is not None, "there is a plan after a fit"
+    made = strategy.plan
+    assert made is not None, "there is a plan after a fit"
     return {
         "losses": losses.values,
         "state": {name: value.clone() for name, value in model.state_dict().items()},
-        "strategies": plan.strategies,
+        "strategies": made.strategies,
         "balanced": strategy.balance_cells,
+        "in_force": made.balance_cells,
     }
 
 
@@ -90,6 +94,7 @@ def test_the_runs_are_what_the_claim_says(runs: list[dict[str, Any]]) -> None:
     one, first, _ = runs
     assert (one["strategies"], one["balanced"]) == ((), False)
     assert (first["strategies"], first["balanced"]) == (("S1", "S3", "S4"), True)
+    assert first["in_force"] is True
     assert len(one["losses"]) == len(first["losses"]) == 12
 
 
@@ -133,3 +138,63 @@ def test_a_run_that_is_predicted_not_to_fit_says_so_before_it_starts(data_dir: P
         UserWarning, match=r"out of memory at stratum 0: .* per rank of 20.0 KiB; use smaller batches"
     ):
         trainer.fit(GLUE(latent_dim=8, window=8), SingleCellDataModule(data_dir, batch_size=4))
+
+
+def fitted(strategy: AMPStrategy, data_dir: Path, **options: Any) -> Trainer:
+    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "limit_val_batches": 0}
+    trainer = Trainer(**QUIET, **{**defaults, **options}, strategy=strategy)
+    trainer.fit(GLUE(latent_dim=8, window=8), SingleCellDataModule(data_dir, batch_size=4))
+    return trainer
+
+
+def test_a_given_plan_is_predicted_anew_for_the_run(data_dir: Path) -> None:
+    """Its own figures were for other cells and another latent dimension."""
+    made = plan(profile(data_dir), devices=1, strategies="S1,S3", batch_size=64, device_memory="1GiB")
+    strategy = AMPStrategy(plan=made, device_memory="2GiB")
+    fitted(strategy, data_dir)
+    assert strategy.plan is not None
+    assert strategy.plan.rules == made.rules
+    assert (strategy.plan.batch_size, strategy.plan.budget_bytes) == (4, 2 * 2**30)
+    assert strategy.plan.predicted_peak_bytes < made.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_the_peak_of_a_step_is_predicted(data_dir: Path, precision: Any) -> None:
+    """To 5 % after every stratum, to 10 % for the step, in the precision of the run."""
+    monitor = StratumMemoryMonitor(plot=False, dirpath=data_dir.parent / precision)
+    fitted(AMPStrategy(), data_dir, precision=precision, callbacks=[monitor])
+    rows = monitor.table()
+    assert len(rows) == 5
+    assert all(row["ratio"] == pytest.approx(1, abs=0.05) for row in rows[:-1])
+    assert rows[-1]["ratio"] == pytest.approx(1, abs=0.1)
+
+
+def test_the_reference_model_can_be_tested(data_dir: Path) -> None:
+    trainer = fitted(AMPStrategy(), data_dir)
+    results = trainer.test(
+        trainer.lightning_module, SingleCellDataModule(data_dir, batch_size=4), verbose=False
+    )
+    assert results[0]["test_loss"] > 0
+
+
+class Plain(LightningModule):
+    """No decoder that anyone would recognise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_without_a_decoder_has_no_predicted_activations(data_dir: Path) -> None:
+    strategy = AMPStrategy(data_dir=data_dir)
+    trainer = Trainer(**QUIET, accelerator="cpu", devices=1, max_epochs=1, strategy=strategy)
+    trainer.fit(Plain(), torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4))
+    assert strategy.plan is not None
+    assert (strategy.plan.signals, strategy.plan.strata_bytes, strategy.plan.fits) == ((), (), None)
+    assert strategy.plan.batch_size == 4

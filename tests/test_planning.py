@@ -10,7 +10,7 @@ from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.report import plan_report, profile_report
-from lightning_amp.planning.shape import ModelShape
+from lightning_amp.planning.shape import ModelShape, reference_shape
 from lightning_amp.planning.strategies import parse_strategies
 from tests.profiles import hic, profile, rna, shape
 
@@ -101,7 +101,7 @@ def test_memory_grows_by_the_same_amount_per_stratum_and_shrinks_with_each_strat
     ("request_", "message"),
     [
         ({"policy": "fast"}, "policy='fast' was asked for; allowed are 'auto', 'paper'"),
-        ({"devices": 0}, "devices=0 was asked for; allowed is a whole number of 1 or more"),
+        ({"devices": 0}, "devices=0 was asked for; allowed is a whole number from 1 to 1,000,000"),
         ({"devices": "two"}, "devices='two'"),
         ({"batch_size": -1}, "batch_size=-1"),
         ({"device_memory": "24 apples"}, "'24 apples' was found; allowed are a number of bytes"),
@@ -159,13 +159,49 @@ def test_a_rule_of_unknown_type_and_a_missing_file(tmp_path) -> None:
         MeshShape(data=0, model=2)
 
 
-def test_a_plan_whose_rules_are_not_its_strategies_is_refused() -> None:
+EDITS = [
+    (lambda p: p["rules"].pop(), r"strategies=\['S1', 'S3'\], but its rules are for \['S1'\]"),
+    (
+        lambda p: p["axes"].update(attention="eager"),
+        "axes.attention='eager', with these strategies it is 'chunked'",
+    ),
+    (lambda p: p["axes"].update(decode="bogus"), "axes.decode='bogus', with these strategies it is 'full'"),
+    (
+        lambda p: p["rules"][-1].update(spec={"type": "KeyFirstDecode"}),
+        "a rule of S3 asks for KeyFirstDecode, which is S4",
+    ),
+    (lambda p: p.update(balance_cells=not p["balance_cells"]), "and the rules say otherwise"),
+    (lambda p: p.update(balance_cells="false"), "balance_cells='false' is neither true nor false"),
+    (lambda p: p.update(predicted_peak_bytes="lots"), "predicted_peak_bytes='lots' is not a whole number"),
+    (lambda p: p.update(batch_size=-1), "batch_size=-1 is not a whole number"),
+    (lambda p: p.update(budget_bytes=float("nan")), "budget_bytes=nan is not a whole number"),
+    (lambda p: p.update(strata_bytes="abc"), r"strata_bytes\[0\]='a' is not a whole number"),
+    (lambda p: p["rules"][-1].update(fqn=5), "fqn=5 is not text"),
+    (lambda p: p.update(notes=[1]), "holds something other than text"),
+    (lambda p: p["mesh"].update(data=2.0), "a mesh of 2.0 x 1 was asked for"),
+    (
+        lambda p: (p["strategies"].append("S7"), p["rules"][0].update(strategy="S7")),
+        r"strategies=\['S7'\] are not of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), EDITS)
+def test_a_plan_that_contradicts_itself_is_refused(edit, message) -> None:
     plain = json.loads(plan(profile(), devices=2, strategies="S1,S3").to_json())
-    plain["rules"].pop()
-    with pytest.raises(
-        PlanError, match=r"strategies=\['S1', 'S3'\] was asked for, its rules are for \['S1'\]"
-    ):
+    edit(plain)
+    with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps(plain))
+
+
+def test_sizes_that_no_model_can_have() -> None:
+    for latent_dim in (-800, 0, 7):
+        with pytest.raises(
+            PlanError, match=f"latent_dim={latent_dim} was asked for; allowed .* even for attention"
+        ):
+            reference_shape(profile(), batch_size=8, latent_dim=latent_dim)
+    with pytest.raises(PlanError, match="window=0 was asked for; allowed is a whole number of bins"):
+        reference_shape(profile(), batch_size=8, window=0)
 
 
 def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:

@@ -23,7 +23,7 @@ from lightning_amp.lightning import planner
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.parallel.batch_norm import SharedBatchNorm
 from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
-from lightning_amp.planning.specs import DataParallel, ShareBatchStatistics
+from lightning_amp.planning.specs import BalanceCells, DataParallel, ShareBatchStatistics
 from tests.ranks import CountCollectives, run_ranks
 from tests.strategy_cases import (
     AGAINST_DDP,
@@ -48,6 +48,7 @@ def a_plan(ranks: int, *, balance_cells: bool = False) -> Plan:
         rules=(
             Rule(fqn="", spec=DataParallel(), strategy="S1", why="test"),
             Rule(fqn="*", spec=ShareBatchStatistics(), strategy="S1", why="test"),
+            *([Rule(fqn="", spec=BalanceCells(), strategy="S1", why="test")] if balance_cells else []),
         ),
         batch_size=4,
         predicted_base_bytes=0,

@@ -216,3 +216,22 @@ def test_replicas_that_differ_only_in_order_are_refused() -> None:
 def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
     """Not before `setup`: other ranks may not see the file, and rank 0 tells them."""
     assert AMPStrategy(plan=tmp_path / "no.json").plan is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategies": "S9"}, r"\['S9'\] is not in the library"),
+        ({"strategies": 3}, "strategies=3 was asked for"),
+        ({"device_memory": "24 apples"}, "'24 apples'"),
+        ({"device_memory": 0}, "larger than zero, found 0"),
+        ({"data_dir": 3}, "data_dir=3 was asked for; allowed is the path"),
+        ({"data_dir": ""}, "data_dir='' was asked for"),
+        ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
+        ({"plan": "plan.json", "policy": "paper"}, r"beside \{'policy': 'paper'\}, which a plan decides"),
+        ({"plan": "plan.json", "model_parallel_size": 2}, "beside .*'model_parallel_size': '2'"),
+    ],
+)
+def test_values_that_could_only_fail_later_are_refused_at_once(options: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        AMPStrategy(**options)

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.strategies import parse_strategies
 
 
 def one_of(name: str, value: object, allowed: tuple[str | bool, ...]) -> None:
@@ -28,16 +30,50 @@ def check_numbers(*, model_parallel_size: int | str, bucket_mb: float) -> None:
             f"model_parallel_size={model_parallel_size!r} was asked for; allowed are 'auto' and a"
             " whole number of ranks, 1 or more"
         )
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
+    if (
+        isinstance(bucket_mb, bool)
+        or not isinstance(bucket_mb, int | float)
+        or not 0 < bucket_mb < float("inf")
+    ):
         raise PlanError(f"bucket_mb={bucket_mb!r} was asked for; allowed is a number of MiB above 0")
 
 
-def check_plan(plan: str | Path | Plan | None, strategies: list[str] | str | None) -> None:
-    """Check that a plan and a choice of strategies do not contradict each other.
+def check_paths(*, data_dir: object, device_memory: str | int | None) -> None:
+    """Check the data directory's kind, and the budget.
 
     Raises:
-        PlanError: Both were given, or the plan is neither a path nor a Plan.
+        PlanError: Not a path, or not a size.
     """
+    if data_dir is not None and (not isinstance(data_dir, str | Path) or not str(data_dir)):
+        raise PlanError(
+            f"data_dir={data_dir!r} was asked for; allowed is the path of a data directory, or None"
+        )
+    if device_memory is not None:
+        parse_bytes(device_memory)
+
+
+def check_plan(
+    plan: str | Path | Plan | None,
+    strategies: list[str] | str | None,
+    *,
+    policy: str,
+    model_parallel_size: int | str,
+) -> None:
+    """Check a plan and a choice of strategies, and that they do not contradict each other.
+
+    Raises:
+        PlanError: Options beside a plan that it decides, unknown strategies, or a plan that is neither a path nor a
+            Plan.
+    """
+    if strategies is not None:
+        parse_strategies(strategies)
+    decided = {"policy": policy if policy != "auto" else None}
+    decided["model_parallel_size"] = None if model_parallel_size == "auto" else str(model_parallel_size)
+    beside = {name: value for name, value in decided.items() if value is not None}
+    if plan is not None and beside:
+        raise PlanError(
+            f"plan={plan!r} was asked for beside {beside!r}, which a plan decides; leave one of the two out"
+        )
     if plan is not None and not isinstance(plan, str | Path | Plan):
         raise PlanError(
             f"plan={plan!r} was asked for; allowed are a Plan and the path of one written as JSON"

@@ -3,11 +3,11 @@
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from lightning_amp.lightning.hardware import device_budget
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.byte_size import parse_bytes
+from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan as make_plan
 from lightning_amp.planning.shape import (
@@ -17,6 +17,7 @@ from lightning_amp.planning.shape import (
     NetworkShape,
     base_activations,
     other_decoders,
+    sampled_edges,
 )
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 from lightning_amp.profiling.read import profile as read_profile
@@ -41,32 +42,86 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    module = trainer.lightning_module
-    data = getattr(trainer, "datamodule", None)
-    data_dir = strategy.data_dir or getattr(data, "data_dir", None)
-    batch_size = int(getattr(data, "batch_size", 0) or 0)
-    shape = describe(
-        module,
-        batch_size=batch_size or 1,
-        optimizer_slots=RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS,
-    )
-    if data_dir is None:
-        profile = profile_of_module(shape)
-    else:
-        attention = None if shape.decoder is None else shape.decoder.attention
-        profile = read_profile(data_dir, setting=getattr(data, "setting", None), attention=attention)
-        shape = _with_base(shape, profile, module)
-    budget = strategy.device_memory or device_budget(strategy.root_device, local_ranks=strategy.num_processes)
-    return make_plan(
+    profile, shape, notes = _read(strategy, trainer)
+    made = make_plan(
         profile,
         devices=strategy.world_size,
-        device_memory=budget,
+        device_memory=_budget(strategy),
         policy=strategy.policy,
         strategies=strategy.strategies,
-        batch_size=batch_size or 1,
+        batch_size=shape.batch_size,
         model_parallel_size=strategy.model_parallel_size,
         shape=shape,
     )
+    return replace(made, notes=(*made.notes, *notes))
+
+
+def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
+    """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
+    _, shape, notes = _read(strategy, trainer)
+    predicted = estimate(shape, plan.axes, model_ranks=plan.mesh.model)
+    return replace(
+        plan,
+        batch_size=shape.batch_size,
+        predicted_base_bytes=predicted.base_bytes,
+        predicted_stratum_bytes=sum(predicted.stratum_bytes) // max(1, len(predicted.stratum_bytes)),
+        predicted_peak_bytes=predicted.peak_bytes,
+        strata_bytes=predicted.strata_bytes,
+        budget_bytes=_budget(strategy),
+        notes=(*(note for note in plan.notes if note not in notes), *notes),
+    )
+
+
+def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, ModelShape, list[str]]:
+    """Profile and shape of the run, and what its prediction leaves out."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    data_dir = getattr(data, "data_dir", None) if strategy.data_dir is None else strategy.data_dir
+    batch_size = _batch_size(trainer)
+    notes = []
+    if batch_size is None:
+        notes.append("the cells per step are not known without a data module or loader: predicted for 1 cell")
+    if "mixed" in str(trainer.precision):
+        notes.append(
+            f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
+        )
+    slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
+    shape = describe(module, batch_size=batch_size or 1, optimizer_slots=slots)
+    if data_dir is None:
+        return profile_of_module(shape), shape, notes
+    attention = None if shape.decoder is None else shape.decoder.attention
+    profile = read_profile(data_dir, setting=getattr(data, "setting", None), attention=attention)
+    profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
+    if isinstance(module, GLUE):
+        return profile, _with_base(shape, profile, module), notes
+    if shape.decoder is not None:
+        notes.append("activations outside the decoder are not predicted: they are those of another's model")
+    return profile, shape, notes
+
+
+def _budget(strategy: "AMPStrategy") -> int:
+    if strategy.device_memory is not None:
+        return parse_bytes(strategy.device_memory)
+    return device_budget(strategy.root_device, local_ranks=strategy.num_processes)
+
+
+def _batch_size(trainer: "pl.Trainer") -> int | None:
+    """Cells per rank and step: of the data module, else of a plain loader given to `fit`."""
+    size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    if size is None:
+        size = getattr(trainer.fit_loop._data_source.instance, "batch_size", None)
+    return size if isinstance(size, int) and size >= 1 else None
+
+
+def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:
+    """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
+    used = [m for m in profile.modalities if names is None or m.name in names]
+    modalities = []
+    for modality in used:
+        others = [m.features for m in used if m is not modality]
+        scale = modality.features / max(others) if others else None
+        parts = None if decoder is None else modality.decomposition
+        modalities.append(replace(modality, scale=scale, decomposition=parts))
+    return replace(profile, modalities=tuple(modalities))
 
 
 def profile_of_module(shape: ModelShape) -> Profile:
@@ -96,14 +151,18 @@ def _modality(decoder: DecoderShape) -> ModalityProfile:
     )
 
 
-def _with_base(shape: ModelShape, profile: Profile, module: nn.Module) -> ModelShape:
-    """Add what lies outside the strata; a module other than the reference model is taken to be of its kind."""
-    settings = module.hparams if isinstance(module, GLUE) else {}
+def _with_base(shape: ModelShape, profile: Profile, module: GLUE) -> ModelShape:
+    """Add what lies outside the strata of the reference model."""
+    settings = module.hparams
     names = [field.name for field in fields(NetworkShape)]
     network = NetworkShape(**{name: settings[name] for name in names if name in settings})
     dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
+    cells, element = shape.batch_size, shape.element_bytes
     return replace(
         shape,
-        base_activation_bytes=base_activations(network, profile, batch_size=shape.batch_size, latent_dim=dim),
-        other_decoder_bytes=other_decoders(profile, batch_size=shape.batch_size),
+        base_activation_bytes=base_activations(
+            network, profile, batch_size=cells, latent_dim=dim, element_bytes=element
+        ),
+        other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
+        edge_bytes=sampled_edges(network, profile, latent_dim=dim, element_bytes=element),
     )

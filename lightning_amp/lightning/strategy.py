@@ -9,7 +9,6 @@ statistics, differ between ranks until the next validation, where rank 0's are t
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,13 +39,14 @@ from lightning_amp.lightning._compat import (
     rank_zero_warn,
 )
 from lightning_amp.lightning.cells import CellWeight
-from lightning_amp.lightning.options import check_numbers, check_plan, one_of
+from lightning_amp.lightning.options import check_numbers, check_paths, check_plan, one_of
 from lightning_amp.lightning.registration import register
 from lightning_amp.lightning.replicas import check_replicas, decide_on_rank_zero, share_random_state
 from lightning_amp.parallel.batch_norm import SharedBatchNorm, share_batch_statistics
 from lightning_amp.parallel.gradients import MIB, GradientSync
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.report import plan_report, shortfall
+from lightning_amp.planning.rules import with_balance, without_shared_statistics
 from lightning_amp.planning.specs import ShareBatchStatistics
 
 RAW_BACKWARD = (
@@ -117,7 +117,8 @@ class AMPStrategy(DDPStrategy):
         one_of("balance_cells", balance_cells, (True, False, "auto"))
         one_of("share_batch_statistics", share_batch_statistics, (True, False))
         check_numbers(model_parallel_size=model_parallel_size, bucket_mb=bucket_mb)
-        check_plan(plan, strategies)
+        check_plan(plan, strategies, policy=policy, model_parallel_size=model_parallel_size)
+        check_paths(data_dir=data_dir, device_memory=device_memory)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -230,13 +231,14 @@ class AMPStrategy(DDPStrategy):
 
     def _plan_and_install(self, trainer: Trainer) -> None:
         # late, for both reach the reference model and every technique, which a Trainer does not need
-        from lightning_amp.lightning.planner import plan_run
+        from lightning_amp.lightning.planner import plan_run, predict_anew
         from lightning_amp.parallel.install import install
 
         def decide() -> Plan:
             if self._asked_plan is None:
                 return plan_run(self, trainer)
-            return self._asked_plan if isinstance(self._asked_plan, Plan) else Plan.read(self._asked_plan)
+            given = self._asked_plan if isinstance(self._asked_plan, Plan) else Plan.read(self._asked_plan)
+            return predict_anew(given, self, trainer)
 
         self.plan = None
         plan = decide_on_rank_zero(decide, rank=self.global_rank, broadcast=self.broadcast)
@@ -246,10 +248,10 @@ class AMPStrategy(DDPStrategy):
                 f" has {self.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
             )
         if not self.share_batch_statistics:
-            plan = replace(
-                plan, rules=tuple(r for r in plan.rules if not isinstance(r.spec, ShareBatchStatistics))
-            )
-        self.plan = plan
+            plan = without_shared_statistics(plan)
+        wish = getattr(getattr(trainer, "datamodule", None), "balance", None)
+        wish = self._asked_balance if wish is None else wish
+        self.plan = plan = plan if wish == "auto" else with_balance(plan, balance=bool(wish))
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"\n{plan_report(plan)}\n")
             if plan.fits is False:

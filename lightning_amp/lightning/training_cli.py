@@ -29,7 +29,7 @@ def train(words: Sequence[str]) -> LightningCLI:
         subclass_mode_model=True,
         subclass_mode_data=True,
         trainer_defaults={"strategy": "amp"},
-        save_config_kwargs={"overwrite": True},
+        save_config_kwargs={"overwrite": True, "config_filename": "config_used.yaml"},
         auto_configure_optimizers=False,
     )
     _print_results(cli)

@@ -171,15 +171,30 @@ class GLUE(LinkedAutoencoders):
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the loss without the adversary, the mean over all cells of all ranks."""
+        self._log_validated("val_loss")
+
+    def on_test_epoch_start(self) -> None:
+        """As for validation."""
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: "Batch", batch_idx: int) -> None:
+        """As for validation."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log `test_loss`, which is what `val_loss` is."""
+        self._log_validated("test_loss")
+
+    def _log_validated(self, name: str) -> None:
         gathered = cast(Tensor, self.all_gather(self._validated))
         totals = gathered.reshape(-1, len(self.encoders), 2).sum(0)
         means = totals[:, 0] / totals[:, 1].clamp_min(1)
         h, (loc, std) = self.settings, self.vertices()
         kl = normal_kl(loc, std) / len(loc)
         loss = h.lam_graph * len(means) * (self.edge_nll(loc, seed=VALIDATION_SEED) + h.lam_kl * kl)
-        for name, mean in zip(self.encoders, means, strict=True):
-            loss = loss + h.lam_data * self._weight(name) * mean
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        for modality, mean in zip(self.encoders, means, strict=True):
+            loss = loss + h.lam_data * self._weight(modality) * mean
+        self.log(name, loss, prog_bar=True, sync_dist=True)
 
     def shown(self, batch: "Batch", latents: dict[str, Latent]) -> dict[int, Float[Tensor, "cell dim"]]:
         """What the discriminator sees: class of a modality -> its samples under the fading burn-in noise."""

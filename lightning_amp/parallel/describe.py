@@ -19,7 +19,7 @@ def describe(
         base_activation_bytes: What the backward pass keeps outside the decoder.
         optimizer_slots: Copies of the parameters that the optimiser keeps.
     """
-    found = find_decoders(module)
+    found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
     shapes = [_decoder_shape(fqn, decoder) for fqn, decoder in found.items()]
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
     return ModelShape(
@@ -31,6 +31,12 @@ def describe(
         optimizer_slots=optimizer_slots,
         element_bytes=max(sizes, default=4),
     )
+
+
+def _describable(decoder: DecomposedDecoder) -> bool:
+    """Whether all strata have the parts that a memory model and techniques need; else it counts as unrecognised."""
+    parts = ("key", "nodes", "scale", "decode")
+    return len(decoder.strata) > 0 and all(hasattr(s, part) for s in decoder.strata for part in parts)
 
 
 def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:

@@ -119,6 +119,6 @@ def _not_built(rule: Rule, plan: Plan) -> str:
         s for s in plan.strategies if any(r.strategy == s and type(r.spec) in _TECHNIQUES for r in plan.rules)
     ]
     return (
-        f"{rule.strategy} ({title}) is prescribed for {rule.fqn!r} because of {rule.why}, but this version has no"
+        f"{rule.strategy} ({title}) is prescribed for {rule.fqn!r} ({rule.why}), but this version has no"
         f" installer for it; train with strategies={','.join(['S1', *possible])!r} or give the devices more memory"
     )

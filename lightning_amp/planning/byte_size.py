@@ -28,10 +28,10 @@ def parse_bytes(text: str | int | float) -> int:
             f"a memory size was asked for, {text!r} was found; allowed are a number of bytes or a number with one of"
             ' KB, MB, GB, TB, KiB, MiB, GiB, TiB, for example "24GiB"'
         )
-    n_bytes = int(float(match.group(1)) * _UNITS[unit])
-    if n_bytes <= 0:
+    n_bytes = float(match.group(1)) * _UNITS[unit]
+    if not 1 <= n_bytes < float("inf"):
         raise PlanError(f"a memory size must be larger than zero, found {text!r}; write for example '24GiB'")
-    return n_bytes
+    return int(n_bytes)
 
 
 def format_bytes(n_bytes: float) -> str:

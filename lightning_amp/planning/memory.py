@@ -6,7 +6,9 @@ mean is what the paper calls Delta M. Every term names the tensor that it counts
     weights, optimiser state, the last step's gradients, base activations, strata   at the end of the forward pass
     the same without gradients, and the temporaries of one stratum's backward pass  at the start of the backward pass
 
-and its peak is the larger of the two; the optimiser step holds neither activations nor temporaries.
+    base and gradients again, and the gradients of the sampled edges' ends          at the end of the backward pass
+
+and its peak is the largest of the three; the optimiser step holds neither activations nor temporaries.
 
 Legend: B cells, N anchors, P = N padded to whole buckets of w, D latent dimension, F_k features of stratum k,
 R ranks of the model axis.
@@ -37,6 +39,7 @@ class Estimate:
         other_decoder_bytes: Kept by the decoders without strata.
         transient_bytes: Largest temporaries of one stratum's backward pass.
         gradient_bytes: Gradients, which are gone when the backward pass starts.
+        edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
     """
 
     base_bytes: int
@@ -44,6 +47,7 @@ class Estimate:
     other_decoder_bytes: int
     transient_bytes: int
     gradient_bytes: int
+    edge_bytes: int
 
     @property
     def strata_bytes(self) -> tuple[int, ...]:
@@ -54,7 +58,8 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak of the step."""
         forward = self.base_bytes + sum(self.stratum_bytes) + self.other_decoder_bytes
-        return forward + max(0, self.transient_bytes - self.gradient_bytes)
+        strata = forward + max(0, self.transient_bytes - self.gradient_bytes)
+        return max(strata, self.base_bytes + self.edge_bytes)
 
 
 def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate:
@@ -78,6 +83,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
         other_decoder_bytes=shape.other_decoder_bytes,
         transient_bytes=transient,
         gradient_bytes=shape.parameter_bytes,
+        edge_bytes=shape.edge_bytes,
     )
 
 

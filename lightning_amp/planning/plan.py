@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.consistency import check_consistency
 from lightning_amp.planning.specs import SPECS, Spec
 
 SCHEMA = 1
@@ -42,9 +43,9 @@ class MeshShape:
     model: int
 
     def __post_init__(self) -> None:
-        if self.data < 1 or self.model < 1:
+        if not all(type(n) is int and n >= 1 for n in (self.data, self.model)):
             raise PlanError(
-                f"a mesh of {self.data!r} x {self.model!r} was asked for; both axes need 1 rank or more"
+                f"a mesh of {self.data!r} x {self.model!r} was asked for; both axes need a whole number of 1 or more"
             )
 
 
@@ -99,17 +100,12 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        """Refuse a plan that names strategies it has no rule for, or the other way round.
+        """Refuse a plan that contradicts itself.
 
         Raises:
-            PlanError: Such a plan would train something else than it says.
+            PlanError: It would train something else than it says.
         """
-        ruled = {rule.strategy for rule in self.rules}
-        if ruled != set(self.strategies):
-            raise PlanError(
-                f"a plan with strategies={list(self.strategies)!r} was asked for, its rules are for {sorted(ruled)!r};"
-                " each strategy needs a rule and each rule its strategy: make the plan with `lightning-amp plan`"
-            )
+        check_consistency(self)
 
     @property
     def fits(self) -> bool | None:
@@ -141,7 +137,7 @@ class Plan:
         """
         try:
             plain = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"a plan as JSON was asked for, {source} is not JSON: {error}") from error
         if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
             found = plain.get("schema") if isinstance(plain, dict) else plain
@@ -152,7 +148,7 @@ class Plan:
         plain.pop("fits", None)
         try:
             return cls(**_typed(plain))
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(f"{source} does not read as a plan: {error}; its fields are {names}") from error
 

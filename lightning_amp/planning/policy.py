@@ -172,7 +172,5 @@ def _axes(chosen: tuple[str, ...], shape: ModelShape) -> Axes:
 def _notes(shape: ModelShape) -> list[str]:
     notes = []
     if shape.decoder is None:
-        notes.append(
-            "activations of an unrecognised module cannot be predicted: the peak covers weights and gradients"
-        )
+        notes.append("activations of a module without a recognised decoder cannot be predicted")
     return notes

@@ -56,7 +56,7 @@ def profile_report(profile: Profile) -> str:
 
 def plan_report(plan: Plan) -> str:
     """Signals, strategies, rules, prediction against budget and mesh."""
-    raised = [[e.split(": ", 1)[0], _mark(e, plan), e.split(": ", 1)[1]] for e in plan.evidence]
+    raised = [[e.partition(": ")[0], _mark(e, plan), e.partition(": ")[2]] for e in plan.evidence]
     sections = []
     if raised:
         sections.append(table(["signal", "raised", "evidence"], raised))

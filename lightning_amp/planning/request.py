@@ -5,6 +5,8 @@ from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.strategies import parse_strategies
 
 POLICIES = ("auto", "paper")
+LARGEST = 1_000_000
+"""Of devices, and of cells in a step: beyond it a number is a slip of the finger."""
 
 
 def check_request(
@@ -24,8 +26,10 @@ def check_request(
     if policy not in POLICIES:
         raise PlanError(f"policy={policy!r} was asked for; allowed are {', '.join(map(repr, POLICIES))}")
     for name, value in (("devices", devices), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}={value!r} was asked for; allowed is a whole number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            raise PlanError(
+                f"{name}={value!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}"
+            )
     if device_memory is not None:
         parse_bytes(device_memory)
     if strategies is not None:
@@ -39,3 +43,18 @@ def check_request(
             f'model_parallel_size={model_parallel_size!r} was asked for; allowed are "auto" or a whole number of 1 or'
             " more that divides the devices"
         )
+
+
+def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None:
+    """Refuse sizes that no model can have.
+
+    Raises:
+        PlanError: An argument outside what is allowed.
+    """
+    if latent_dim < 1 or (attention and latent_dim % 2):
+        even = ", even for attention keys" if attention else ""
+        raise PlanError(
+            f"latent_dim={latent_dim!r} was asked for; allowed is a whole number of 1 or more{even}"
+        )
+    if window is not None and window < 1:
+        raise PlanError(f"window={window!r} was asked for; allowed is a whole number of bins, 1 or more")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory import chunk_buckets, estimate
-from lightning_amp.planning.plan import Axes, MeshShape, Rule
+from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
 from lightning_amp.planning.shape import DecoderShape, ModelShape
 from lightning_amp.planning.specs import (
     BalanceCells,
@@ -72,8 +72,24 @@ def build_rules(
     return tuple(rules)
 
 
+def with_balance(plan: Plan, *, balance: bool) -> Plan:
+    """The same plan with cells balanced over the ranks, or not."""
+    if balance == plan.balance_cells:
+        return plan
+    rules = tuple(rule for rule in plan.rules if not isinstance(rule.spec, BalanceCells))
+    if balance and "S1" in plan.strategies:
+        rules = (*rules, Rule(fqn="", spec=BalanceCells(), strategy="S1", why="asked for by the user"))
+    return replace(plan, rules=rules, balance_cells=balance and "S1" in plan.strategies)
+
+
+def without_shared_statistics(plan: Plan) -> Plan:
+    """The same plan with batch statistics per rank."""
+    return replace(plan, rules=tuple(r for r in plan.rules if not isinstance(r.spec, ShareBatchStatistics)))
+
+
 def _data_rules(mesh: MeshShape, *, balance: bool) -> list[Rule]:
-    rules = [Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} ranks on the data axis")]
+    noun = "rank" if mesh.data == 1 else "ranks"
+    rules = [Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} {noun} on the data axis")]
     if mesh.data > 1:
         why = "batch statistics over all ranks, or the result would depend on the number of ranks"
         rules.append(Rule(fqn="*", spec=ShareBatchStatistics(), strategy="S1", why=why))

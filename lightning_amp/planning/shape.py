@@ -6,7 +6,8 @@ stratum k, w attention window, V vertices of the guidance graph.
 
 from dataclasses import dataclass
 
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.planning.request import check_model
+from lightning_amp.profiling.profile import ModalityProfile, Profile
 
 LATENT_DIM = 64
 WINDOW_PER_STRATUM = 20
@@ -65,6 +66,7 @@ class ModelShape:
         buffer_bytes: All buffers, among them the guidance graph.
         base_activation_bytes: Alive before the first stratum: batch, encoders, graph.
         other_decoder_bytes: What the decoders without strata keep.
+        edge_bytes: The gradient of the sampled edges' ends, the last and often largest temporary of a step.
         optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
         element_bytes: Bytes per activation element.
     """
@@ -75,6 +77,7 @@ class ModelShape:
     base_activation_bytes: int
     buffer_bytes: int = 0
     other_decoder_bytes: int = 0
+    edge_bytes: int = 0
     optimizer_slots: int = 1
     element_bytes: int = 4
 
@@ -94,7 +97,7 @@ def decoder_shape(
         features=parts.features,
         distances=parts.distances,
         attention=parts.attention,
-        window=window or WINDOW_PER_STRATUM * parts.strata,
+        window=WINDOW_PER_STRATUM * parts.strata if window is None else window,
         n_batches=modality.batches,
     )
 
@@ -107,6 +110,7 @@ def reference_shape(
     window: int | None = None,
 ) -> ModelShape:
     """The reference model for a profile, for a plan made before there is a module."""
+    check_model(latent_dim=latent_dim, window=window, attention=any(_attends(m) for m in profile.modalities))
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
     return ModelShape(
@@ -118,7 +122,12 @@ def reference_shape(
             network, profile, batch_size=batch_size, latent_dim=latent_dim
         ),
         other_decoder_bytes=other_decoders(profile, batch_size=batch_size),
+        edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim),
     )
+
+
+def _attends(modality: ModalityProfile) -> bool:
+    return modality.decomposition is not None and modality.decomposition.attention
 
 
 def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
@@ -145,7 +154,9 @@ def _buffers(decoder: DecoderShape | None, profile: Profile) -> int:
     return 8 * sum(decoder.features if decoder else ()) + 2 * 24 * edges
 
 
-def base_activations(network: NetworkShape, profile: Profile, *, batch_size: int, latent_dim: int) -> int:
+def base_activations(
+    network: NetworkShape, profile: Profile, *, batch_size: int, latent_dim: int, element_bytes: int = 4
+) -> int:
     """Bytes alive before the first stratum, weights apart: batch, encoders, vertices and sampled edges.
 
     The factors count what the reference model keeps; tests compare them with the bytes that are alive.
@@ -155,6 +166,7 @@ def base_activations(network: NetworkShape, profile: Profile, *, batch_size: int
         profile: The data.
         batch_size: B, cells per rank and modality.
         latent_dim: D.
+        element_bytes: Bytes per element.
     """
     features = sum(m.features for m in profile.modalities)
     cells = batch_size * len(profile.modalities)
@@ -168,9 +180,21 @@ def base_activations(network: NetworkShape, profile: Profile, *, batch_size: int
         "ends of sampled edges [E, D]": (network.negatives_per_edge + 2) * edges * latent_dim,
         "scores of sampled edges [E]": 4 * network.negatives_per_edge * edges,
     }
-    return 4 * sum(floats.values())
+    return element_bytes * sum(floats.values())
 
 
-def other_decoders(profile: Profile, *, batch_size: int) -> int:
+def sampled_edges(network: NetworkShape, profile: Profile, *, latent_dim: int, element_bytes: int = 4) -> int:
+    """Bytes of one end of every sampled negative edge, [edges, negatives, D]."""
+    if profile.graph is None:
+        return 0
+    return element_bytes * network.edges_per_step * network.negatives_per_edge * latent_dim
+
+
+def other_decoders(profile: Profile, *, batch_size: int, element_bytes: int = 4) -> int:
     """Bytes that the decoders without strata keep, once the strata are done."""
-    return 4 * 9 * batch_size * sum(m.features for m in profile.modalities if m.decomposition is None)
+    return (
+        element_bytes
+        * 9
+        * batch_size
+        * sum(m.features for m in profile.modalities if m.decomposition is None)
+    )

@@ -29,6 +29,10 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     Raises:
         PlanError: An id that is not in the library.
     """
+    if not isinstance(asked, str | list | tuple):
+        raise PlanError(
+            f"strategies={asked!r} was asked for; allowed is a list such as ['S1', 'S3'], or 'S1,S3'"
+        )
     parts = asked.split(",") if isinstance(asked, str) else list(asked)
     ids = [str(part).strip().upper() for part in parts if str(part).strip()]
     unknown = [i for i in ids if i not in STRATEGIES]

@@ -1,0 +1,86 @@
+"""Whether a plan says what it would do: one that contradicts itself would train something else than it shows."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.specs import (
+    BalanceCells,
+    ChunkedAttention,
+    DataParallel,
+    FeatureParallel,
+    HiddenParallel,
+    KeyFirstDecode,
+    ShareBatchStatistics,
+    Spec,
+)
+from lightning_amp.planning.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from lightning_amp.planning.plan import Plan
+
+STRATEGY_OF: dict[type[Spec], str] = {
+    DataParallel: "S1",
+    ShareBatchStatistics: "S1",
+    BalanceCells: "S1",
+    FeatureParallel: "S2",
+    ChunkedAttention: "S3",
+    KeyFirstDecode: "S4",
+    HiddenParallel: "S5",
+}
+CHOICES = {
+    "placement": {True: "hidden", False: "replicated", "by": "S5"},
+    "features": {True: "sharded", False: "all", "by": "S2"},
+    "attention": {True: "chunked", False: "eager", "by": "S3"},
+    "decode": {True: "key-first", False: "full", "by": "S4"},
+}
+
+
+def check_consistency(plan: "Plan") -> None:
+    """Refuse values of the wrong kind, and parts that do not belong together.
+
+    Raises:
+        PlanError: Names every contradiction.
+    """
+    problems = list(_kinds(plan)) or list(_contradictions(plan))
+    if problems:
+        raise PlanError(
+            f"a plan was asked for that contradicts itself: {'; '.join(problems)}. Make the plan with"
+            " `lightning-amp plan`, or edit all parts alike"
+        )
+
+
+def _kinds(plan: "Plan") -> Iterator[str]:
+    counts = {name: getattr(plan, name) for name in ("predicted_base_bytes", "predicted_stratum_bytes")}
+    counts |= {"predicted_peak_bytes": plan.predicted_peak_bytes, "batch_size": plan.batch_size}
+    counts |= {f"strata_bytes[{k}]": n for k, n in enumerate(plan.strata_bytes)}
+    if plan.budget_bytes is not None:
+        counts["budget_bytes"] = plan.budget_bytes
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            yield f"{name}={value!r} is not a whole number of 0 or more"
+    if type(plan.balance_cells) is not bool:
+        yield f"balance_cells={plan.balance_cells!r} is neither true nor false"
+    for name in ("signals", "evidence", "strategies", "notes"):
+        if not all(isinstance(text, str) for text in getattr(plan, name)):
+            yield f"{name}={getattr(plan, name)!r} holds something other than text"
+    yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
+
+
+def _contradictions(plan: "Plan") -> Iterator[str]:
+    unknown = sorted(set(plan.strategies) - set(STRATEGIES))
+    if unknown:
+        yield f"strategies={unknown!r} are not of {', '.join(STRATEGIES)}"
+    ruled = {rule.strategy for rule in plan.rules}
+    if ruled != set(plan.strategies):
+        yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
+    for rule in plan.rules:
+        expected = STRATEGY_OF.get(type(rule.spec), rule.strategy)
+        if rule.strategy != expected:
+            yield f"a rule of {rule.strategy} asks for {type(rule.spec).__name__}, which is {expected}"
+    for axis, choice in CHOICES.items():
+        allowed = choice[choice["by"] in plan.strategies]
+        if getattr(plan.axes, axis) != allowed:
+            yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {allowed!r}"
+    if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
+        yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"
