@@ -125,6 +125,12 @@ def test_a_mistake_inside_yaml_is_found_under_jsonargparse(data_dir, tmp_path, c
     assert yaml.safe_load(file.read_text()) == wrong
 
 
+def test_predictions_need_a_checkpoint(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-amp"])
+    assert main(["predict", "--config", "config.yaml"]) == 2
+    assert "predict was asked for without --ckpt_path" in capsys.readouterr().err
+
+
 def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:
     shipped = Path(__file__).parents[1] / "configs" / "demo.yaml"
     assert shipped.read_text() == CONFIG.substitute(out="demo", devices=2, epochs=30)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.planning.byte_size import format_bytes
@@ -23,6 +24,11 @@ def train(words: Sequence[str]) -> LightningCLI:
     """
     sys.argv[1:] = list(words)
     _quieten()
+    if words[0] == "predict" and not any(word.startswith("--ckpt_path") for word in words):
+        raise PlanError(
+            "predict was asked for without --ckpt_path; predictions of untrained weights mean nothing: name the"
+            " checkpoint that fit wrote, for example --ckpt_path demo/checkpoints/last.ckpt"
+        )
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
