@@ -15,9 +15,7 @@ from lightning_amp.planning.shape import (
     DecoderShape,
     ModelShape,
     NetworkShape,
-    base_activations,
-    other_decoders,
-    sampled_edges,
+    outside_strata,
 )
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 from lightning_amp.profiling.read import profile as read_profile
@@ -64,7 +62,7 @@ def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> 
         plan,
         batch_size=shape.batch_size,
         predicted_base_bytes=predicted.base_bytes,
-        predicted_stratum_bytes=sum(predicted.stratum_bytes) // max(1, len(predicted.stratum_bytes)),
+        predicted_stratum_bytes=predicted.mean_stratum_bytes,
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
         budget_bytes=_budget(strategy),
@@ -157,12 +155,4 @@ def _with_base(shape: ModelShape, profile: Profile, module: GLUE) -> ModelShape:
     names = [field.name for field in fields(NetworkShape)]
     network = NetworkShape(**{name: settings[name] for name in names if name in settings})
     dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
-    cells, element = shape.batch_size, shape.element_bytes
-    return replace(
-        shape,
-        base_activation_bytes=base_activations(
-            network, profile, batch_size=cells, latent_dim=dim, element_bytes=element
-        ),
-        other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
-        edge_bytes=sampled_edges(network, profile, latent_dim=dim, element_bytes=element),
-    )
+    return outside_strata(shape, network, profile, latent_dim=dim)

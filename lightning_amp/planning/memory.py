@@ -55,6 +55,11 @@ class Estimate:
         return tuple(accumulate(self.stratum_bytes, initial=self.base_bytes))[1:]
 
     @property
+    def mean_stratum_bytes(self) -> int:
+        """What the paper calls Delta M; 0 without strata."""
+        return sum(self.stratum_bytes) // max(1, len(self.stratum_bytes))
+
+    @property
     def peak_bytes(self) -> int:
         """Peak of the step."""
         forward = self.base_bytes + sum(self.stratum_bytes) + self.other_decoder_bytes

@@ -89,7 +89,7 @@ def plan(
         rules=build_rules(chosen, shape, axes, mesh, diagnosis, balance=balance, user=strategies is not None),
         batch_size=shape.batch_size,
         predicted_base_bytes=predicted.base_bytes,
-        predicted_stratum_bytes=sum(predicted.stratum_bytes) // max(1, len(predicted.stratum_bytes)),
+        predicted_stratum_bytes=predicted.mean_stratum_bytes,
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
         budget_bytes=budget,

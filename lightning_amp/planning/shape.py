@@ -4,7 +4,7 @@ Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dim
 stratum k, w attention window, V vertices of the guidance graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_amp.planning.request import check_model
 from lightning_amp.profiling.profile import ModalityProfile, Profile
@@ -113,16 +113,35 @@ def reference_shape(
     check_model(latent_dim=latent_dim, window=window, attention=any(_attends(m) for m in profile.modalities))
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
-    return ModelShape(
+    shape = ModelShape(
         decoder=decoder,
         batch_size=batch_size,
         parameter_bytes=_parameters(network, decoder, profile, latent_dim),
         buffer_bytes=_buffers(decoder, profile),
+        base_activation_bytes=0,
+    )
+    return outside_strata(shape, network, profile, latent_dim=latent_dim)
+
+
+def outside_strata(
+    shape: ModelShape, network: NetworkShape, profile: Profile, *, latent_dim: int
+) -> ModelShape:
+    """The shape with what the reference model keeps outside its strata, in the shape's own precision.
+
+    Args:
+        shape: The decoder, the cells and the bytes per element.
+        network: The reference model's settings outside the decoder.
+        profile: The data.
+        latent_dim: D.
+    """
+    cells, element = shape.batch_size, shape.element_bytes
+    return replace(
+        shape,
         base_activation_bytes=base_activations(
-            network, profile, batch_size=batch_size, latent_dim=latent_dim
+            network, profile, batch_size=cells, latent_dim=latent_dim, element_bytes=element
         ),
-        other_decoder_bytes=other_decoders(profile, batch_size=batch_size),
-        edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim),
+        other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
+        edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim, element_bytes=element),
     )
 
 
