@@ -8,8 +8,10 @@ Legend: cell, anchor (N), dim (D), stratum (K), feature (F in all, F_k of stratu
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -21,9 +23,28 @@ from lightning_amp.models.stratum import KeyModule
 from lightning_amp.models.stratum import Stratum as Stratum
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
 KeyKind = Literal["attention", "convolution"]
+
+
+class Region(nn.Module):
+    """The border around the strata; nothing happens at it on one device, and a technique can replace it."""
+
+    def enter(
+        self,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        log_weights: Float[Tensor, "#cell stratum"],
+    ) -> tuple[
+        Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], Float[Tensor, "#cell stratum"]
+    ]:
+        """What the strata read, from what the decoder was given."""
+        return u, v, log_weights
+
+    def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Negative log-likelihood of all features, from that of the own ones."""
+        return total
 
 
 class StratifiedDecoder(nn.Module):
@@ -63,7 +84,7 @@ class StratifiedDecoder(nn.Module):
     ):
         super().__init__()
         _check_settings(key, chained)
-        rows = [torch.as_tensor(n, dtype=torch.int64) for n in nodes]
+        rows = [np.asarray(n, dtype=np.int64) for n in nodes]
         _check_strata(rows, stratum_index, n_anchors)
         self.dim = dim
         self.n_anchors = n_anchors
@@ -73,11 +94,11 @@ class StratifiedDecoder(nn.Module):
         self.window = 20 * self.n_strata if window is None else window
         self.n_features = sum(len(r) for r in rows)
         keys = [self._key(key, k) for k in stratum_index]
-        ends = torch.tensor([len(r) for r in rows]).cumsum(0).tolist()
+        ends = list(accumulate(map(len, rows)))
         self.strata = nn.ModuleList(
             Stratum(
                 keys[i],
-                rows[i],
+                torch.tensor(rows[i]),
                 distance=stratum_index[i],
                 columns=(ends[i] - len(rows[i]), ends[i]),
                 n_batches=n_batches,
@@ -86,6 +107,7 @@ class StratifiedDecoder(nn.Module):
             )
             for i in range(self.n_strata)
         )
+        self.region = Region()
         self.strata_weights = nn.Parameter(torch.zeros(self.n_strata))
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
@@ -107,7 +129,7 @@ class StratifiedDecoder(nn.Module):
             ModelError: x has not one column per feature, or v not one row per anchor.
         """
         self._check_inputs(v, x)
-        log_weights = self.log_weights(u)
+        u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = u.new_zeros(())
         for i, module in enumerate(self.strata):
             start, stop = cast(Stratum, module).columns
@@ -115,6 +137,7 @@ class StratifiedDecoder(nn.Module):
                 v, u, batch=batch, library=library, x=x[:, start:stop], log_weight=log_weights[:, i : i + 1]
             )
             total = total + nll
+        total = self.region.leave(total)
         return total / x.numel()
 
     def mean(
@@ -126,7 +149,7 @@ class StratifiedDecoder(nn.Module):
         library: Float[Tensor, "cell 1"],
     ) -> Float[Tensor, "cell feature"]:
         """Expected contacts of every feature, in the order of the data matrix."""
-        log_weights = self.log_weights(u)
+        u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         means = []
         for i, module in enumerate(self.strata):
             mean, v = cast(Stratum, module).mean(
@@ -170,7 +193,7 @@ def _check_settings(key: KeyKind, chained: bool) -> None:
         )
 
 
-def _check_strata(nodes: list[Tensor], stratum_index: Sequence[int], n_anchors: int) -> None:
+def _check_strata(nodes: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int) -> None:
     if not nodes or len(nodes) != len(stratum_index):
         raise ModelError(
             f"StratifiedDecoder got {len(nodes)!r} strata and {len(stratum_index)!r} stratum indices; "

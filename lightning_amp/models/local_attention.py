@@ -12,6 +12,8 @@ to float32 whatever the dtype, and queries take the *last* w of the 3w positions
 Legend: N anchors, D dim, w window, W = ceil(N / w) buckets.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -21,6 +23,8 @@ from lightning_amp.errors import ModelError
 
 SELF_SCORE = -5e4
 ROTARY_BASE = 10000.0
+LEAST_NORM = 1e-12
+Total = Callable[[Tensor], Tensor]
 
 
 class LocalAttention(nn.Module):
@@ -44,10 +48,24 @@ class LocalAttention(nn.Module):
             )
         self.dim = dim
         self.window = window
+        self._pairs = slice(0, dim // 2)
+        self._total: Total | None = None
 
     def extra_repr(self) -> str:
         """Settings shown by `repr`."""
         return f"dim={self.dim}, window={self.window}"
+
+    def shard(self, pairs: slice, total: Total) -> "LocalAttention":
+        """The same attention for some of the channels, where others are held elsewhere.
+
+        Args:
+            pairs: the channels are i and i + D/2 for these i, in this order: rotary mixes just these two.
+            total: sums a tensor over all holders of channels, forward and backward; called once in `prepare` with
+                [N, 1] (squared norms of keys) and once in `attend` with the scores.
+        """
+        shard = LocalAttention(self.dim, self.window)
+        shard._pairs, shard._total = pairs, total
+        return shard
 
     def n_buckets(self, n: int) -> int:
         """Number of buckets W that hold n anchors."""
@@ -62,19 +80,23 @@ class LocalAttention(nn.Module):
         """Whole-sequence tensors that `attend` slices.
 
         Returns:
-            Scaled queries, normalised keys, values, each [W w, D]; cosines and sines, [2, 3w, D/2].
+            Scaled queries, normalised keys, values, each [W w, D]; cosines and sines, [2, 3w, D/2]; of a shard the
+            same with its own channels.
         """
         fill = (0, 0, 0, self.n_buckets(len(q)) * self.window - len(q))
-        queries, keys = F.pad(q * self.dim**-0.5, fill), F.pad(F.normalize(k, dim=-1), fill)
+        queries, keys = F.pad(q * self.dim**-0.5, fill), F.pad(self._normalize(k), fill)
         return queries, keys, F.pad(values, fill), self._rotation(q)
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
         """Output rows of the buckets [first, last), (last - first) w of them."""
         queries, keys, values, rotation = state
         w = self.window
-        q = _rotate(queries[first * w : last * w].view(-1, w, self.dim), rotation[:, 2 * w :])
+        q = _rotate(queries[first * w : last * w].reshape(last - first, w, -1), rotation[:, 2 * w :])
         k = _rotate(self._around(keys, first, last), rotation)
-        scores = self._mask(q @ k.transpose(1, 2), first=first, n_buckets=len(queries) // w)
+        scores = q @ k.transpose(1, 2)
+        if self._total is not None:
+            scores = self._total(scores)
+        scores = self._mask(scores, first=first, n_buckets=len(queries) // w)
         return (scores.softmax(-1) @ self._around(values, first, last)).flatten(0, 1)
 
     def forward(
@@ -85,6 +107,13 @@ class LocalAttention(nn.Module):
     ) -> Float[Tensor, "anchor dim"]:
         """Attention over all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
+
+    def _normalize(self, k: Tensor) -> Tensor:
+        if self._total is None:
+            return F.normalize(k, dim=-1)
+        # clamped before the root: the root's slope at 0 is infinite
+        squared = self._total(k.square().sum(dim=-1, keepdim=True))
+        return k / squared.clamp_min(LEAST_NORM**2).sqrt()
 
     def _around(self, rows: Tensor, first: int, last: int) -> Tensor:
         """The 3w rows around each bucket of [first, last), as [bucket, 3w, D]; zeros outside the sequence."""
@@ -105,7 +134,7 @@ class LocalAttention(nn.Module):
     def _rotation(self, like: Tensor) -> Tensor:
         at_least_float32 = torch.promote_types(like.dtype, torch.float32)
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float32, device=like.device) / self.dim
-        frequency = (1.0 / ROTARY_BASE**exponent).to(at_least_float32)
+        frequency = (1.0 / ROTARY_BASE**exponent)[self._pairs].to(at_least_float32)
         position = torch.arange(3 * self.window, dtype=at_least_float32, device=like.device)
         angle = position[:, None] * frequency
         return torch.stack((angle.cos(), angle.sin())).to(like.dtype)

@@ -8,7 +8,7 @@ Legend: cell, anchor (N), dim (D), stratum_feature (F_k), experiment (row of the
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.models.blocks import AttentionKey, ConvolutionKey
@@ -29,6 +29,33 @@ class Decode(nn.Module):
     ) -> Float[Tensor, "cell stratum_feature"]:
         """(u key^T)[:, nodes]."""
         return (u @ key.T)[:, nodes]
+
+
+class AllFeatures(nn.Module):
+    """What a device does with the features of a stratum: it holds all of them; a leaf, so that it can be replaced."""
+
+    def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
+        """The columns of the features that this device holds."""
+        return values
+
+    def scores(
+        self,
+        decode: nn.Module,
+        u: Float[Tensor, "cell dim"],
+        key: Float[Tensor, "anchor dim"],
+        nodes: Int[Tensor, " stratum_feature"],
+    ) -> Float[Tensor, "cell own_feature"]:
+        """Decoded scores of the own features."""
+        scores: Tensor = decode(u, key, nodes)
+        return scores
+
+    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+        """Logarithm of the softmax over all features of the stratum, for the own ones."""
+        return logits.log_softmax(dim=1)
+
+    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
+        """All columns again; without gradients."""
+        return values
 
 
 class Stratum(nn.Module):
@@ -60,6 +87,7 @@ class Stratum(nn.Module):
         super().__init__()
         self.key = key
         self.decode = Decode()
+        self.features = AllFeatures()
         self.distance = distance
         self.columns = columns
         self.chained = chained
@@ -83,10 +111,11 @@ class Stratum(nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "anchor dim"]]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum."""
         logits, v_next = self._logits(v, u, batch)
+        x = self.features.own(x)
         if self.binarized:
             return -bernoulli((x > 0).to(logits.dtype), logits).sum(), v_next
-        log_mu = _log_mean(logits, library, log_weight)
-        log_theta, zi_logits = table_rows(self.log_theta, batch), table_rows(self.zi_logits, batch)
+        log_mu = self._log_mean(logits, library, log_weight)
+        log_theta, zi_logits = self._table(self.log_theta, batch), self._table(self.zi_logits, batch)
         return -zinb(x, log_mu, log_theta, zi_logits).sum(), v_next
 
     def mean(
@@ -100,16 +129,17 @@ class Stratum(nn.Module):
     ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
         """Expected contacts without zero inflation (probabilities if binarized), and the next v."""
         logits, v_next = self._logits(v, u, batch)
-        if self.binarized:
-            return logits.sigmoid(), v_next
-        return _log_mean(logits, library, log_weight).exp(), v_next
+        mean = logits.sigmoid() if self.binarized else self._log_mean(logits, library, log_weight).exp()
+        return self.features.whole(mean), v_next
 
     def _logits(self, v: Tensor, u: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         key, val = (v, v) if self.key is None else self.key(v)
-        decoded = self.decode(u, key, self.nodes)
-        logits = F.softplus(table_rows(self.scale, batch)) * decoded + table_rows(self.bias, batch)
+        decoded = self.features.scores(self.decode, u, key, self.nodes)
+        logits = F.softplus(self._table(self.scale, batch)) * decoded + self._table(self.bias, batch)
         return logits, (val if self.chained else v)
 
+    def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
+        return self.features.log_softmax(logits) + library.log() + log_weight
 
-def _log_mean(logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
-    return logits.log_softmax(dim=1) + library.log() + log_weight
+    def _table(self, table: Tensor, batch: Tensor) -> Tensor:
+        return table_rows(self.features.own(table), batch)

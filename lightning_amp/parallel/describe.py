@@ -21,16 +21,26 @@ def describe(
     """
     found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
     shapes = [_decoder_shape(fqn, decoder) for fqn, decoder in found.items()]
+    decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=None)
+    wide = {} if decoder is None else _wide_layers(module, sum(decoder.features))
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
     return ModelShape(
-        decoder=max(shapes, key=lambda s: s.anchors * len(s.features), default=None),
+        decoder=decoder,
         batch_size=batch_size,
         parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
         buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
         base_activation_bytes=base_activation_bytes,
         optimizer_slots=optimizer_slots,
         element_bytes=max(sizes, default=4),
+        wide_layers=tuple(wide),
+        wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
     )
+
+
+def _wide_layers(module: nn.Module, n_features: int) -> dict[str, nn.Linear]:
+    """Linear layers that read all features: the first of an encoder."""
+    layers = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
+    return {fqn: layer for fqn, layer in layers.items() if layer.in_features == n_features}
 
 
 def _describable(decoder: DecomposedDecoder) -> bool:

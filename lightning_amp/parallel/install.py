@@ -1,8 +1,8 @@
-"""Put a plan's rules into a module: resolve every rule first, change the module second, refuse the rest.
+"""Put a plan's rules into a module, one after the other in the order of the plan; the first refusal undoes all.
 
-A technique is a function `(module, fqn, spec, mesh) -> replacement` found by the type of the rule's spec. It returns
-a new module that owns the same parameter objects under the same names; installing swaps it in under the old name,
-and undoing puts the old module back.
+A technique is a function `(module, spec, mesh) -> Change` found by the type of the rule's spec: new modules for the
+module itself or for children of it, which own the same parameter objects under the same names. It sees what earlier
+rules have installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.chunked_attention import chunk_attention
 from lightning_amp.parallel.key_first import key_first
+from lightning_amp.parallel.sharded_parameter import ShardedParameter
 from lightning_amp.planning.plan import Plan, Rule
 from lightning_amp.planning.specs import (
     BalanceCells,
@@ -26,7 +28,7 @@ from lightning_amp.planning.specs import (
 )
 from lightning_amp.planning.strategies import STRATEGIES
 
-Technique = Callable[[nn.Module, Any, DeviceMesh | None], nn.Module]
+Technique = Callable[[nn.Module, Any, DeviceMesh | None], Change]
 
 BY_STRATEGY = (DataParallel, ShareBatchStatistics, BalanceCells)
 """Carried out by the Lightning strategy itself: gradients, batch statistics and the sampler, not a module swap."""
@@ -46,9 +48,10 @@ def register(spec: type, technique: Technique) -> None:
 
 
 register(
-    ChunkedAttention, lambda old, spec, mesh: chunk_attention(old, buckets=spec.buckets, retain=spec.retain)
+    ChunkedAttention,
+    lambda old, spec, mesh: Change({"": chunk_attention(old, buckets=spec.buckets, retain=spec.retain)}),
 )
-register(KeyFirstDecode, lambda old, spec, mesh: key_first(old))
+register(KeyFirstDecode, lambda old, spec, mesh: Change({"": key_first(old)}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,22 +61,41 @@ class Swap:
     parent: nn.Module
     name: str
     fqn: str
-    old: nn.Module
+    old: nn.Module | None
     new: nn.Module
 
 
 class Installed:
-    """The swaps of one plan; `undo` restores the module, in the reverse order, and may be called twice."""
+    """What was installed.
 
-    def __init__(self, swaps: list[Swap]) -> None:
-        self.swaps = tuple(swaps)
-        for swap in swaps:
-            swap.parent._modules[swap.name] = swap.new
+    Attributes:
+        swaps: The replacements, in order.
+        partial: Parameters of which every rank of the model axis has a part of the gradient: they need one sum.
+        sharded: Parameters that were replaced by this rank's shard.
+    """
+
+    def __init__(self) -> None:
+        self.swaps: list[Swap] = []
+        self.partial: list[nn.Parameter] = []
+        self.sharded: list[ShardedParameter] = []
 
     def undo(self) -> None:
-        """Put the modules back that were there before."""
-        for swap in reversed(self.swaps):
+        """Put the modules back that were there before; may be called twice."""
+        while self.swaps:
+            swap = self.swaps.pop()
             swap.parent._modules[swap.name] = swap.old
+
+    def apply(self, fqn: str, change: Change, module: nn.Module) -> None:
+        """Carry out one technique's change of the module `fqn`."""
+        for relative, new in change.swaps.items():
+            path = ".".join(part for part in (fqn, relative) if part)
+            parent_name, _, name = path.rpartition(".")
+            parent = module.get_submodule(parent_name)
+            self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
+            parent._modules[name] = new
+        seen = {id(parameter) for parameter in self.partial}
+        self.partial += [parameter for parameter in change.partial if id(parameter) not in seen]
+        self.sharded += change.sharded
 
 
 def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> Installed:
@@ -86,31 +108,40 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
 
     Raises:
         PlanError: A rule needs a technique that this version cannot install.
-        InstallError: A rule matches nothing, two rules claim one module, or a technique refuses a module. The module
-            is unchanged.
+        InstallError: A rule matches nothing, two rules of one strategy claim one module, or a technique refuses a
+            module. The module is unchanged.
     """
     rules = [rule for rule in plan.rules if not isinstance(rule.spec, BY_STRATEGY)]
     for rule in rules:
         if type(rule.spec) not in _TECHNIQUES:
             raise PlanError(_not_built(rule, plan))
-    names = dict(module.named_modules())
-    swaps: dict[str, Swap] = {}
-    for rule in rules:
-        matches = [fqn for fqn in names if fqn and fnmatchcase(fqn, rule.fqn)]
-        if not matches:
+    targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
+    claimed: set[tuple[str, type]] = set()
+    for rule, fqn in targets:
+        if (fqn, type(rule.spec)) in claimed:
             raise InstallError(
-                f"{rule.strategy} is to change {rule.fqn!r}, which matches no module of"
-                f" {type(module).__name__}; its children are {[name for name, _ in module.named_children()]!r}"
+                f"{fqn!r} is claimed by two rules, the second is {rule.strategy} ({rule.fqn!r}); leave one out"
             )
-        for fqn in matches:
-            if fqn in swaps:
-                raise InstallError(
-                    f"{fqn!r} is claimed by two rules, the second is {rule.strategy} ({rule.fqn!r})"
-                )
-            parent, _, name = fqn.rpartition(".")
-            new = _TECHNIQUES[type(rule.spec)](names[fqn], rule.spec, mesh)
-            swaps[fqn] = Swap(parent=names[parent], name=name, fqn=fqn, old=names[fqn], new=new)
-    return Installed(list(swaps.values()))
+        claimed.add((fqn, type(rule.spec)))
+    installed = Installed()
+    try:
+        for rule, fqn in targets:
+            change = _TECHNIQUES[type(rule.spec)](module.get_submodule(fqn), rule.spec, mesh)
+            installed.apply(fqn, change, module)
+    except BaseException:
+        installed.undo()
+        raise
+    return installed
+
+
+def _matches(rule: Rule, module: nn.Module) -> list[str]:
+    matches = [fqn for fqn, _ in module.named_modules() if fqn and fnmatchcase(fqn, rule.fqn)]
+    if not matches:
+        raise InstallError(
+            f"{rule.strategy} is to change {rule.fqn!r}, which matches no module of"
+            f" {type(module).__name__}; its children are {[name for name, _ in module.named_children()]!r}"
+        )
+    return matches
 
 
 def _not_built(rule: Rule, plan: Plan) -> str:

@@ -11,6 +11,7 @@ from lightning_amp.planning.specs import (
     FeatureParallel,
     HiddenParallel,
     KeyFirstDecode,
+    RowParallelLinear,
     ShareBatchStatistics,
     Spec,
 )
@@ -24,6 +25,7 @@ STRATEGY_OF: dict[type[Spec], str] = {
     ShareBatchStatistics: "S1",
     BalanceCells: "S1",
     FeatureParallel: "S2",
+    RowParallelLinear: "S2",
     ChunkedAttention: "S3",
     KeyFirstDecode: "S4",
     HiddenParallel: "S5",

@@ -6,7 +6,7 @@ from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSIT
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory import chunk_buckets, estimate
 from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
-from lightning_amp.planning.shape import DecoderShape, ModelShape
+from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.specs import (
     BalanceCells,
     ChunkedAttention,
@@ -14,6 +14,7 @@ from lightning_amp.planning.specs import (
     FeatureParallel,
     HiddenParallel,
     KeyFirstDecode,
+    RowParallelLinear,
     ShareBatchStatistics,
     Spec,
 )
@@ -55,20 +56,21 @@ def build_rules(
     """
     rules = _data_rules(mesh, balance=balance) if "S1" in chosen else []
     for strategy in (s for s in chosen if s != "S1"):
-        assert shape.decoder is not None, "strategies beyond S1 need a decoder, which the policy has checked"
-        fqn, spec = _target(strategy, shape.decoder)
         finding = diagnosis.finding(ASKED_BY[strategy])
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
         whole = estimate(shape, replace(axes, **WITHOUT[strategy]), model_ranks=mesh.model).peak_bytes
-        rules.append(
-            Rule(
-                fqn=fqn,
-                spec=spec,
-                strategy=strategy,
-                why=f"asked for by the user ({why})" if user else why,
-                saves_bytes=max(0, whole - estimate(shape, axes, model_ranks=mesh.model).peak_bytes),
+        saved = max(0, whole - estimate(shape, axes, model_ranks=mesh.model).peak_bytes)
+        for n, (fqn, spec) in enumerate(_targets(strategy, shape)):
+            rules.append(
+                Rule(
+                    fqn=fqn,
+                    spec=spec,
+                    strategy=strategy,
+                    why=f"asked for by the user ({why})" if user else why,
+                    # of the strategy as a whole, shown once
+                    saves_bytes=0 if n else saved,
+                )
             )
-        )
     return tuple(rules)
 
 
@@ -99,11 +101,16 @@ def _data_rules(mesh: MeshShape, *, balance: bool) -> list[Rule]:
     return rules
 
 
-def _target(strategy: str, decoder: DecoderShape) -> tuple[str, Spec]:
+def _targets(strategy: str, shape: ModelShape) -> list[tuple[str, Spec]]:
+    """What a strategy changes: names or patterns of modules, and what to install there."""
+    decoder = shape.decoder
+    assert decoder is not None, "strategies beyond S1 need a decoder, which the policy has checked"
+    if strategy == "S2":
+        layers: list[tuple[str, Spec]] = [(fqn, RowParallelLinear()) for fqn in shape.wide_layers]
+        return [(decoder.fqn, FeatureParallel()), *layers]
     if strategy == "S3":
-        return f"{decoder.fqn}.strata.*.key.attention", ChunkedAttention(
-            buckets=chunk_buckets(decoder.window)
-        )
+        spec = ChunkedAttention(buckets=chunk_buckets(decoder.window))
+        return [(f"{decoder.fqn}.strata.*.key.attention", spec)]
     if strategy == "S4":
-        return f"{decoder.fqn}.strata.*.decode", KeyFirstDecode()
-    return decoder.fqn, FeatureParallel() if strategy == "S2" else HiddenParallel()
+        return [(f"{decoder.fqn}.strata.*.decode", KeyFirstDecode())]
+    return [(decoder.fqn, HiddenParallel())]

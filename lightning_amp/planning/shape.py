@@ -69,6 +69,8 @@ class ModelShape:
         edge_bytes: The gradient of the sampled edges' ends, the last and often largest temporary of a step.
         optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
         element_bytes: Bytes per activation element.
+        wide_layers: Names of the Linear layers that read all features of the decoder's modality.
+        wide_weight_bytes: Weights of these layers, which are among the parameters.
     """
 
     decoder: DecoderShape | None
@@ -80,6 +82,8 @@ class ModelShape:
     edge_bytes: int = 0
     optimizer_slots: int = 1
     element_bytes: int = 4
+    wide_layers: tuple[str, ...] = ()
+    wide_weight_bytes: int = 0
 
 
 def decoder_shape(
@@ -119,6 +123,8 @@ def reference_shape(
         parameter_bytes=_parameters(network, decoder, profile, latent_dim),
         buffer_bytes=_buffers(decoder, profile),
         base_activation_bytes=0,
+        wide_layers=() if decoder is None else (decoder.fqn.replace("decoders.", "encoders.") + ".first",),
+        wide_weight_bytes=4 * network.hidden_dim * sum(decoder.features if decoder else ()),
     )
     return outside_strata(shape, network, profile, latent_dim=latent_dim)
 

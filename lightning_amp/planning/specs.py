@@ -24,6 +24,11 @@ class FeatureParallel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowParallelLinear:
+    """S2: a layer that reads all features; its weight, gradient and optimiser state are split over the model axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkedAttention:
     """S3: local attention a few buckets at a time.
 
@@ -44,7 +49,14 @@ class KeyFirstDecode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenParallel:
-    """S5: the hidden dimension of the decoder is split over the model axis."""
+    """S5: the hidden dimension of the decoder is split over the model axis.
+
+    Attributes:
+        gather: Gather keys and values over the ranks before every attention, as the paper does without S4, instead
+            of adding up scores.
+    """
+
+    gather: bool = False
 
 
 Spec = (
@@ -52,6 +64,7 @@ Spec = (
     | ShareBatchStatistics
     | BalanceCells
     | FeatureParallel
+    | RowParallelLinear
     | ChunkedAttention
     | KeyFirstDecode
     | HiddenParallel
@@ -64,6 +77,7 @@ SPECS: dict[str, type[Spec]] = {
         ShareBatchStatistics,
         BalanceCells,
         FeatureParallel,
+        RowParallelLinear,
         ChunkedAttention,
         KeyFirstDecode,
         HiddenParallel,

@@ -1,0 +1,127 @@
+"""Collectives over the model axis with the gradients that a sharded computation needs.
+
+    name       forward            backward           the result is used ...
+    enter      identity           all-reduce         differently by every rank (a part of the loss, own channels)
+    leave      all-reduce         identity           alike by every rank
+    total      all-reduce         all-reduce         differently by every rank
+    scatter    reduce-scatter     all-gather         own part
+    gather     all-gather         reduce-scatter     differently by every rank
+
+Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
+which multiplies gradients by the number of ranks where the others are needed.
+
+A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
+Legend: R ranks of the mesh axis.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
+    """The values themselves; their gradients are summed over the ranks, all in one collective."""
+    return cast(tuple[Tensor, ...], _Enter.apply(mesh, *values))  # type: ignore[no-untyped-call]
+
+
+def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
+    """Sum over the ranks, for what every rank goes on with alike."""
+    return cast(Tensor, _Leave.apply(mesh, part))  # type: ignore[no-untyped-call]
+
+
+def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
+    """Sum over the ranks, for what every rank goes on with in its own way."""
+    return cast(Tensor, _Total.apply(mesh, part))  # type: ignore[no-untyped-call]
+
+
+def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
+    """Sum over the ranks of part r of a block [R, ...], on rank r."""
+    return cast(Tensor, _Scatter.apply(mesh, block))  # type: ignore[no-untyped-call]
+
+
+def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
+    """The block [R, ...] of all ranks' parts, for what every rank goes on with in its own way."""
+    return cast(Tensor, _Gather.apply(mesh, part))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
+    """Reduction over the ranks, without gradients; `op` is "sum" or "max"."""
+    return _wait(functional.all_reduce(value.contiguous(), op, mesh))
+
+
+@torch.no_grad()
+def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
+    """The block [R, ...] of all ranks' parts, without gradients."""
+    return _wait(functional.all_gather_tensor(part.contiguous()[None], 0, mesh))
+
+
+@torch.no_grad()
+def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
+    """Sum over the ranks of the own part of a block, without gradients."""
+    return _wait(functional.reduce_scatter_tensor(block.contiguous(), "sum", 0, mesh))[0]
+
+
+def _wait(value: Tensor) -> Tensor:
+    return value.wait() if isinstance(value, functional.AsyncCollectiveTensor) else value
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh = mesh
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if len(grads) == 1:
+            return None, all_reduce(ctx.mesh, grads[0])
+        flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in grads]))
+        parts = torch.split(flat, [grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
+        return all_reduce(mesh, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
+        ctx.mesh = mesh
+        return all_reduce(mesh, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, all_reduce(ctx.mesh, grad)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, block: Tensor) -> Tensor:
+        ctx.mesh = mesh
+        return reduce_scatter(mesh, block)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, all_gather(ctx.mesh, grad)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
+        ctx.mesh = mesh
+        return all_gather(mesh, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, reduce_scatter(ctx.mesh, grad)

@@ -1,0 +1,70 @@
+"""The border around a decoder's strata under S2 and S5: inside, every rank has its own share of the work.
+
+    S5         u and v become the own channels; backward, one all-gather of their gradients
+    S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
+    S2 only    gradients of u, v and log_weights are summed over the ranks (one all-reduce, backward)
+    S2 and S5  gradients of log_weights are summed (one all-reduce, backward): those of u and v are whole already,
+               because the scores are scattered to the features' owners forward and gathered backward
+
+Everything outside then has equal gradients on all ranks of the model axis and needs no sum over it. Parameters inside
+are held whole by every rank, and each rank's gradient is a part of the whole: they need one sum (`Change.partial`).
+"""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.parallel import collectives
+from lightning_amp.parallel.channels import Channels, take_channels
+
+
+class SharedRegion(nn.Module):
+    """The border of a region that the ranks of a mesh axis share.
+
+    Args:
+        mesh: The mesh axis.
+        channels: Channel sets of S5, None without it.
+        features: Whether S2 shares the features.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, channels: Channels | None = None, features: bool = False) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.channels = channels
+        self.features = features
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"ranks={self.mesh.size()}, channels={self.channels is not None}, features={self.features}"
+
+    def enter(
+        self,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        log_weights: Float[Tensor, "#cell stratum"],
+    ) -> tuple[
+        Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], Float[Tensor, "#cell stratum"]
+    ]:
+        """What the strata read on this rank."""
+        if self.channels is None:
+            entered = (
+                collectives.enter(self.mesh, u, v, log_weights) if self.features else (u, v, log_weights)
+            )
+            return entered[0], entered[1], entered[2]
+        u, v = take_channels(self.channels, u, v)
+        if self.features:
+            (log_weights,) = collectives.enter(self.mesh, log_weights)
+        return u, v, log_weights
+
+    def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """The negative log-likelihood over all ranks' features."""
+        return collectives.leave(self.mesh, total) if self.features else total
+
+
+def share_region(
+    region: nn.Module, mesh: DeviceMesh, *, channels: Channels | None = None, features: bool = False
+) -> SharedRegion:
+    """The border with one more technique; S2 and S5 may come in any order."""
+    if isinstance(region, SharedRegion):
+        channels, features = channels or region.channels, features or region.features
+    return SharedRegion(mesh, channels=channels, features=features)
