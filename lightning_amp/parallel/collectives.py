@@ -21,6 +21,10 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+# torch 2.13 renames both and warns of the old names
+_ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_REDUCE_SCATTER = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 
 def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
     """The values themselves; their gradients are summed over the ranks, all in one collective."""
@@ -56,13 +60,13 @@ def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
 @torch.no_grad()
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, without gradients."""
-    return _wait(functional.all_gather_tensor(part.contiguous()[None], 0, mesh))
+    return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh))
 
 
 @torch.no_grad()
 def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of the own part of a block, without gradients."""
-    return _wait(functional.reduce_scatter_tensor(block.contiguous(), "sum", 0, mesh))[0]
+    return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh))[0]
 
 
 def _wait(value: Tensor) -> Tensor:
