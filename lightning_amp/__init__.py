@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from lightning_amp.data.datamodule import SingleCellDataModule as SingleCellDataModule
     from lightning_amp.data.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
+    from lightning_amp.diagnosis.diagnose import register_signal as register_signal
     from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.predictions import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.planning.plan import Plan as Plan
     from lightning_amp.planning.policy import plan as plan
+    from lightning_amp.planning.registry import register_technique as register_technique
     from lightning_amp.profiling.profile import Profile as Profile
     from lightning_amp.profiling.read import profile as profile
 
@@ -33,12 +35,14 @@ _HOME = {
     "SingleCellDataModule": "data.datamodule",
     "prepare": "data.prepare",
     "diagnose": "diagnosis.diagnose",
+    "register_signal": "diagnosis.diagnose",
     "StratumMemoryMonitor": "lightning.memory_monitor",
     "PredictionWriter": "lightning.predictions",
     "AMPStrategy": "lightning.strategy",
     "GLUE": "models.glue",
     "Plan": "planning.plan",
     "plan": "planning.policy",
+    "register_technique": "planning.registry",
     "Profile": "profiling.profile",
     "profile": "profiling.read",
 }

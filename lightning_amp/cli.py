@@ -1,6 +1,7 @@
-"""`lightning-amp`: demo | prepare | profile | plan | fit | validate | test | predict, in workflow order.
+"""`lightning-amp`: demo | prepare | profile | plan | simulate | fit | validate | test | predict, in workflow order.
 
 The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
+`simulate` loads torch once what was asked for is known to make sense.
 """
 
 import argparse
@@ -9,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lightning_amp.errors import AmpError
+from lightning_amp.errors import AmpError, PlanError
 
 TRAINING = ("fit", "validate", "test", "predict")
 
@@ -61,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_prepare(verbs.add_parser("prepare", help="write a data directory from .scool, .h5ad and genes"))
     _add_profile(verbs.add_parser("profile", help="say what a data directory holds"))
     _add_plan(verbs.add_parser("plan", help="say where memory will end, and what to do about it"))
+    _add_simulate(
+        verbs.add_parser(
+            "simulate", help="count a training step's bytes on any number of ranks, without a GPU"
+        )
+    )
     for verb in TRAINING:
         verbs.add_parser(
             verb, help=f"Lightning's {verb}, with strategy amp: lightning-amp {verb} --config FILE.yaml"
@@ -100,9 +107,12 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_prepare)
 
 
-def _add_profile(parser: argparse.ArgumentParser) -> None:
+def _add_profile(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> None:
     parser.add_argument(
-        "data_dir", metavar="DIR", help="a folder written by `lightning-amp prepare` or by HiGLUE"
+        "data_dir",
+        metavar="DIR",
+        nargs=None if needs_dir else "?",
+        help="a folder written by `lightning-amp prepare` or by HiGLUE",
     )
     parser.add_argument("--setting", help="which files to take where the folder has several settings")
     parser.add_argument(
@@ -112,8 +122,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_profile)
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    _add_profile(parser)
+def _add_plan(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> None:
+    _add_profile(parser, needs_dir=needs_dir)
     parser.add_argument("--devices", type=int, default=1, help="ranks in all (default: 1)")
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
     parser.add_argument("--policy", default="auto", help="auto (default) or paper")
@@ -129,6 +139,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--model-parallel-size", default="auto", help='ranks of the model axis (default: "auto")'
     )
     parser.set_defaults(run=_plan)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    _add_plan(parser, needs_dir=False)
+    parser.add_argument(
+        "--shape",
+        help="a decoder by itself instead of DIR: anchors=113505,dim=128,strata=32,batch=1"
+        "[,window=640,variant=paper,chained=yes,key=convolution,n_batches=2,features=5400]",
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw memory after each stratum")
+    parser.set_defaults(run=_simulate)
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -173,15 +194,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.request import check_request
     from lightning_amp.planning.shape import LATENT_DIM, reference_shape
 
-    size = arguments.model_parallel_size
-    request = {
-        "devices": arguments.devices,
-        "device_memory": arguments.device_memory,
-        "policy": arguments.policy,
-        "strategies": arguments.strategies,
-        "batch_size": arguments.batch_size,
-        "model_parallel_size": int(size) if size.isdecimal() else size,
-    }
+    request = _request(arguments)
     check_request(**request)
     profile = _read(arguments)
     shape = reference_shape(
@@ -194,6 +207,50 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(
         made.to_json() if arguments.format == "json" else f"{profile_report(profile)}\n\n{plan_report(made)}"
     )
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.request import check_request
+    from lightning_amp.simulation.shape_text import check_source, parse_shape
+
+    request = _request(arguments)
+    check_request(**request)
+    of_data = {"--latent-dim": arguments.latent_dim, "--window": arguments.window}
+    of_data |= {"--setting": arguments.setting, "--keys": arguments.keys}
+    check_source(arguments.shape, arguments.data_dir, of_data=of_data)
+    alone = arguments.shape is not None
+    if arguments.plot is not None and not Path(arguments.plot).parent.is_dir():
+        raise PlanError(
+            f"--plot {arguments.plot!r} was asked for, and its folder does not exist; make it first"
+        )
+    found: Any = parse_shape(arguments.shape) if alone else _read(arguments)
+
+    # late: torch takes seconds to load, and mistakes are told before
+    from lightning_amp.simulation.picture import draw
+    from lightning_amp.simulation.report import simulation_report
+    from lightning_amp.simulation.request import request_decoder, request_reference
+    from lightning_amp.simulation.simulate import simulate_plan
+
+    of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
+    asked = request_decoder(found, **request) if alone else request_reference(found, **of_model, **request)
+    simulation = simulate_plan(asked.make, asked.plan)
+    if arguments.plot is not None:
+        draw(Path(arguments.plot), simulation)
+    as_json = arguments.format == "json"
+    print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))
+
+
+def _request(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` and `simulate` ask of the policy."""
+    size = arguments.model_parallel_size
+    return {
+        "devices": arguments.devices,
+        "device_memory": arguments.device_memory,
+        "policy": arguments.policy,
+        "strategies": arguments.strategies,
+        "batch_size": arguments.batch_size,
+        "model_parallel_size": int(size) if size.isdecimal() else size,
+    }
 
 
 def _read(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]

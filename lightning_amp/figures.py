@@ -47,23 +47,47 @@ def memory_curve(
         (measured_bytes, f"measured, {rank_label}", "-", PALETTE[0], 3.2),
         (predicted_bytes, "predicted", "--", PALETTE[1], 1.6),
     ]
-    top = max((max(values) for values, *_ in curves if values is not None and len(values)), default=1.0)
-    unit, size = _unit(top)
-    figure = _new_figure(7.0, 4.2)
-    axes = figure.add_subplot()
-    for values, label, line, colour, width in curves:
-        if values is not None and len(values):
-            y = np.asarray(values, dtype=np.float64) / size
-            axes.plot(np.arange(len(y)), y, line, color=colour, label=label, linewidth=width)
-    if budget_bytes is not None:
-        _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, unit=unit, size=size)
-    axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color="#e6e6e6")
-    axes.set_axisbelow(True)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    figure, _ = _draw_strata(curves, budget_bytes=budget_bytes, title=title)
+    _save(figure, path)
+
+
+def simulated_memory(
+    path: Path,
+    *,
+    simulated_bytes: Sequence[float],
+    predicted_bytes: Sequence[float],
+    peak_bytes: float,
+    failed_at: str | None,
+    budget_bytes: float | None,
+    title: str,
+    rank_label: str,
+) -> None:
+    """Draw memory after each stratum of a simulated step beside the prediction, its peak, and the budget.
+
+    Args:
+        path: PNG to write
+        simulated_bytes: [stratum], as far as the step came
+        predicted_bytes: [stratum]
+        peak_bytes: most bytes alive at once; what was alive or asked for where the budget was exceeded
+        failed_at: where the budget was exceeded, None where it was not
+        budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
+        title: what was simulated
+        rank_label: whose memory it is
+    """
+    curves = [
+        (simulated_bytes, f"simulated, {rank_label}", "o-", PALETTE[0], 2.4),
+        (predicted_bytes, "predicted", "--", PALETTE[1], 1.6),
+    ]
+    figure, axes = _draw_strata(curves, budget_bytes=budget_bytes, title=title, also_bytes=peak_bytes)
+    unit, size = _unit(max([peak_bytes, *simulated_bytes, *predicted_bytes]))
+    if failed_at is None:
+        label = f"peak of the step {peak_bytes / size:.3g} {unit}"
+        axes.axhline(peak_bytes / size, linestyle=":", color=PALETTE[0], linewidth=1.4, label=label)
+    else:
+        label = f"out of memory at\n{failed_at}"
+        last = (len(simulated_bytes) - 0.5, peak_bytes / size)
+        axes.plot(*last, "X", color=RED, markersize=9, linestyle="none", label=label, clip_on=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     _save(figure, path)
 
 
@@ -105,6 +129,34 @@ def contact_maps(path: Path, *, maps: Mapping[str, ArrayLike], title: str) -> No
         figure.colorbar(image, ax=axes, shrink=0.8, label="log(1 + contacts)")
     figure.suptitle(title)
     _save(figure, path)
+
+
+def _draw_strata(
+    curves: Sequence[tuple[Sequence[float] | None, str, str, str, float]],
+    *,
+    budget_bytes: float | None,
+    title: str,
+    also_bytes: float = 1.0,
+) -> tuple[Figure, Axes]:
+    """Draw memory against the stratum: values, label, line, colour and width of each curve, and the budget."""
+    top = max([also_bytes, *(max(values) for values, *_ in curves if values is not None and len(values))])
+    unit, size = _unit(top)
+    figure = _new_figure(7.0, 4.2)
+    axes = figure.add_subplot()
+    for values, label, line, colour, width in curves:
+        if values is not None and len(values):
+            y = np.asarray(values, dtype=np.float64) / size
+            axes.plot(np.arange(len(y)), y, line, color=colour, label=label, linewidth=width, markersize=4)
+    if budget_bytes is not None:
+        _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, unit=unit, size=size)
+    axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="#e6e6e6")
+    axes.set_axisbelow(True)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    return figure, axes
 
 
 def _draw_budget(axes: Axes, budget_bytes: float, *, in_sight: bool, unit: str, size: float) -> None:

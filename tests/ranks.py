@@ -24,20 +24,30 @@ GRACE_S = 2.0
 """How long the other ranks may still report once one has failed."""
 
 
+BOOKKEEPING = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators of functional collectives that move nothing."""
+
+
 class CountCollectives(TorchDispatchMode):
-    """Counts this rank's collectives by operator; CommDebugMode cannot be entered around a module's backward."""
+    """Counts this rank's collectives by operator; CommDebugMode cannot be entered around a module's backward.
+
+    `sent` has the bytes that the rank put into functional collectives, by operator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
         return self.counts.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in BOOKKEEPING:
             self.counts[func._opname] += 1
+            if func.namespace == "_c10d_functional":
+                self.sent[func._opname] += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
 

@@ -1,9 +1,11 @@
-"""Claim: after `GradientSync.reduce` every rank holds the mean of the ranks' gradients, whichever ranks took part.
+"""Claim: `GradientSync.reduce` leaves on every rank the mean over the data axis, of parts the sum over the model axis.
 
-Two ranks run all cases once; each test reads one case's result. Losses are linear, so gradients are known numbers.
+Two ranks run all cases of a data axis alone, four those of a 2 x 2 and a 1 x 4 mesh; each test reads one case's
+result. Losses are linear, so gradients are known numbers.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.gradients import GradientSync
@@ -23,8 +26,16 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> 
     return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
 
 
-def sync_of(params: list[nn.Parameter], bucket_bytes: int = 2**20) -> GradientSync:
-    sync = GradientSync(params, dist.group.WORLD, bucket_bytes=bucket_bytes)
+@cache
+def mesh_of(model: int) -> DeviceMesh:
+    shape = (dist.get_world_size() // model, model)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+
+
+def sync_of(
+    params: list[nn.Parameter], bucket_bytes: int = 2**20, *, model: int = 1, **kinds: list[nn.Parameter]
+) -> GradientSync:
+    sync = GradientSync(params, mesh_of(model), bucket_bytes=bucket_bytes, **kinds)
     sync.watch()
     return sync
 
@@ -258,6 +269,119 @@ def test_collectives_are_one_for_the_agreement_and_one_per_bucket(results: list[
         n_collectives, found = result["given_twice"]
         assert n_collectives == 2
         assert values(found) == [1.5]
+
+
+def one_of_each(rank: int, model: int) -> list[nn.Parameter]:
+    """A replicated parameter, a part and a shard, whose length is the rank's own."""
+    return parameters((3,), (2, 2), (2 + rank % model,))
+
+
+def on_a_mesh(rank: int, model: int) -> tuple[Grads, dict[str, int]]:
+    p = one_of_each(rank, model)
+    sync = sync_of(p, model=model, partial=[p[1]], sharded=[p[2]])
+    d, m = divmod(rank, model)
+    # alike in a model group; a part, different on all ranks; the own shard's, different from the other shards'
+    ((d + 1.0) * p[0].sum() + 10.0**rank * p[1].sum() + (d + 1.0) * (m + 1) * p[2].sum()).backward()
+    with CountCollectives() as mode:
+        sync.reduce()
+    return grads(p), dict(mode.counts)
+
+
+def added_to_whole(rank: int) -> list[float | None]:
+    """Two backward passes, each reduced, into one gradient; the third accumulates two before it is reduced."""
+    p = parameters((2,))
+    sync = sync_of(p, model=2, partial=p)
+    for blocked in (False, False, True, False):
+        sync.blocked = blocked
+        (10.0**rank * p[0].sum()).backward()
+        sync.reduce()
+    return values(grads(p))
+
+
+def added_on_one_rank(rank: int) -> list[float | None]:
+    """Only rank 0 reaches the parameter again: the others must not count their copy of the whole as a part."""
+    p = parameters((2,))
+    sync = sync_of(p, model=2, partial=p)
+    (10.0**rank * p[0].sum()).backward()
+    sync.reduce()
+    if rank == 0:
+        p[0].sum().backward()
+    sync.reduce()
+    return values(grads(p))
+
+
+def reached_by_other_ranks(rank: int) -> Grads:
+    """Each parameter is reached by one rank alone."""
+    p = one_of_each(rank, 2)
+    sync = sync_of(p, model=2, partial=[p[1]], sharded=[p[2]])
+    if rank == 3:
+        p[1].sum().backward()
+    if rank == 1:
+        p[2].sum().backward()
+    sync.reduce()
+    return grads(p)
+
+
+def buckets_of_a_mesh(rank: int) -> dict[str, int]:
+    """A shard of 10 or 20 numbers, listed first, must not move the bounds of the buckets of the others."""
+    p = parameters((10 + 10 * (rank % 2),), (10,), (10,), (10,), (10,))
+    sync = sync_of(p, bucket_bytes=20 * 8, model=2, partial=p[4:], sharded=p[:1])
+    sum(q.sum() for q in p).backward()
+    with CountCollectives() as mode:
+        sync.reduce()
+    return dict(mode.counts)
+
+
+def mesh_cases(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "2 x 2": on_a_mesh(rank, 2),
+        "1 x 4": on_a_mesh(rank, 4),
+        "whole": added_to_whole(rank),
+        "whole on one": added_on_one_rank(rank),
+        "one each": reached_by_other_ranks(rank),
+        "buckets": buckets_of_a_mesh(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(mesh_cases, 4, tmp_path_factory.mktemp("mesh"))
+
+
+def test_parts_are_summed_over_the_model_axis_and_all_is_averaged_over_the_data_axis(
+    on_four: list[Any],
+) -> None:
+    for rank, result in enumerate(on_four):
+        found, counts = result["2 x 2"]
+        assert values(found) == [1.5, (1 + 10 + 100 + 1000) / 2, 1.5 * (rank % 2 + 1)]
+        assert len(found[2]) == 2 + rank % 2
+        # the agreement, and one bucket of each kind
+        assert counts == {"allreduce_": 4}
+
+
+def test_without_a_data_axis_only_parts_are_sent(on_four: list[Any]) -> None:
+    for rank, result in enumerate(on_four):
+        found, counts = result["1 x 4"]
+        assert values(found) == [1.0, 1111.0, rank + 1.0]
+        assert counts == {"allreduce_": 2}
+
+
+def test_parts_added_to_a_whole_gradient_count_once(on_four: list[Any]) -> None:
+    for result in on_four:
+        assert result["whole"] == [pytest.approx(4 * 1111 / 2, rel=1e-15)]
+        assert result["whole on one"] == [pytest.approx((1111 + 1) / 2, rel=1e-15)]
+
+
+def test_what_one_rank_of_the_mesh_has_reached_is_reduced_by_all_that_share_it(on_four: list[Any]) -> None:
+    for rank, result in enumerate(on_four):
+        # rank 3 alone reached the part, rank 1 alone the shard, which ranks 1 and 3 share
+        assert values(result["one each"]) == [None, 0.5, 0.5 if rank % 2 else 0.0]
+
+
+def test_buckets_of_each_kind_are_apart(on_four: list[Any]) -> None:
+    for result in on_four:
+        # agreement, part, 10 + 10 | 10, shard
+        assert result["buckets"] == {"allreduce_": 1 + 1 + 2 + 1}
 
 
 def one_rank_fails(rank: int, world_size: int) -> None:

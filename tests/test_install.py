@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.parallel import install as installer
 from lightning_amp.parallel.chunked_attention import ChunkedAttention
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.install import install, register
@@ -16,6 +17,7 @@ from lightning_amp.parallel.key_first import KeyFirstDecode
 from lightning_amp.planning import specs
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
+from lightning_amp.planning.strategies import STRATEGIES
 from tests.profiles import hic, profile, rna
 
 ANCHORS, STRATA, DIM = 60, 4, 8
@@ -94,7 +96,9 @@ def test_two_rules_on_one_module_are_refused() -> None:
 
 
 @pytest.mark.parametrize("strategies", ["S1,S2", "S1,S3,S5"])
-def test_strategies_without_an_installer_are_named_before_anything_changes(strategies) -> None:
+def test_strategies_without_an_installer_are_named_before_anything_changes(strategies, monkeypatch) -> None:
+    for spec in STRATEGIES[strategies[-2:]].specs:
+        monkeypatch.delitem(installer._TECHNIQUES, spec)
     model = Model()
     before = dict(model.named_modules())
     missing = strategies[-2:]

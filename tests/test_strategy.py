@@ -221,6 +221,10 @@ def reductions(rank: int) -> dict[str, Any]:
     strategy.model_parallel_size = 2
     values["sum over a model group"] = strategy.reduce(torch.tensor(4), reduce_op="sum").item()
     values["sampler of a model group"] = strategy.distributed_sampler_kwargs
+    strategy.model_parallel_size = 3
+    with pytest.raises(PlanError) as caught:
+        _ = strategy.mesh
+    values["no mesh"] = str(caught.value)
     return values
 
 
@@ -364,6 +368,8 @@ def test_reduce_does_not_round_and_counts_a_model_group_once(ranks: list[Any]) -
             "no tensor": "text",
             "sum over a model group": 4,
             "sampler of a model group": {"num_replicas": 1, "rank": 0},
+            "no mesh": "model_parallel_size=3 was asked for, the run has 2 ranks; it must divide them. Change"
+            " `devices` or `num_nodes` of the Trainer, or model_parallel_size",
         }, number
 
 

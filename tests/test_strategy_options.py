@@ -50,6 +50,7 @@ def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) ->
 
 class ThreeRanks(AMPStrategy):
     world_size = 3  # type: ignore[assignment]
+    root_device = torch.device("cpu")  # type: ignore[assignment]
 
 
 def test_a_model_axis_must_divide_the_ranks() -> None:

@@ -3,7 +3,7 @@
 w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -38,16 +38,22 @@ def _one_size(batch: object) -> int | None:
 
 
 def _sizes(batch: object) -> set[int]:
-    if isinstance(batch, Tensor):
-        return {len(batch)} if batch.dim() else set()
+    return {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+
+
+def tensors_in(batch: object) -> Iterator[Tensor]:
+    """The tensors in any nesting of mappings, lists, tuples and dataclasses."""
     parts: list[object] = []
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
         parts = list(batch.values())
     elif isinstance(batch, list | tuple):
         parts = list(batch)
     elif is_dataclass(batch):
         parts = [getattr(batch, field.name) for field in fields(batch)]
-    return set().union(*map(_sizes, parts))
+    for part in parts:
+        yield from tensors_in(part)
 
 
 class CellWeight:

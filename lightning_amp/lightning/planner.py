@@ -1,15 +1,20 @@
-"""Trainer, data and module -> Plan, as the strategy needs it in `setup`: before optimisers exist, on rank 0 only."""
+"""Trainer, data and module -> Plan, as the strategy needs it in `setup`: before optimisers exist, made on rank 0."""
 
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.hardware import device_budget
+from lightning_amp.lightning.replicas import decide_on_rank_zero
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe import describe
 from lightning_amp.planning.byte_size import parse_bytes
-from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan as make_plan
+from lightning_amp.planning.prediction import predict
+from lightning_amp.planning.report import plan_report, shortfall
+from lightning_amp.planning.rules import with_balance, without_shared_statistics
 from lightning_amp.planning.shape import (
     LATENT_DIM,
     DecoderShape,
@@ -28,6 +33,41 @@ if TYPE_CHECKING:
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""
 RMSPROP_SLOTS = 1
+
+
+def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
+    """The plan of one run, the same on every rank: the given one, or one made on rank 0; as the user wishes it.
+
+    Raises:
+        AmpError: What rank 0 was told when it made the plan.
+        PlanError: The plan is for another number of ranks.
+    """
+
+    def decide() -> Plan:
+        asked = strategy.asked_plan
+        if asked is None:
+            return plan_run(strategy, trainer)
+        given = asked if isinstance(asked, Plan) else Plan.read(asked)
+        return predict_anew(given, strategy, trainer)
+
+    plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
+    if plan.mesh.data * plan.mesh.model != strategy.world_size:
+        raise PlanError(
+            f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) was asked for, the run"
+            f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
+        )
+    if not strategy.share_batch_statistics:
+        plan = without_shared_statistics(plan)
+    wish = getattr(getattr(trainer, "datamodule", None), "balance", None)
+    wish = strategy.asked_balance if wish is None else wish
+    return plan if wish == "auto" else with_balance(plan, balance=bool(wish))
+
+
+def announce(plan: Plan) -> None:
+    """Show the plan before training starts, and warn if it is predicted not to fit; on rank 0."""
+    rank_zero_info(f"\n{plan_report(plan)}\n")
+    if plan.fits is False:
+        rank_zero_warn(shortfall(plan))
 
 
 def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
@@ -57,7 +97,7 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
 def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     _, shape, notes = _read(strategy, trainer)
-    predicted = estimate(shape, plan.axes, model_ranks=plan.mesh.model)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model)
     return replace(
         plan,
         batch_size=shape.batch_size,

@@ -1,15 +1,22 @@
 """What makes ranks start as equal replicas: one decision, one model, one stream of random numbers."""
 
+import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import nn
+from torch.distributed import ProcessGroup, get_global_rank
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
+from lightning_amp.parallel.batch_norm import SharedBatchNorm
 
 T = TypeVar("T")
 Broadcast = Callable[[Any], Any]
@@ -55,6 +62,23 @@ def share_random_state(*, broadcast: Broadcast, device: torch.device) -> None:
     torch.set_rng_state(cpu)
     if gpu is not None:
         torch.cuda.set_rng_state(gpu, device)
+
+
+def seed_workers(loader: object, *, data_rank: int) -> None:
+    """Let the loader workers of a model group draw alike, where `seed_everything(workers=True)` was called."""
+    if not isinstance(loader, DataLoader) or not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return
+    if loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
+
+
+@torch.no_grad()
+def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
+    """Give the ranks of the data axis the buffers of its first rank, but for statistics that they share anyway."""
+    for child in module.modules():
+        if not isinstance(child, SharedBatchNorm):
+            for buffer in child.buffers(recurse=False):
+                dist.broadcast(buffer, src=get_global_rank(group, 0), group=group)
 
 
 def check_replicas(

@@ -1,13 +1,18 @@
 """`Trainer(strategy="amp")`: plan before the optimisers exist, install, train on averaged gradients, undo.
 
-Ranks are row-major in (data, model), so a model group lies inside a node.
+Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks read the same cells and draw the
+same numbers; metrics, sums that are logged with sync_dist, and the gradients of what they all compute count them once.
+Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
+
 Known limits: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for
-gradients that were not averaged; buffers that a module changes by itself in training, other than shared batch
-statistics, differ between ranks until the next validation, where rank 0's are taken.
+gradients that were not reduced; buffers that a module changes by itself in training, other than shared batch
+statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers from all
+ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, and a norm of
+gradients that is not taken by the Trainer's clipping, are those of the rank's shards.
 """
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -16,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -25,35 +29,34 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed import ReduceOp, broadcast, get_global_rank
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import DataLoader
 
-from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import (
     broadcast_module,
     default_pg_timeout,
     optimizers_to_device,
-    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_amp.lightning.cells import CellWeight
+from lightning_amp.lightning.conflicts import RAW_BACKWARD, check_callbacks, check_precision
+from lightning_amp.lightning.meshes import Meshes
+from lightning_amp.lightning.metrics import count_replicas_once, counted_once, unrounded
 from lightning_amp.lightning.options import check_numbers, check_paths, check_plan, one_of
 from lightning_amp.lightning.registration import register
-from lightning_amp.lightning.replicas import check_replicas, decide_on_rank_zero, share_random_state
-from lightning_amp.parallel.batch_norm import SharedBatchNorm, share_batch_statistics
+from lightning_amp.lightning.replicas import (
+    check_replicas,
+    seed_workers,
+    share_random_state,
+    take_buffers_of_first,
+)
+from lightning_amp.lightning.same_batch import make_sure_of_same_batch
+from lightning_amp.lightning.shards import Shards
+from lightning_amp.parallel.batch_norm import share_batch_statistics
 from lightning_amp.parallel.gradients import MIB, GradientSync
 from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.report import plan_report, shortfall
-from lightning_amp.planning.rules import with_balance, without_shared_statistics
 from lightning_amp.planning.specs import ShareBatchStatistics
-
-RAW_BACKWARD = (
-    "Gradients reached an optimizer step without having been averaged over ranks: in manual optimization call"
-    " self.manual_backward(loss), not loss.backward(). They are averaged now, every rank counted equally, but"
-    " gradient clipping before this point has seen the gradients of one rank only."
-)
 
 
 class AMPStrategy(DDPStrategy):
@@ -61,6 +64,7 @@ class AMPStrategy(DDPStrategy):
 
     Attributes:
         policy, strategies, device_memory, model_parallel_size, data_dir: The request, as given.
+        asked_plan, asked_balance: The options `plan` and `balance_cells`, as given.
         share_batch_statistics: Whether BatchNorm is to see the cells of all ranks.
         plan: The plan in force, None before `setup`.
     """
@@ -136,13 +140,15 @@ class AMPStrategy(DDPStrategy):
         self.data_dir = data_dir
         self.share_batch_statistics = share_batch_statistics
         self.plan: Plan | None = None
-        self._asked_plan = plan
-        self._asked_balance = balance_cells
+        self.asked_plan = plan
+        self.asked_balance = balance_cells
         self._bucket_bytes = int(bucket_mb * MIB)
-        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
+        self._meshes = Meshes()
         self._undo: list[Callable[[], None]] = []
         self._gradients: GradientSync | None = None
         self._weight: CellWeight | None = None
+        self._shards = Shards()
+        self._partial: list[nn.Parameter] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -175,8 +181,8 @@ class AMPStrategy(DDPStrategy):
     @property
     def balance_cells(self) -> bool:
         """Whether the sampler is to balance contacts over the ranks."""
-        if self._asked_balance != "auto":
-            return bool(self._asked_balance)
+        if self.asked_balance != "auto":
+            return bool(self.asked_balance)
         return self.plan is not None and self.plan.balance_cells
 
     @property
@@ -186,18 +192,7 @@ class AMPStrategy(DDPStrategy):
         Raises:
             PlanError: The mesh of the plan needs another number of ranks than there are.
         """
-        shape = (self.data_parallel_size, self._model_ranks)
-        if shape[0] * shape[1] != self.world_size:
-            raise PlanError(
-                f"model_parallel_size={self._model_ranks!r} was asked for, the run has {self.world_size}"
-                " ranks; it must divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
-            )
-        if shape not in self._meshes:
-            # kept, for every mesh makes process groups that are never given back
-            self._meshes[shape] = init_device_mesh(
-                self.root_device.type, shape, mesh_dim_names=("data", "model")
-            )
-        return self._meshes[shape]
+        return self._meshes.of(self.root_device.type, ranks=self.world_size, model_ranks=self._model_ranks)
 
     # --- life-cycle ---
 
@@ -216,48 +211,34 @@ class AMPStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        check_replicas(
-            self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=self._on_any_rank
-        )
+        any_rank = partial(self.reduce_boolean_decision, all=False)
+        check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
         broadcast_module(self.model)
         self._plan_and_install(trainer)
         if fitting:
             self._share_statistics(self.model)
             self._average_gradients(self.model)
             self.setup_optimizers(trainer)
+            self._undo.append(self._shards.watch(trainer))
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def _plan_and_install(self, trainer: Trainer) -> None:
-        # late, for both reach the reference model and every technique, which a Trainer does not need
-        from lightning_amp.lightning.planner import plan_run, predict_anew
+        # late, for they reach the reference model and every technique, which a Trainer does not need
+        from lightning_amp.lightning.planner import announce, plan_in_force
         from lightning_amp.parallel.install import install
 
-        def decide() -> Plan:
-            if self._asked_plan is None:
-                return plan_run(self, trainer)
-            given = self._asked_plan if isinstance(self._asked_plan, Plan) else Plan.read(self._asked_plan)
-            return predict_anew(given, self, trainer)
-
-        self.plan = None
-        plan = decide_on_rank_zero(decide, rank=self.global_rank, broadcast=self.broadcast)
-        if plan.mesh.data * plan.mesh.model != self.world_size:
-            raise PlanError(
-                f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) was asked for, the run"
-                f" has {self.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
-            )
-        if not self.share_batch_statistics:
-            plan = without_shared_statistics(plan)
-        wish = getattr(getattr(trainer, "datamodule", None), "balance", None)
-        wish = self._asked_balance if wish is None else wish
-        self.plan = plan = plan if wish == "auto" else with_balance(plan, balance=bool(wish))
-        if trainer.state.fn == TrainerFn.FITTING:
-            rank_zero_info(f"\n{plan_report(plan)}\n")
-            if plan.fits is False:
-                rank_zero_warn(shortfall(plan))
         assert self.model is not None, "the Trainer sets the model before setup"
-        self._undo.append(install(self.model, plan, self.mesh).undo)
+        self.plan = None
+        self.plan = plan = plan_in_force(self, trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            announce(plan)
+        installed = install(self.model, plan, self.mesh)
+        self._undo += [installed.undo, count_replicas_once(self.model, self.mesh)]
+        check_precision(installed, self.precision_plugin)
+        check_callbacks(installed, getattr(trainer, "callbacks", ()))
+        self._shards, self._partial = Shards(self.model, installed.sharded), installed.partial
 
     def _share_statistics(self, model: nn.Module) -> None:
         """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm."""
@@ -269,9 +250,14 @@ class AMPStrategy(DDPStrategy):
             self.model = self._layer_sync.apply(model)
 
     def _average_gradients(self, model: nn.Module) -> None:
-        group = self.mesh["data"].get_group()
-        self._weight = CellWeight(group, self.root_device)
-        self._gradients = GradientSync(model.parameters(), group, bucket_bytes=self._bucket_bytes)
+        self._weight = CellWeight(self.mesh["data"].get_group(), self.root_device)
+        self._gradients = GradientSync(
+            model.parameters(),
+            self.mesh,
+            partial=self._partial,
+            sharded=[parameter.shard for parameter in self._shards.sharded],
+            bucket_bytes=self._bucket_bytes,
+        )
         self._gradients.watch()
 
     def _remove_installed(self) -> None:
@@ -281,29 +267,50 @@ class AMPStrategy(DDPStrategy):
         if self._gradients is not None:
             self._gradients.remove()
         self._gradients = self._weight = None
+        self._shards = Shards()
 
     def teardown(self) -> None:
-        """Undo what was installed, then what Lightning does."""
+        """Make parameters whole again, undo what was installed, then what Lightning does."""
+        module = self.lightning_module
+        if module is not None and self._shards.sharded:
+            self._shards.give_back(self.optimizers, complete=not module.trainer.interrupted)
         self._remove_installed()
         super().teardown()
 
     def on_validation_start(self) -> None:
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
-        if self._gradients is None or self.model is None or self.data_parallel_size == 1:
-            return
-        group = self.mesh["data"].get_group()
-        for module in self.model.modules():
-            if not isinstance(module, SharedBatchNorm):
-                for buffer in module.buffers(recurse=False):
-                    broadcast(buffer, src=get_global_rank(group, 0), group=group)
+        if self._gradients is not None and self.model is not None and self.data_parallel_size > 1:
+            take_buffers_of_first(self.model, self.mesh["data"].get_group())
+
+    # --- state ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with whole parameters; a collective where some are sharded."""
+        return self._shards.whole_state(super().lightning_module_state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state with whole parameters."""
+        own = {**checkpoint, "state_dict": self._shards.own_state(checkpoint["state_dict"])}
+        super().load_model_state_dict(own, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimiser's state as for whole parameters; a collective where some are sharded."""
+        return self._shards.whole_optimizer_state(optimizer, super().optimizer_state(optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load states for whole parameters."""
+        own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""
-        seeded = isinstance(dataloader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", "0"))
-        if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-            rank = self.distributed_sampler_kwargs["rank"]
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
         return super().process_dataloader(dataloader)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch, once it is certain that a model group reads the same one."""
+        make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- steps ---
 
@@ -388,13 +395,6 @@ class AMPStrategy(DDPStrategy):
         """
         if not isinstance(tensor, Tensor) or not isinstance(reduce_op, str):
             return super().reduce(tensor, group, reduce_op)
-        if reduce_op.lower() in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.to(torch.get_default_dtype())
-        result = super().reduce(tensor, group, reduce_op)
-        if reduce_op.lower() == "sum" and group is None and self._model_ranks > 1:
-            # every rank of a model group has added the same cells
-            result = (result / self._model_ranks).to(result.dtype)
-        return result
-
-    def _on_any_rank(self, condition: bool) -> bool:
-        return self.reduce_boolean_decision(condition, all=False)
+        result = super().reduce(unrounded(tensor, reduce_op), group, reduce_op)
+        # a group that the user has chosen is the user's affair
+        return result if group is not None else counted_once(result, reduce_op, model_ranks=self._model_ranks)

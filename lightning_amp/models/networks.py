@@ -72,8 +72,8 @@ def make_graph_encoder(graph: GraphInputs, dim: int) -> GraphEncoder:
     return GraphEncoder(
         graph.n_vertices,
         dim,
-        source=torch.as_tensor(graph.source),
-        target=torch.as_tensor(graph.target),
-        weight=torch.as_tensor(graph.weight),
-        sign=torch.as_tensor(graph.sign),
+        source=torch.from_numpy(graph.source),
+        target=torch.from_numpy(graph.target),
+        weight=torch.from_numpy(graph.weight),
+        sign=torch.from_numpy(graph.sign),
     )

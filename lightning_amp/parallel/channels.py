@@ -4,6 +4,10 @@ Rotary mixes channel i with channel i + D/2, so both are held by one rank: rank 
 the channels p_r .. p_{r+1} - 1 and the same + D/2, in this order. Pairs are dealt as evenly as possible; ranks may
 differ by one pair. An odd D, which only convolution keys allow, is dealt by single channels.
 
+    take_channels      whole -> own channels         nothing            one all-gather of all gradients
+    gather_channels    own channels -> whole         one all-gather     one reduce-scatter
+
+Exact: values and gradients are moved, and a gradient that every rank has a part of is summed once.
 Legend: D hidden dimension, R ranks, d the widest rank's channels.
 """
 
@@ -15,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
@@ -47,52 +52,53 @@ class Channels:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     @property
+    def widths(self) -> list[int]:
+        """Channels of every rank."""
+        return [(1 + self.paired) * run for run in self._runs]
+
+    @property
     def width(self) -> int:
         """Own channels."""
-        return len(self.of(self.mesh.get_local_rank()))
+        return self.widths[self.mesh.get_local_rank()]
 
     @property
     def widest(self) -> int:
         """d: channels of the rank that has most, to which parts are padded."""
-        return max(len(self.of(rank)) for rank in range(len(self.bounds) - 1))
+        return max(self.widths)
 
     def of(self, rank: int) -> list[int]:
         """Channels of a rank, in the order in which it holds them."""
         first = list(range(self.bounds[rank], self.bounds[rank + 1]))
         return first + [i + self.dim // 2 for i in first] if self.paired else first
 
-    @property
-    def own(self) -> list[int]:
-        """Channels of this rank."""
-        return self.of(self.mesh.get_local_rank())
-
     def select(self, values: Float[Tensor, "*row dim"]) -> Float[Tensor, "*row own_dim"]:
-        """The own channels of values that have all: one or two slices, joined; gradients stay the rank's own."""
-        p = self.pairs
-        if not self.paired:
-            return values[..., p]
-        half = self.dim // 2
-        return torch.cat((values[..., p], values[..., p.start + half : p.stop + half]), dim=-1)
+        """A copy of the own channels of values that have all; gradients stay the rank's own."""
+        rank = self.mesh.get_local_rank()
+        return torch.cat([pieces[rank] for pieces in self._split(values)], dim=-1)
 
-    def blocks(self, values: Float[Tensor, "*row dim"]) -> Float[Tensor, "rank *row own_dim"]:
+    def blocks(self, values: Float[Tensor, "*row dim"]) -> Float[Tensor, "rank *row most_dim"]:
         """Every rank's channels of values that have all, padded with zeros to the widest."""
-        index, short = [], False
-        for rank in range(len(self.bounds) - 1):
-            own = self.of(rank)
-            index += own + [self.dim] * (self.widest - len(own))
-            short = short or len(own) < self.widest
-        padded = F.pad(values, (0, 1)) if short else values
-        rows = padded[..., torch.tensor(index, device=values.device)]
-        return rows.reshape(*values.shape[:-1], -1, self.widest).movedim(-2, 0)
+        parts = [torch.cat(pieces, dim=-1) for pieces in zip(*self._split(values), strict=True)]
+        return torch.stack([self.pad(part) for part in parts])
 
-    def join(self, block: Float[Tensor, "rank *row own_dim"]) -> Float[Tensor, "*row dim"]:
+    def join(self, block: Float[Tensor, "rank *row most_dim"]) -> Float[Tensor, "*row dim"]:
         """The inverse of `blocks`."""
-        place = [0] * self.dim
-        for rank in range(len(self.bounds) - 1):
-            for column, channel in enumerate(self.of(rank)):
-                place[channel] = rank * self.widest + column
-        rows = block.movedim(0, -2).flatten(-2)
-        return rows[..., torch.tensor(place, device=block.device)]
+        parts = [part[..., :width] for part, width in zip(block, self.widths, strict=True)]
+        halves = zip(*(part.chunk(1 + self.paired, dim=-1) for part in parts), strict=True)
+        return torch.cat([piece for half in halves for piece in half], dim=-1)
+
+    def pad(self, part: Float[Tensor, "*row own_dim"]) -> Float[Tensor, "*row most_dim"]:
+        """A rank's part with zeros up to the widest; collectives move parts of one size."""
+        fill = self.widest - part.shape[-1]
+        return F.pad(part, (0, fill)) if fill else part
+
+    @property
+    def _runs(self) -> list[int]:
+        return [stop - start for start, stop in pairwise(self.bounds)]
+
+    def _split(self, values: Tensor) -> list[tuple[Tensor, ...]]:
+        """For each half of the pairs, every rank's piece. Backward, a split is one copy whatever R is."""
+        return [torch.split(half, self._runs, dim=-1) for half in values.chunk(1 + self.paired, dim=-1)]
 
 
 def deal_channels(dim: int, mesh: DeviceMesh) -> Channels:
@@ -108,9 +114,7 @@ def deal_channels(dim: int, mesh: DeviceMesh) -> Channels:
             f" {'pairs of channels' if dim % 2 == 0 else 'channels'} to deal; use a model axis of {things!r} ranks"
             " or fewer"
         )
-    bounds = tuple(rank * things // ranks for rank in range(ranks + 1))
-    assert all(a < b for a, b in pairwise(bounds)), "every rank has a pair"
-    return Channels(mesh=mesh, dim=dim, bounds=bounds)
+    return Channels(mesh=mesh, dim=dim, bounds=tuple(rank * things // ranks for rank in range(ranks + 1)))
 
 
 def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tuple[Tensor, ...]:
@@ -120,8 +124,7 @@ def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tupl
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
     """All channels, for what every rank goes on with in its own way; backward, one reduce-scatter."""
-    fill = channels.widest - part.shape[-1]
-    return channels.join(collectives.gather(channels.mesh, F.pad(part, (0, fill)) if fill else part))
+    return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
 
 
 class _Take(torch.autograd.Function):
@@ -131,9 +134,8 @@ class _Take(torch.autograd.Function):
         return tuple(channels.select(value) for value in values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         channels: Channels = ctx.channels
-        part = torch.cat(grads)
-        fill = channels.widest - channels.width
-        block = collectives.all_gather(channels.mesh, F.pad(part, (0, fill)) if fill else part)
+        block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
         return None, *torch.split(channels.join(block), [len(grad) for grad in grads])

@@ -12,6 +12,7 @@ which multiplies gradients by the number of ranks where the others are needed.
 
 A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
 Legend: R ranks of the mesh axis.
+Known limit: second derivatives are refused.
 """
 
 from typing import Any, cast
@@ -19,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renames both and warns of the old names
@@ -77,15 +79,19 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh = mesh
+        # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
+        ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if len(grads) == 1:
-            return None, all_reduce(ctx.mesh, grads[0])
-        flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in grads]))
-        parts = torch.split(flat, [grad.numel() for grad in grads])
-        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        used = [grad for grad in grads if grad is not None]
+        if len(used) <= 1:
+            return None, *(None if grad is None else all_reduce(ctx.mesh, grad) for grad in grads)
+        flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in used]))
+        parts = iter(torch.split(flat, [grad.numel() for grad in used]))
+        return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
 
 
 class _Leave(torch.autograd.Function):
@@ -94,6 +100,7 @@ class _Leave(torch.autograd.Function):
         return all_reduce(mesh, part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, grad
 
@@ -105,6 +112,7 @@ class _Total(torch.autograd.Function):
         return all_reduce(mesh, part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, all_reduce(ctx.mesh, grad)
 
@@ -116,6 +124,7 @@ class _Scatter(torch.autograd.Function):
         return reduce_scatter(mesh, block)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, all_gather(ctx.mesh, grad)
 
@@ -127,5 +136,6 @@ class _Gather(torch.autograd.Function):
         return all_gather(mesh, part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, reduce_scatter(ctx.mesh, grad)

@@ -1,22 +1,33 @@
-"""S1: average the gradients over the data axis after backward, whatever each rank's loss made use of.
+"""Gradients of a step over the mesh after backward: averaged over the data axis, parts summed over the model axis.
 
-    grad(p) <- (1 / R) sum over ranks r of grad_r(p)        for every p that any rank's backward has reached
+    replicated p   grad(p) <- (1 / D) sum over data ranks d of grad_d(p)            a model group has the same
+    sharded p      the same, for the rank's own shard
+    partial p      grad(p) <- (1 / D) sum over d and model ranks m of grad_dm(p)    a rank's gradient is a part
 
-A rank that did not reach p contributes zero; a p that no rank has reached keeps its gradient, or its None.
-The average is linear and leaves equal tensors equal, so reducing an accumulated sum once, or a gradient
-twice, is exact.
+for every p that the backward of any rank of the mesh has reached. A rank that did not reach p contributes zero; a p
+that no rank has reached keeps its gradient, or its None.
 
-Collectives per reduction: one all-reduce of P bytes (which parameters), then one all-reduce per bucket.
-Legend: P parameters, R ranks of the data axis.
-Known limits: parameters added to the module later are not seen; all gradients lie on one device.
+An average leaves equal tensors equal, so reducing an accumulated sum once, or a gradient twice, is exact. A sum does
+not: where a backward adds to a partial gradient that is whole already, every rank first keeps 1 / M of it.
+
+Collectives per reduction: one all-reduce of P bytes (which parameters), over all ranks; then one all-reduce per
+bucket: over all ranks for partial gradients, over the data axis for replicated ones, and over the data axis for
+sharded ones. Their buckets are apart, so that those of replicated gradients are alike on all ranks of a model group,
+whatever the shards' sizes, and add up in one order. Nothing is sent over an axis of one rank; without partial gradients
+nothing is sent over the model axis but the agreement.
+
+Legend: P parameters, D and M ranks of the data and the model axis.
+Known limits: parameters added to the module later are not seen; all gradients lie on one device; replicated gradients
+are equal in a model group only as far as the device computes the same twice.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_world_size
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_world_size, group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_amp.errors import InstallError
@@ -34,21 +45,33 @@ class GradientSync:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: ProcessGroup, *, bucket_bytes: int = 25 * MIB
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        partial: Iterable[nn.Parameter] = (),
+        sharded: Iterable[nn.Parameter] = (),
+        bucket_bytes: int = 25 * MIB,
     ) -> None:
         """Watch parameters.
 
         Args:
             parameters: In the same order on every rank; a parameter given twice counts once.
-            group: Ranks of the data axis.
+            mesh: All ranks, with the axes "data" and "model".
+            partial: Those of which a rank of the model axis has a part of the gradient.
+            sharded: Those that are a rank's shard; their shapes may differ over the model axis.
             bucket_bytes: Largest flat buffer; a gradient that is larger travels alone and is not copied.
         """
         self.blocked = False
         self._parameters = list({id(p): p for p in parameters}.values())
-        self._group = group
+        self._partial, self._sharded = self._places(partial), self._places(sharded)
+        assert not self._partial & self._sharded, "a shard's gradient is whole"
+        self._data: ProcessGroup = mesh["data"].get_group()
+        self._everyone = _everyone(mesh)
+        self._data_ranks, self._model_ranks = mesh["data"].size(), mesh["model"].size()
         self._bucket_bytes = bucket_bytes
         self._reached: set[int] = set()
-        self._hooks: dict[int, RemovableHandle] = {}
+        self._hooks: dict[int, list[RemovableHandle]] = {}
 
     @property
     def pending(self) -> bool:
@@ -59,20 +82,25 @@ class GradientSync:
         """Hook the parameters that need gradients by now; call it before every backward, for unfreezing."""
         for i, parameter in enumerate(self._parameters):
             if parameter.requires_grad and i not in self._hooks:
-                self._hooks[i] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._mark, i)
+                mark = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(self._mark, i)
                 )
+                self._hooks[i] = [mark]
+                if i in self._partial and self._model_ranks > 1:
+                    before = functools.partial(self._keep_part, i)
+                    self._hooks[i].append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks.values():
-            hook.remove()
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
         self._hooks.clear()
         self._reached.clear()
 
     @torch.no_grad()
     def reduce(self, *, force: bool = False) -> None:
-        """Average what has changed on any rank; a collective, every rank must call it.
+        """Reduce what has changed on any rank; a collective, every rank must call it.
 
         Args:
             force: Also while `blocked`.
@@ -82,13 +110,29 @@ class GradientSync:
         """
         if self.blocked and not force:
             return
-        if self._parameters and get_world_size(self._group) > 1:
-            for bucket in self._buckets(self._agree()):
-                self._average(bucket)
+        crosses_model = bool(self._partial) and self._model_ranks > 1
+        if self._parameters and (self._data_ranks > 1 or crosses_model):
+            reached = self._agree()
+            self._reduce([i for i in reached if i in self._partial], self._everyone)
+            self._reduce([i for i in reached if i not in self._partial | self._sharded], self._data)
+            self._reduce([i for i in reached if i in self._sharded], self._data)
         self._reached.clear()
+
+    def _places(self, some: Iterable[nn.Parameter]) -> set[int]:
+        place = {id(p): i for i, p in enumerate(self._parameters)}
+        ids = {id(p) for p in some}
+        assert ids <= place.keys(), "what is reduced in its own way is one of the parameters"
+        return {place[i] for i in ids}
 
     def _mark(self, index: int, parameter: Tensor) -> None:
         self._reached.add(index)
+
+    def _keep_part(self, index: int, incoming: Tensor) -> None:
+        """Before a backward adds parts to a gradient that is whole."""
+        grad = self._parameters[index].grad
+        if index not in self._reached and grad is not None:
+            with torch.no_grad():
+                grad.div_(self._model_ranks)
 
     def _word(self, index: int) -> int:
         grad = self._parameters[index].grad
@@ -97,11 +141,11 @@ class GradientSync:
             return 0
         return REACHED if grad.layout is torch.strided else SPARSE
 
-    def _agree(self) -> list[nn.Parameter]:
+    def _agree(self) -> list[int]:
         """The parameters that any rank has reached, the same list on every rank."""
         words = [self._word(i) for i in range(len(self._parameters))]
         union = torch.tensor(words, dtype=torch.uint8, device=self._parameters[0].device)
-        all_reduce(union, ReduceOp.MAX, group=self._group)
+        all_reduce(union, ReduceOp.MAX, group=self._everyone)
         words = union.tolist()
         if SPARSE in words:
             shape = tuple(self._parameters[words.index(SPARSE)].shape)
@@ -109,14 +153,19 @@ class GradientSync:
                 f"dense gradients can be averaged over ranks; the parameter of shape {shape!r} has a sparse"
                 " one. Make its layer dense, for an embedding with sparse=False"
             )
-        return [p for p, word in zip(self._parameters, words, strict=True) if word]
+        return [i for i, word in enumerate(words) if word]
 
-    def _buckets(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    def _reduce(self, indices: list[int], ranks: ProcessGroup) -> None:
+        if get_world_size(ranks) > 1:
+            for bucket in self._buckets(indices):
+                self._sum(bucket, ranks)
+
+    def _buckets(self, indices: list[int]) -> Iterator[list[Tensor]]:
         """Gradients of one type, up to the bucket size together."""
-        for dtype in dict.fromkeys(p.dtype for p in parameters):
+        for dtype in dict.fromkeys(self._parameters[i].dtype for i in indices):
             bucket: list[Tensor] = []
             n_bytes = 0
-            for grad in (_gradient(p) for p in parameters if p.dtype is dtype):
+            for grad in (self._gradient(i) for i in indices if self._parameters[i].dtype is dtype):
                 if bucket and n_bytes + grad.nbytes > self._bucket_bytes:
                     yield bucket
                     bucket, n_bytes = [], 0
@@ -124,19 +173,32 @@ class GradientSync:
                 n_bytes += grad.nbytes
             yield bucket
 
-    def _average(self, bucket: list[Tensor]) -> None:
+    def _sum(self, bucket: list[Tensor], ranks: ProcessGroup) -> None:
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
         # divided before the sum, as torch's own reducer does: half precision sums could overflow
-        flat.div_(get_world_size(self._group))
-        all_reduce(flat, group=self._group)
+        flat.div_(self._data_ranks)
+        all_reduce(flat, group=ranks)
         if not alone:
             pieces = torch.split(flat, [grad.numel() for grad in bucket])
             for grad, piece in zip(bucket, pieces, strict=True):
                 grad.copy_(piece.view(grad.shape))
 
+    def _gradient(self, index: int) -> Tensor:
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif index in self._partial and index not in self._reached:
+            parameter.grad.div_(self._model_ranks)
+        return parameter.grad
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+
+def _everyone(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of all ranks of the mesh."""
+    for one, other in (("data", "model"), ("model", "data")):
+        if mesh[other].size() == 1:
+            return mesh[one].get_group()
+    assert mesh.size() == get_world_size(), "a mesh covers all ranks of the run"
+    whole = group.WORLD
+    assert whole is not None, "a mesh has connected processes"
+    return whole

@@ -1,11 +1,12 @@
 """Put a plan's rules into a module, one after the other in the order of the plan; the first refusal undoes all.
 
 A technique is a function `(module, spec, mesh) -> Change` found by the type of the rule's spec: new modules for the
-module itself or for children of it, which own the same parameter objects under the same names. It sees what earlier
-rules have installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
+module itself or for children of it, which own the same parameter objects under the same names (this is checked). A
+module alone stands for the change that puts it in the old one's place. A technique sees what earlier rules have
+installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,19 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.chunked_attention import chunk_attention
+from lightning_amp.parallel.feature_parallel import share_features
+from lightning_amp.parallel.hidden_parallel import share_hidden
 from lightning_amp.parallel.key_first import key_first
+from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
 from lightning_amp.planning.plan import Plan, Rule
 from lightning_amp.planning.specs import (
     BalanceCells,
     ChunkedAttention,
     DataParallel,
+    FeatureParallel,
+    HiddenParallel,
     KeyFirstDecode,
+    RowParallelLinear,
     ShareBatchStatistics,
 )
 from lightning_amp.planning.strategies import STRATEGIES
 
-Technique = Callable[[nn.Module, Any, DeviceMesh | None], Change]
+Technique = Callable[[nn.Module, Any, DeviceMesh | None], Change | nn.Module]
 
 BY_STRATEGY = (DataParallel, ShareBatchStatistics, BalanceCells)
 """Carried out by the Lightning strategy itself: gradients, batch statistics and the sampler, not a module swap."""
@@ -52,6 +59,15 @@ register(
     lambda old, spec, mesh: Change({"": chunk_attention(old, buckets=spec.buckets, retain=spec.retain)}),
 )
 register(KeyFirstDecode, lambda old, spec, mesh: Change({"": key_first(old)}))
+register(HiddenParallel, share_hidden)
+register(FeatureParallel, share_features)
+register(RowParallelLinear, share_rows)
+
+
+def _technique(spec: type) -> Technique | None:
+    """The technique of a type of spec: the package's own, else that of `register_technique`."""
+    outside = (row.install for row in STRATEGIES.values() if spec in row.specs)
+    return _TECHNIQUES.get(spec) or next(outside, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +107,7 @@ class Installed:
             path = ".".join(part for part in (fqn, relative) if part)
             parent_name, _, name = path.rpartition(".")
             parent = module.get_submodule(parent_name)
+            _check_parameters(path, parent._modules.get(name), new, change.sharded)
             self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
             parent._modules[name] = new
         seen = {id(parameter) for parameter in self.partial}
@@ -112,8 +129,9 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
             module. The module is unchanged.
     """
     rules = [rule for rule in plan.rules if not isinstance(rule.spec, BY_STRATEGY)]
+    techniques = {type(rule.spec): found for rule in rules if (found := _technique(type(rule.spec)))}
     for rule in rules:
-        if type(rule.spec) not in _TECHNIQUES:
+        if type(rule.spec) not in techniques:
             raise PlanError(_not_built(rule, plan))
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
     claimed: set[tuple[str, type]] = set()
@@ -126,12 +144,54 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
     installed = Installed()
     try:
         for rule, fqn in targets:
-            change = _TECHNIQUES[type(rule.spec)](module.get_submodule(fqn), rule.spec, mesh)
-            installed.apply(fqn, change, module)
+            made = techniques[type(rule.spec)](module.get_submodule(fqn), rule.spec, mesh)
+            installed.apply(fqn, _as_change(made, rule, fqn), module)
+        _refuse_shared(module, installed.sharded)
     except BaseException:
         installed.undo()
         raise
     return installed
+
+
+def _refuse_shared(module: nn.Module, sharded: Sequence[ShardedParameter]) -> None:
+    still = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
+    for parameter in sharded:
+        if id(parameter.whole) in still:
+            raise InstallError(
+                f"{parameter.name!r} of a layer was to be split over ranks, but the module uses it as"
+                f" {still[id(parameter.whole)]!r} too, which would be trained apart; take the layer's rule out of"
+                " the plan"
+            )
+
+
+def _as_change(made: object, rule: Rule, fqn: str) -> Change:
+    if isinstance(made, nn.Module):
+        return Change({"": made})
+    if not isinstance(made, Change):
+        raise InstallError(
+            f"the technique of {rule.strategy} returned {made!r} for {fqn!r}; allowed are a module and a Change"
+        )
+    return made
+
+
+def _check_parameters(
+    fqn: str, old: nn.Module | None, new: nn.Module, sharded: Sequence[ShardedParameter]
+) -> None:
+    """Optimisers and checkpoints find parameters by object and by name: a replacement keeps both."""
+    if old is None:
+        raise InstallError(
+            f"a technique is to replace {fqn!r}, which is no module; allowed are the rule's module and its children"
+        )
+    shards = {id(parameter.whole): parameter.shard for parameter in sharded}
+    named = old.named_parameters(remove_duplicate=False)
+    before = {name: id(shards.get(id(parameter), parameter)) for name, parameter in named}
+    after = {name: id(parameter) for name, parameter in new.named_parameters(remove_duplicate=False)}
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise InstallError(
+            f"{type(new).__name__!r} was to replace {fqn!r} and does not own the same parameters: {changed!r} differ;"
+            " a replacement keeps the parameter objects and their names, or lists a shard in Change.sharded"
+        )
 
 
 def _matches(rule: Rule, module: nn.Module) -> list[str]:
@@ -145,11 +205,17 @@ def _matches(rule: Rule, module: nn.Module) -> list[str]:
 
 
 def _not_built(rule: Rule, plan: Plan) -> str:
-    title = STRATEGIES[rule.strategy].title if rule.strategy in STRATEGIES else type(rule.spec).__name__
+    kind = type(rule.spec)
+    if rule.strategy not in STRATEGIES:
+        return (
+            f"{rule.strategy} ({kind.__name__}) is prescribed for {rule.fqn!r} ({rule.why}), and this process has not"
+            " registered it; call register_technique in a module that every rank imports"
+        )
     possible = [
-        s for s in plan.strategies if any(r.strategy == s and type(r.spec) in _TECHNIQUES for r in plan.rules)
+        s for s in plan.strategies if any(r.strategy == s and _technique(type(r.spec)) for r in plan.rules)
     ]
     return (
-        f"{rule.strategy} ({title}) is prescribed for {rule.fqn!r} ({rule.why}), but this version has no"
-        f" installer for it; train with strategies={','.join(['S1', *possible])!r} or give the devices more memory"
+        f"{rule.strategy} ({STRATEGIES[rule.strategy].title}) is prescribed for {rule.fqn!r} ({rule.why}), but this"
+        f" version has no installer for it; train with strategies={','.join(['S1', *possible])!r} or give the devices"
+        " more memory"
     )

@@ -10,10 +10,14 @@ Everything outside then has equal gradients on all ranks of the model axis and n
 are held whole by every rank, and each rank's gradient is a part of the whole: they need one sum (`Change.partial`).
 """
 
+from typing import Any
+
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.errors import InstallError
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.channels import Channels, take_channels
 
@@ -62,9 +66,36 @@ class SharedRegion(nn.Module):
 
 
 def share_region(
-    region: nn.Module, mesh: DeviceMesh, *, channels: Channels | None = None, features: bool = False
+    region: nn.Module | None, mesh: DeviceMesh, *, channels: Channels | None = None, features: bool = False
 ) -> SharedRegion:
-    """The border with one more technique; S2 and S5 may come in any order."""
+    """The border with one more technique; S2 and S5 may come in any order.
+
+    Raises:
+        InstallError: The region is missing, has state, or does something at the border that would be lost.
+    """
     if isinstance(region, SharedRegion):
-        channels, features = channels or region.channels, features or region.features
+        return SharedRegion(mesh, channels=channels or region.channels, features=features or region.features)
+    problem = _problem(region)
+    if problem:
+        raise InstallError(
+            f"{'S2' if features else 'S5'} was asked for on a decoder whose child `region` {problem}; only a border"
+            " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
+            " replaced: move the rest to the decoder, or leave the strategy out"
+        )
     return SharedRegion(mesh, channels=channels, features=features)
+
+
+def _problem(region: nn.Module | None) -> str:
+    border: Any = region
+    if border is None or not all(callable(getattr(border, name, None)) for name in ("enter", "leave")):
+        return f"is {region!r}"
+    names = sorted(border.state_dict())
+    if names:
+        return f"has the state {names!r}"
+    given, total = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(1, 5)), torch.ones(())
+    try:
+        unchanged = all(a is b for a, b in zip(border.enter(*given), given, strict=True))
+        unchanged = unchanged and border.leave(total) is total
+    except Exception as error:
+        return f"fails on a small example with {error!r}"
+    return "" if unchanged else f"({type(region).__name__}) changes what it is given"

@@ -3,24 +3,24 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.parallel import collectives
+from lightning_amp.parallel.runs import join_runs, own_run
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class ShardedParameter:
-    """One sharded parameter.
+    """One sharded parameter; `shard_parameter` makes it.
 
     Attributes:
         whole: The parameter that was replaced; its values are stale while the shard is trained.
         shard: The rank's own part, a parameter of its own.
         module: The module that holds the shard, under `name`.
         name: Name of the parameter in that module.
-        dim: The dimension that is split, in runs of ceil(size / R) rows as torch's `Shard` does; the last may be short.
+        dim: The dimension that is split, in runs (parallel/runs.py).
         mesh: The mesh axis.
+        version: How often the shard had been written when it was made.
     """
 
     whole: nn.Parameter
@@ -29,23 +29,66 @@ class ShardedParameter:
     name: str
     dim: int
     mesh: DeviceMesh
+    version: int
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor with the shape of the whole parameter."""
-        run = -(-whole.shape[self.dim] // self.mesh.size())
-        start = min(self.mesh.get_local_rank() * run, whole.shape[self.dim])
-        return whole.narrow(self.dim, start, min(run, whole.shape[self.dim] - start))
+        """This rank's part of a tensor with the shape of the whole parameter; a view."""
+        run = own_run(whole.shape[self.dim], self.mesh)
+        return whole.narrow(self.dim, run.start, run.stop - run.start)
 
     def join(self, own: Tensor) -> Tensor:
         """The whole tensor from every rank's part; a collective."""
-        size = self.whole.shape[self.dim]
-        run = -(-size // self.mesh.size())
-        rows = own.movedim(self.dim, 0)
-        padded = F.pad(rows.reshape(len(rows), -1), (0, 0, 0, run - len(rows)))
-        whole = collectives.all_gather(self.mesh, padded).flatten(0, 1)[:size]
-        return whole.reshape(size, *rows.shape[1:]).movedim(0, self.dim)
+        return join_runs(own, self.whole.shape[self.dim], self.mesh, dim=self.dim)
+
+    @property
+    def trained(self) -> bool:
+        """Whether this rank's shard may differ from its part of the whole parameter."""
+        # both: an optimiser may write through `.data`, which is not counted, and a step may change nothing
+        changed = self.shard._version != self.version
+        return changed or not torch.equal(self.shard.to(self.whole.device), self.own(self.whole))
+
+    def offload(self) -> None:
+        """Keep the whole parameter in the host's memory from now on; without values there is nothing to keep."""
+        if not self.whole.is_meta:
+            self.whole.data = self.whole.data.cpu()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the trained values of all ranks into the whole parameter; a collective."""
-        self.whole.copy_(self.join(self.shard))
+        self._replace(self.join(self.shard))
+
+    @torch.no_grad()
+    def restore_own(self) -> None:
+        """Write the trained values of this rank into the whole parameter, and nan elsewhere; no collective."""
+        whole = torch.full_like(self.whole, torch.nan, device=self.shard.device)
+        self.own(whole).copy_(self.shard)
+        self._replace(whole)
+
+    def _replace(self, values: Tensor) -> None:
+        self.whole.data = values.to(self.whole.dtype)
+        self.whole.requires_grad_(self.shard.requires_grad)
+
+
+def shard_parameter(
+    module: nn.Module, name: str, whole: nn.Parameter, *, dim: int, mesh: DeviceMesh
+) -> ShardedParameter:
+    """Give a module this rank's shard of a parameter under a name.
+
+    Args:
+        module: Gets the shard.
+        name: Of the parameter in the module.
+        whole: The parameter to split.
+        dim: The dimension to split.
+        mesh: The mesh axis.
+    """
+    run = own_run(whole.shape[dim], mesh)
+    own = (
+        whole.detach()
+        .narrow(dim, run.start, run.stop - run.start)
+        .clone(memory_format=torch.contiguous_format)
+    )
+    shard = nn.Parameter(own, requires_grad=whole.requires_grad)
+    module.register_parameter(name, shard)
+    return ShardedParameter(
+        whole=whole, shard=shard, module=module, name=name, dim=dim, mesh=mesh, version=shard._version
+    )

@@ -1,41 +1,15 @@
 """Whether a plan says what it would do: one that contradicts itself would train something else than it shows."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.specs import (
-    BalanceCells,
-    ChunkedAttention,
-    DataParallel,
-    FeatureParallel,
-    HiddenParallel,
-    KeyFirstDecode,
-    RowParallelLinear,
-    ShareBatchStatistics,
-    Spec,
-)
+from lightning_amp.planning.specs import BalanceCells
 from lightning_amp.planning.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from lightning_amp.planning.plan import Plan
-
-STRATEGY_OF: dict[type[Spec], str] = {
-    DataParallel: "S1",
-    ShareBatchStatistics: "S1",
-    BalanceCells: "S1",
-    FeatureParallel: "S2",
-    RowParallelLinear: "S2",
-    ChunkedAttention: "S3",
-    KeyFirstDecode: "S4",
-    HiddenParallel: "S5",
-}
-CHOICES = {
-    "placement": {True: "hidden", False: "replicated", "by": "S5"},
-    "features": {True: "sharded", False: "all", "by": "S2"},
-    "attention": {True: "chunked", False: "eager", "by": "S3"},
-    "decode": {True: "key-first", False: "full", "by": "S4"},
-}
 
 
 def check_consistency(plan: "Plan") -> None:
@@ -72,17 +46,21 @@ def _kinds(plan: "Plan") -> Iterator[str]:
 def _contradictions(plan: "Plan") -> Iterator[str]:
     unknown = sorted(set(plan.strategies) - set(STRATEGIES))
     if unknown:
-        yield f"strategies={unknown!r} are not of {', '.join(STRATEGIES)}"
+        yield (
+            f"strategies={unknown!r} are not of {', '.join(STRATEGIES)} (a package that registers them has to be"
+            " imported first)"
+        )
+        return
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):
         yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
     for rule in plan.rules:
-        expected = STRATEGY_OF.get(type(rule.spec), rule.strategy)
-        if rule.strategy != expected:
-            yield f"a rule of {rule.strategy} asks for {type(rule.spec).__name__}, which is {expected}"
-    for axis, choice in CHOICES.items():
-        allowed = choice[choice["by"] in plan.strategies]
-        if getattr(plan.axes, axis) != allowed:
-            yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {allowed!r}"
+        owner = next((s for s, info in STRATEGIES.items() if type(rule.spec) in info.specs), "of no strategy")
+        if rule.strategy != owner:
+            yield f"a rule of {rule.strategy} asks for {type(rule.spec).__name__}, which is {owner}"
+    allowed = type(plan.axes).of(plan.strategies, (rule.spec for rule in plan.rules))
+    for axis, choice in asdict(allowed).items():
+        if getattr(plan.axes, axis) != choice:
+            yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {choice!r}"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

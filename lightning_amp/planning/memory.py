@@ -17,16 +17,9 @@ R ranks of the model axis.
 from dataclasses import dataclass
 from itertools import accumulate
 
+from lightning_amp.planning.chunks import chunk_buckets as chunk_buckets
 from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import DecoderShape, ModelShape
-
-CHUNK_QUERIES = 128
-"""Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
-
-
-def chunk_buckets(window: int) -> int:
-    """Buckets of `window` queries in one chunk: about `CHUNK_QUERIES` queries, one bucket at least."""
-    return max(1, CHUNK_QUERIES // window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

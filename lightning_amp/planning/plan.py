@@ -4,14 +4,15 @@ Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after str
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.consistency import check_consistency
-from lightning_amp.planning.specs import SPECS, Spec
+from lightning_amp.planning.specs import Spec
+from lightning_amp.planning.strategies import STRATEGIES, special_choice, specs_by_name
 
 SCHEMA = 1
 
@@ -23,7 +24,7 @@ class Rule:
     Attributes:
         fqn: Name of the module, or a pattern in the sense of fnmatch; "" is the whole LightningModule.
         spec: What to install there.
-        strategy: The strategy of the library that the rule belongs to, "S1" to "S5".
+        strategy: The strategy of the library that the rule belongs to, such as "S3".
         why: The finding that asked for it.
         saves_bytes: Predicted bytes per rank that it saves, 0 when it saves time or exactness.
     """
@@ -58,6 +59,17 @@ class Axes:
     attention: str = "eager"
     decode: str = "full"
     activations: str = "retain"
+
+    @classmethod
+    def of(cls, strategies: Iterable[str], specs: Iterable[Spec] = ()) -> "Axes":
+        """The choices of some strategies of the library, and on the other axes the eager ones.
+
+        Args:
+            strategies: Their ids.
+            specs: What their rules ask for, where that may not be the usual.
+        """
+        choices = [*(STRATEGIES[strategy].choice for strategy in strategies), *map(special_choice, specs)]
+        return cls(**dict(choice for choice in choices if choice is not None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +188,10 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spec(plain: Mapping[str, Any]) -> Spec:
-    kind = plain["type"]
-    if kind not in SPECS:
-        raise PlanError(f"a rule asks for {kind!r}; this version can install {sorted(SPECS)}")
-    return SPECS[kind](**{name: value for name, value in plain.items() if name != "type"})
+    kind, known = plain["type"], specs_by_name()
+    if kind not in known:
+        raise PlanError(
+            f"a rule asks for {kind!r}; this version can install {sorted(known)}. If a package of yours registers"
+            " it, import that package before the plan is read"
+        )
+    return known[kind](**{name: value for name, value in plain.items() if name != "type"})

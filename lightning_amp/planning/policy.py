@@ -6,27 +6,26 @@
     HIGH_INPUT_DIMENSIONALITY      S2 and S4
     ATTENTION_DECODER              S3
     HEAVY_DECOMPOSITION            S5, when the EPM under the strategies above still exceeds the memory of a device
+    a signal from outside          its strategies, whatever the memory and on one device too
 
 The paper maps signals independently of memory, yet its lightweight configurations, which raise the same signals, run
-under S1 only; the third row is how both can be true.
+under S1 only (Table 6); the third row is how both can be true. Which signal asks for which strategy stands in
+`strategies.py`. Registered strategies count as chosen before the memory is looked at.
 """
 
-from lightning_amp.diagnosis.diagnose import (
-    ATTENTION_DECODER,
-    HEAVY_DECOMPOSITION,
-    HIGH_INPUT_DIMENSIONALITY,
-    diagnose,
-)
+from collections.abc import Iterable
+
+from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
-from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.request import check_request
 from lightning_amp.planning.rules import build_rules
 from lightning_amp.planning.shape import ModelShape, reference_shape
-from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.strategies import STRATEGIES, in_order, parse_strategies, targets_of
 from lightning_amp.profiling.profile import Profile
 
 
@@ -48,7 +47,7 @@ def plan(
         devices: Ranks in all, over all nodes.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown.
         policy: "paper" is AMP's fixed mapping; "auto" follows it in this version.
-        strategies: The user's own choice of S1 to S5 instead of the policy's; still checked and predicted.
+        strategies: The user's own choice from the library instead of the policy's; still checked and predicted.
         batch_size: Cells per rank and modality.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: The model; None means the reference model with its default sizes.
@@ -71,22 +70,24 @@ def plan(
     if strategies is not None:
         chosen = parse_strategies(strategies)
     else:
-        chosen, notes = _paper(diagnosis, shape, devices=devices, budget=budget)
+        chosen, notes = _mapped(
+            diagnosis, shape, devices=devices, budget=budget, model_parallel_size=model_parallel_size
+        )
         if policy == "auto":
             notes.append('policy "auto" follows the paper\'s fixed mapping in this version')
     mesh = _mesh(chosen, devices=devices, model_parallel_size=model_parallel_size)
-    axes = _axes(chosen, shape)
-    predicted = estimate(shape, axes, model_ranks=mesh.model)
+    _check_decoder(chosen, shape)
+    predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, batch_size)
-    notes += _notes(shape) + balance_note
+    notes += _notes(chosen, shape) + balance_note
     return Plan(
         policy="strategies" if strategies is not None else policy,
         signals=diagnosis.signals,
         evidence=tuple(f"{f.signal}: {f.evidence}" for f in diagnosis.findings),
         strategies=chosen,
         mesh=mesh,
-        axes=axes,
-        rules=build_rules(chosen, shape, axes, mesh, diagnosis, balance=balance, user=strategies is not None),
+        axes=Axes.of(chosen),
+        rules=build_rules(chosen, shape, mesh, diagnosis, balance=balance, user=strategies is not None),
         batch_size=shape.batch_size,
         predicted_base_bytes=predicted.base_bytes,
         predicted_stratum_bytes=predicted.mean_stratum_bytes,
@@ -98,38 +99,67 @@ def plan(
     )
 
 
-def _paper(
-    diagnosis: Diagnosis, shape: ModelShape, *, devices: int, budget: int | None
+def _mapped(
+    diagnosis: Diagnosis,
+    shape: ModelShape,
+    *,
+    devices: int,
+    budget: int | None,
+    model_parallel_size: int | str,
 ) -> tuple[tuple[str, ...], list[str]]:
-    """AMP's mapping, with a sentence that says which row of it applied."""
+    """The mapping's strategies, with a sentence that says which row of it applied."""
+
+    def peak(chosen: set[str]) -> int:
+        ranks = _model_ranks(chosen, devices=devices, model_parallel_size=model_parallel_size)
+        return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
+
+    own, notes = _registered(diagnosis, shape, devices=devices)
     if devices == 1:
-        return (), ["one device: single-device execution (the paper's mapping prescribes nothing)"]
+        first = "one device: single-device execution (the paper's mapping prescribes nothing)"
+        return in_order(own), [first, *notes]
+    base = {"S1", *own}
+    under = ", ".join(in_order(base))
     if shape.decoder is None:
-        return ("S1",), ["no decomposed decoder was recognised: data parallelism (S1) only"]
-    whole = estimate(shape, Axes()).peak_bytes
+        only = under if own else "data parallelism (S1)"
+        return in_order(base), [f"no decomposed decoder was recognised: {only} only", *notes]
+    whole = peak(base)
     if budget is None or whole <= budget:
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
-        return ("S1",), [f"{format_bytes(whole)} per device under S1 and {limit}: S1 only"]
-    chosen = {"S1"}
-    if HIGH_INPUT_DIMENSIONALITY in diagnosis.signals:
-        chosen |= {"S2", "S4"}
-    if ATTENTION_DECODER in diagnosis.signals:
-        chosen.add("S3")
-    lean = estimate(
-        shape, _axes(tuple(chosen), shape), model_ranks=devices if "S2" in chosen else 1
-    ).peak_bytes
-    if HEAVY_DECOMPOSITION in diagnosis.signals and lean > budget:
+        first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
+        return in_order(base), [first, *notes]
+    asked = {s for s, row in STRATEGIES.items() if row.signal in diagnosis.signals and not row.from_outside}
+    chosen = base | (asked - {"S5"})
+    if "S5" in asked and peak(chosen) > budget:
         chosen.add("S5")
-    return tuple(sorted(chosen)), [
-        f"{format_bytes(whole)} per device under S1 exceeds {format_bytes(budget)}"
-    ]
+    first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
+    return in_order(chosen), [first, *notes]
+
+
+def _registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tuple[set[str], list[str]]:
+    """Strategies from outside whose signal is raised, and a sentence for each that is left out all the same."""
+    own, notes = set(), []
+    for strategy, row in STRATEGIES.items():
+        if not row.from_outside or row.signal not in diagnosis.signals:
+            continue
+        if row.model_axis and devices == 1:
+            notes.append(f"{strategy} is left out: it splits over the model axis, which one device has not")
+        elif not targets_of(strategy, shape):
+            notes.append(f"{strategy} is left out: it finds nothing to change in this model")
+        else:
+            own.add(strategy)
+    return own, notes
+
+
+def _model_ranks(chosen: Iterable[str], *, devices: int, model_parallel_size: int | str) -> int:
+    """Ranks of the model axis: all, unless the user says how many (the paper's same-batch execution)."""
+    automatic = devices if any(STRATEGIES[s].model_axis for s in chosen) else 1
+    return model_parallel_size if isinstance(model_parallel_size, int) else automatic
 
 
 def _mesh(chosen: tuple[str, ...], *, devices: int, model_parallel_size: int | str) -> MeshShape:
-    """All ranks on the model axis where a strategy needs it (the paper's same-batch execution), else on data."""
+    """All ranks on the model axis where a strategy needs it, else on data."""
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
-    automatic = devices if sharding else 1
-    model = model_parallel_size if isinstance(model_parallel_size, int) else automatic
+    model = _model_ranks(chosen, devices=devices, model_parallel_size=model_parallel_size)
     if devices % model:
         raise PlanError(
             f"model_parallel_size={model!r} was asked for with {devices} devices; it must divide them, choose one of"
@@ -148,29 +178,25 @@ def _mesh(chosen: tuple[str, ...], *, devices: int, model_parallel_size: int | s
     return MeshShape(data=devices // model, model=model)
 
 
-def _axes(chosen: tuple[str, ...], shape: ModelShape) -> Axes:
-    if shape.decoder is None:
-        needing = [s for s in chosen if s != "S1"]
-        if needing:
-            raise PlanError(
-                f"{', '.join(needing)} change a decomposed decoder, and none was recognised in the module; use S1, or"
-                " give the module a decoder with the protocol in docs/architecture.md"
-            )
-        return Axes()
-    if "S3" in chosen and not shape.decoder.attention:
+def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
+    needing = [s for s in chosen if STRATEGIES[s].choice is not None]
+    if shape.decoder is None and needing:
+        raise PlanError(
+            f"{', '.join(needing)} change a decomposed decoder, and none was recognised in the module; use S1, or"
+            " give the module a decoder with the protocol in docs/architecture.md"
+        )
+    if shape.decoder is not None and "S3" in chosen and not shape.decoder.attention:
         raise PlanError(
             f"S3 chunks attention, but {shape.decoder.fqn!r} builds its keys without attention; leave S3 out"
         )
-    return Axes(
-        placement="hidden" if "S5" in chosen else "replicated",
-        features="sharded" if "S2" in chosen else "all",
-        attention="chunked" if "S3" in chosen else "eager",
-        decode="key-first" if "S4" in chosen else "full",
-    )
 
 
-def _notes(shape: ModelShape) -> list[str]:
-    notes = []
+def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
+    notes = [
+        f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}"
+        for strategy, row in STRATEGIES.items()
+        if strategy in chosen and row.from_outside and row.shape_after is None
+    ]
     if shape.decoder is None:
         notes.append("activations of a module without a recognised decoder cannot be predicted")
     return notes

@@ -73,7 +73,10 @@ def plan_report(plan: Plan) -> str:
     sections.append("\n".join(_prediction(plan)))
     notes = [*plan.notes, *([shortfall(plan)] if plan.fits is False else [])]
     sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
-    names = ", ".join(f"{s} {STRATEGIES[s].title}" for s in plan.strategies) or "single-device execution"
+    # a plan that came from another process may hold strategies that this one has not registered
+    titles = {s: row.title for s, row in STRATEGIES.items()}
+    names = ", ".join(f"{s} {titles.get(s, '(not registered here)')}" for s in plan.strategies)
+    names = names or "single-device execution"
     return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
 
 

@@ -2,65 +2,49 @@
 
 from dataclasses import replace
 
-from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.diagnosis.diagnosis import Diagnosis
-from lightning_amp.planning.memory import chunk_buckets, estimate
-from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan import MeshShape, Plan, Rule
+from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.specs import (
-    BalanceCells,
-    ChunkedAttention,
-    DataParallel,
-    FeatureParallel,
-    HiddenParallel,
-    KeyFirstDecode,
-    RowParallelLinear,
-    ShareBatchStatistics,
-    Spec,
-)
-
-ASKED_BY = {
-    "S2": HIGH_INPUT_DIMENSIONALITY,
-    "S3": ATTENTION_DECODER,
-    "S4": HIGH_INPUT_DIMENSIONALITY,
-    "S5": HEAVY_DECOMPOSITION,
-}
-WITHOUT = {
-    "S2": {"features": "all"},
-    "S3": {"attention": "eager"},
-    "S4": {"decode": "full"},
-    "S5": {"placement": "replicated"},
-}
+from lightning_amp.planning.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.strategies import STRATEGIES, targets_of
 
 
 def build_rules(
     chosen: tuple[str, ...],
     shape: ModelShape,
-    axes: Axes,
     mesh: MeshShape,
     diagnosis: Diagnosis,
     *,
     balance: bool,
     user: bool,
 ) -> tuple[Rule, ...]:
-    """The rules of a plan in the order of installation: data axis first, then the decoder's leaves.
+    """The rules of a plan in the order of installation: data axis first, then modules, by the strategies' numbers.
 
     Args:
-        chosen: Strategy ids.
+        chosen: Strategy ids, in order.
         shape: The model.
-        axes: The decoder's choices.
         mesh: Ranks per axis.
         diagnosis: The findings that asked for the strategies.
         balance: Whether contacts are balanced over the ranks.
         user: Whether the user named the strategies.
+
+    Raises:
+        PlanError: A strategy finds nothing to change in a model of this shape.
     """
     rules = _data_rules(mesh, balance=balance) if "S1" in chosen else []
     for strategy in (s for s in chosen if s != "S1"):
-        finding = diagnosis.finding(ASKED_BY[strategy])
+        finding = diagnosis.finding(STRATEGIES[strategy].signal)
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
-        whole = estimate(shape, replace(axes, **WITHOUT[strategy]), model_ranks=mesh.model).peak_bytes
-        saved = max(0, whole - estimate(shape, axes, model_ranks=mesh.model).peak_bytes)
-        for n, (fqn, spec) in enumerate(_targets(strategy, shape)):
+        targets = targets_of(strategy, shape)
+        if not targets:
+            raise PlanError(
+                f"{strategy} ({STRATEGIES[strategy].title}) was asked for and finds nothing to change in this model;"
+                f" leave {strategy} out"
+            )
+        saved = _saved(strategy, chosen, shape, mesh)
+        for n, (fqn, spec) in enumerate(targets):
             rules.append(
                 Rule(
                     fqn=fqn,
@@ -72,6 +56,13 @@ def build_rules(
                 )
             )
     return tuple(rules)
+
+
+def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:
+    """Predicted bytes per rank that a strategy saves beside the others."""
+    others = tuple(s for s in chosen if s != strategy)
+    peaks = [predict(shape, s, model_ranks=mesh.model).peak_bytes for s in (others, chosen)]
+    return max(0, peaks[0] - peaks[1])
 
 
 def with_balance(plan: Plan, *, balance: bool) -> Plan:
@@ -99,18 +90,3 @@ def _data_rules(mesh: MeshShape, *, balance: bool) -> list[Rule]:
         why = "contacts per cell vary, and the slowest rank sets the pace"
         rules.append(Rule(fqn="", spec=BalanceCells(), strategy="S1", why=why))
     return rules
-
-
-def _targets(strategy: str, shape: ModelShape) -> list[tuple[str, Spec]]:
-    """What a strategy changes: names or patterns of modules, and what to install there."""
-    decoder = shape.decoder
-    assert decoder is not None, "strategies beyond S1 need a decoder, which the policy has checked"
-    if strategy == "S2":
-        layers: list[tuple[str, Spec]] = [(fqn, RowParallelLinear()) for fqn in shape.wide_layers]
-        return [(decoder.fqn, FeatureParallel()), *layers]
-    if strategy == "S3":
-        spec = ChunkedAttention(buckets=chunk_buckets(decoder.window))
-        return [(f"{decoder.fqn}.strata.*.key.attention", spec)]
-    if strategy == "S4":
-        return [(f"{decoder.fqn}.strata.*.decode", KeyFirstDecode())]
-    return [(decoder.fqn, HiddenParallel())]

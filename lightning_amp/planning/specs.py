@@ -1,6 +1,13 @@
 """What a rule can ask for: one frozen dataclass per technique; the installers are found by its type."""
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
+
+
+class Spec(Protocol):
+    """Any frozen dataclass whose fields are numbers, texts, booleans or None, which JSON keeps as they are."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,29 +64,3 @@ class HiddenParallel:
     """
 
     gather: bool = False
-
-
-Spec = (
-    DataParallel
-    | ShareBatchStatistics
-    | BalanceCells
-    | FeatureParallel
-    | RowParallelLinear
-    | ChunkedAttention
-    | KeyFirstDecode
-    | HiddenParallel
-)
-
-SPECS: dict[str, type[Spec]] = {
-    spec.__name__: spec
-    for spec in (
-        DataParallel,
-        ShareBatchStatistics,
-        BalanceCells,
-        FeatureParallel,
-        RowParallelLinear,
-        ChunkedAttention,
-        KeyFirstDecode,
-        HiddenParallel,
-    )
-}

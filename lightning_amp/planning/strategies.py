@@ -1,26 +1,156 @@
-"""The strategy library of AMP by number: what each does and what it shrinks (Zhang et al. 2026, Table 4)."""
+"""The strategy library by number: AMP's five (Zhang et al. 2026, Table 4), then those registered from outside.
 
-from dataclasses import dataclass
+    signal                      strategy   asks for
+    (always)                    S1         DataParallel, ShareBatchStatistics, BalanceCells
+    HIGH_INPUT_DIMENSIONALITY   S2         FeatureParallel, RowParallelLinear
+    ATTENTION_DECODER           S3         ChunkedAttention
+    HIGH_INPUT_DIMENSIONALITY   S4         KeyFirstDecode
+    HEAVY_DECOMPOSITION         S5         HiddenParallel
 
+All that planning knows of a strategy stands in its row of `STRATEGIES`; how a policy reads the signals is in
+`policy.py`, how a spec is installed in `parallel/install.py`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.chunks import chunk_buckets
+from lightning_amp.planning.specs import (
+    BalanceCells,
+    ChunkedAttention,
+    DataParallel,
+    FeatureParallel,
+    HiddenParallel,
+    KeyFirstDecode,
+    RowParallelLinear,
+    ShareBatchStatistics,
+    Spec,
+)
+
+if TYPE_CHECKING:
+    from lightning_amp.planning.shape import DecoderShape, ModelShape
+
+Target = tuple[str, Spec]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyInfo:
-    """One strategy: its title, what it shrinks, and whether it needs the model axis of the mesh."""
+    """One strategy.
+
+    Attributes:
+        title: What it does, in a few words.
+        shrinks: The tensor that it makes smaller.
+        specs: What its rules may ask for.
+        targets: Shape of the model -> names or patterns of the modules to change, and what to install there; None
+            for S1, whose rules follow from the mesh alone.
+        signal: The signal that asks for it, None when only a person does.
+        choice: Its choice on an axis of the decoder (`Axes`); a strategy with one needs a decomposed decoder.
+        model_axis: Whether it splits a module over the model axis of the mesh.
+        install: Technique of a strategy from outside: (module, spec, mesh) -> Change or module. None for S1 to S5,
+            whose techniques `parallel/install.py` knows.
+        shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
+            memory model is to see instead; None leaves its savings out.
+    """
 
     title: str
     shrinks: str
+    specs: tuple[type[Spec], ...]
+    targets: "Callable[[ModelShape], Iterable[Target]] | None" = None
+    signal: str | None = None
+    choice: tuple[str, str] | None = None
     model_axis: bool = False
+    install: Callable[..., Any] | None = None
+    shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether it was registered, and is not of the paper."""
+        return self.install is not None
+
+
+def _decoder(shape: "ModelShape") -> "DecoderShape":
+    assert shape.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
+    return shape.decoder
+
+
+def _feature_parallel(shape: "ModelShape") -> list[Target]:
+    layers: list[Target] = [(fqn, RowParallelLinear()) for fqn in shape.wide_layers]
+    return [(_decoder(shape).fqn, FeatureParallel()), *layers]
+
+
+def _chunked_attention(shape: "ModelShape") -> list[Target]:
+    decoder = _decoder(shape)
+    spec = ChunkedAttention(buckets=chunk_buckets(decoder.window))
+    return [(f"{decoder.fqn}.strata.*.key.attention", spec)]
+
+
+def _key_first(shape: "ModelShape") -> list[Target]:
+    return [(f"{_decoder(shape).fqn}.strata.*.decode", KeyFirstDecode())]
+
+
+def _hidden_parallel(shape: "ModelShape") -> list[Target]:
+    return [(_decoder(shape).fqn, HiddenParallel())]
 
 
 STRATEGIES: dict[str, StrategyInfo] = {
-    "S1": StrategyInfo(title="data parallel", shrinks="cells per rank"),
-    "S2": StrategyInfo(title="feature parallel", shrinks="[B, F] to [B, F / R]", model_axis=True),
-    "S3": StrategyInfo(title="chunked attention", shrinks="[N, 3 w] to [C, 3 w]"),
-    "S4": StrategyInfo(title="key-first decode", shrinks="[B, N] to [B, F_k]"),
-    "S5": StrategyInfo(title="hidden-dimension parallel", shrinks="[N, D] to [N, D / R]", model_axis=True),
+    "S1": StrategyInfo(
+        title="data parallel",
+        shrinks="cells per rank",
+        specs=(DataParallel, ShareBatchStatistics, BalanceCells),
+    ),
+    "S2": StrategyInfo(
+        title="feature parallel",
+        shrinks="[B, F] to [B, F / R]",
+        specs=(FeatureParallel, RowParallelLinear),
+        targets=_feature_parallel,
+        signal=HIGH_INPUT_DIMENSIONALITY,
+        choice=("features", "sharded"),
+        model_axis=True,
+    ),
+    "S3": StrategyInfo(
+        title="chunked attention",
+        shrinks="[N, 3 w] to [C, 3 w]",
+        specs=(ChunkedAttention,),
+        targets=_chunked_attention,
+        signal=ATTENTION_DECODER,
+        choice=("attention", "chunked"),
+    ),
+    "S4": StrategyInfo(
+        title="key-first decode",
+        shrinks="[B, N] to [B, F_k]",
+        specs=(KeyFirstDecode,),
+        targets=_key_first,
+        signal=HIGH_INPUT_DIMENSIONALITY,
+        choice=("decode", "key-first"),
+    ),
+    "S5": StrategyInfo(
+        title="hidden-dimension parallel",
+        shrinks="[N, D] to [N, D / R]",
+        specs=(HiddenParallel,),
+        targets=_hidden_parallel,
+        signal=HEAVY_DECOMPOSITION,
+        choice=("placement", "hidden"),
+        model_axis=True,
+    ),
 }
+
+
+def special_choice(spec: Spec) -> tuple[str, str] | None:
+    """The choice on an axis of the decoder of a spec that asks for another form than its strategy's usual one."""
+    match spec:
+        case ChunkedAttention(retain=True):
+            return "attention", "chunked-retained"
+        case HiddenParallel(gather=True):
+            return "placement", "hidden-gathered"
+    return None
+
+
+def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
+    """Ids by number, each once: the order of installation, in which S2 comes before S4 (Section 3.4.6)."""
+    return tuple(sorted(set(strategies), key=lambda strategy: int(strategy[1:])))
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
@@ -41,4 +171,32 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
             f"strategies={asked!r} was asked for, {unknown or 'nothing'!r} is not in the library; allowed are"
             f" {', '.join(STRATEGIES)}, as a list or separated by commas"
         )
-    return tuple(sorted({"S1", *ids}))
+    return in_order({"S1", *ids})
+
+
+def specs_by_name() -> dict[str, type[Spec]]:
+    """Types of all specs by the name that stands in a plan's JSON."""
+    return {spec.__name__: spec for info in STRATEGIES.values() for spec in info.specs}
+
+
+def targets_of(strategy: str, shape: "ModelShape") -> Sequence[Target]:
+    """What a strategy changes in a model; what a function from outside returned is checked.
+
+    Raises:
+        PlanError: Not pairs of a name and a spec of this strategy, or a spec that JSON cannot hold.
+    """
+    info = STRATEGIES[strategy]
+    found = [] if info.targets is None else list(info.targets(shape))
+    for target in found:
+        fqn, spec = target if isinstance(target, tuple) and len(target) == 2 else (None, None)
+        if not isinstance(fqn, str) or not fqn or type(spec) not in info.specs:
+            raise PlanError(
+                f"targets of {strategy} returned {target!r}; allowed are pairs of a module's name or pattern and a"
+                f" {' or '.join(kind.__name__ for kind in info.specs)}"
+            )
+        if not all(isinstance(value, bool | int | float | str | None) for value in asdict(spec).values()):
+            raise PlanError(
+                f"targets of {strategy} returned {spec!r}; a plan is kept as JSON, so the fields of a spec may be"
+                " numbers, texts, booleans or None"
+            )
+    return found

@@ -1,0 +1,71 @@
+"""Metrics on a mesh: the ranks of a model group have seen the same cells, so one of them counts.
+
+A torchmetrics Metric gathers its states over the data axis instead of over all ranks: sums, counts and concatenations
+hold every cell once, and every rank computes the same value. It is told so by its `dist_sync_fn`, not by its
+`process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a process group
+cannot.
+
+`self.log(..., sync_dist=True)` reduces over all ranks. A mean, a maximum and a minimum are the same whether a cell
+comes once or M times; a sum is divided by M, the ranks of a model group.
+
+Known limits: metrics that are no children of the module are not found; `metric.sync()` called by hand without a group
+gathers from all ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatherOver:
+    """A metric's `dist_sync_fn`: every rank's tensor, of the ranks of one mesh axis."""
+
+    mesh: DeviceMesh
+
+    def __call__(self, value: Tensor, group: object = None) -> list[Tensor]:
+        """Gather; `group` is the metric's `process_group`, which is None where this is installed."""
+        return gather_all_tensors(value, group=self.mesh.get_group())
+
+
+def count_replicas_once(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+    """Let the metrics of a module gather over the data axis.
+
+    Args:
+        module: Metrics with a `process_group` or a `dist_sync_fn` of the user's are left as they are.
+        mesh: With the axes "data" and "model".
+
+    Returns:
+        A function that takes it back; it may be called twice.
+    """
+    if mesh["model"].size() == 1:
+        return lambda: None
+    found = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    changed = [metric for metric in found if metric.process_group is None and metric.dist_sync_fn is None]
+    for metric in changed:
+        metric.dist_sync_fn = GatherOver(mesh["data"])
+
+    def undo() -> None:
+        for metric in changed:
+            metric.dist_sync_fn = None
+
+    return undo
+
+
+def unrounded(value: Tensor, reduce_op: str) -> Tensor:
+    """Before a reduction: a mean of integers is not an integer."""
+    mean = reduce_op.lower() in ("mean", "avg")
+    integer = not (value.is_floating_point() or value.is_complex())
+    return value.to(torch.get_default_dtype()) if mean and integer else value
+
+
+def counted_once(value: Tensor, reduce_op: str, *, model_ranks: int) -> Tensor:
+    """After a reduction over all ranks: every rank of a model group has added the same cells."""
+    if reduce_op.lower() != "sum" or model_ranks == 1:
+        return value
+    return (value / model_ranks).to(value.dtype)

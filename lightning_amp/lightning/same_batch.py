@@ -1,0 +1,85 @@
+"""Same-batch execution: the ranks of a model group read the same cells and draw the same random numbers.
+
+Both are compared before every batch. Other cells stop the run: the ranks would add up parts of different losses. Other
+random numbers are put right, for rank 0 may have drawn some for a picture of its own.
+
+Collectives per batch, over the model axis, and only where it has more than one rank: one all-reduce of four integers,
+and one broadcast where random numbers differ. Known limits: of a large tensor some thousand entries are compared; what
+a step draws from generators of its own, or from differing devices' ones, is its own affair.
+"""
+
+import random
+import zlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import DataError
+from lightning_amp.lightning.cells import tensors_in
+from lightning_amp.lightning.replicas import share_random_state
+
+COMPARED = 4096
+"""Entries of a tensor, evenly spread."""
+
+
+def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.device) -> None:
+    """Compare a batch, and the state of the random generators, within a model group; its ranks all call this.
+
+    Args:
+        batch: As the loader gave it.
+        mesh: The model axis.
+        device: The rank's device.
+
+    Raises:
+        DataError: The ranks of the group hold different batches; on all of them.
+    """
+    if mesh.size() == 1:
+        return
+    prints = [_print_of(batch), _print_of_generators(device)]
+    both = torch.tensor([*prints, *(-p for p in prints)], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())
+    largest, smallest = both[:2].tolist(), (-both[2:]).tolist()
+    if largest[0] != smallest[0]:
+        raise DataError(
+            f"the same batch is needed on the {mesh.size()} ranks of a model group, found different ones, seen from"
+            f" its rank {mesh.get_local_rank()}: shapes here are {_shapes(batch)!r}. Let Lightning make the sampler, or"
+            " make it with num_replicas and rank of trainer.distributed_sampler_kwargs, not those of all ranks"
+        )
+    if largest[1] != smallest[1]:
+        share_random_state(broadcast=lambda state: _from_first(state, mesh), device=device)
+
+
+def _from_first(state: object, mesh: DeviceMesh) -> object:
+    box = [state]
+    group = mesh.get_group()
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
+
+
+def _print_of(batch: object) -> int:
+    seen = 0
+    for tensor in tensors_in(batch):
+        seen = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), seen)
+        if tensor.layout is torch.strided:
+            some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // COMPARED)].cpu()
+            # a clone, for one entry alone may have any stride, which a view as bytes refuses
+            some = some.clone(memory_format=torch.contiguous_format)
+            seen = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), seen)
+    return seen
+
+
+def _print_of_generators(device: torch.device) -> int:
+    # of python's state the integers: the hash of None differs between processes
+    seen = hash(random.getstate()[1]) & 0xFFFFFFFF
+    name, words, *rest = np.random.get_state()
+    seen = zlib.crc32(np.asarray(words).tobytes() + repr((name, *rest)).encode(), seen)
+    seen = zlib.crc32(torch.get_rng_state().numpy().tobytes(), seen)
+    if device.type == "cuda":
+        seen = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), seen)
+    return seen
+
+
+def _shapes(batch: object) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors_in(batch)]

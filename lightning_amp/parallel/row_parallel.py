@@ -1,0 +1,117 @@
+"""S2: a Linear that reads all features, with the rows of its weight that belong to the own features on every rank.
+
+    y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
+
+Exact up to the order of the sum. The shard of the weight, its gradient and its optimiser state exist on the owner
+only; the bias is whole and has equal gradients on all ranks. Features are dealt in runs of ceil(F / R).
+
+    collectives      forward                 backward
+    always           1 all-reduce [B, h]     none: all ranks go on with y alike
+    x needs one                              1 all-gather of its gradient [B, F]
+
+Kept for the backward pass: the own columns of x, [B, F / R].
+
+Legend: cell (B), feature (F), hidden (h), R ranks.
+Known limits: in bf16 the ranks' products are rounded before they are added. The update of an optimiser must be
+elementwise, for it sees the shard alone (lightning/sharded_state.py).
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel import collectives
+from lightning_amp.parallel.change import Change
+from lightning_amp.parallel.runs import join_runs, own_run
+from lightning_amp.parallel.sharded_parameter import shard_parameter
+from lightning_amp.planning.specs import RowParallelLinear
+
+
+def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh | None) -> Change:
+    """Deal the input features of a linear layer to the ranks of the model axis.
+
+    Args:
+        linear: A plain `nn.Linear`.
+        spec: Has no settings.
+        mesh: Device mesh with the axis "model".
+
+    Raises:
+        InstallError: No mesh, or another kind of layer, or one with hooks or a computed weight.
+    """
+    if mesh is None:
+        raise InstallError(
+            "S2 was asked for on one device, found no mesh; a wide layer is shared by the ranks of a model axis:"
+            " set model_parallel_size to 2 or more, or leave S2 out"
+        )
+    problem = _problem(linear)
+    if problem:
+        raise InstallError(
+            f"S2 was asked for on a layer that {problem}; only a plain nn.Linear can be split by its input"
+            " features: take the layer's rule out of the plan, or leave S2 out"
+        )
+    assert isinstance(linear, nn.Linear), "checked above"
+    shared = SharedLinear(linear, mesh["model"])
+    weight = shard_parameter(shared, "weight", linear.get_parameter("weight"), dim=1, mesh=mesh["model"])
+    return Change({"": shared}, sharded=[weight])
+
+
+class SharedLinear(nn.Module):
+    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight.
+
+    Args:
+        linear: The layer to share.
+        mesh: The mesh axis.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        # in the order of nn.Linear: optimisers number parameters by it
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, ranks={self.mesh.size()}"
+
+    def forward(self, x: Float[Tensor, "*cell feature"]) -> Float[Tensor, "*cell hidden"]:
+        """The layer's output for all features, equal on all ranks."""
+        own = cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
+        y = collectives.leave(self.mesh, F.linear(own, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class _TakeColumns(torch.autograd.Function):
+    """The own columns of x as a copy: a view would keep all of x alive until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh, ctx.n_features = mesh, x.shape[-1]
+        return x[..., own_run(x.shape[-1], mesh)].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return join_runs(grad, ctx.n_features, ctx.mesh, dim=grad.dim() - 1), None
+
+
+def _problem(linear: nn.Module) -> str:
+    if type(linear) is not nn.Linear:
+        return f"is a {type(linear).__name__!r}"
+    if linear._parameters.get("weight") is None:
+        return "computes its weight from other parameters"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [name for name in hooks if getattr(linear, name)]
+    return f"has {', '.join(found)}" if found else ""

@@ -1,0 +1,90 @@
+"""The most that one stratum holds in its forward and in its backward pass, in bytes of one rank by name of the moment.
+
+A moment counts all that the stratum holds then, its kept tensors included, and nothing of other strata. Which is the
+highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
+products of the feed-forward layer, which are of all output channels.
+Legend: stratum_sizes.py.
+"""
+
+from lightning_amp.planning.stratum_memory import (
+    Terms,
+    attention_terms,
+    kept_bytes,
+    key_terms,
+    statistic_terms,
+)
+from lightning_amp.planning.stratum_sizes import StratumSizes
+
+
+def forward_moments(s: StratumSizes) -> Terms:
+    """Moments of the forward pass."""
+    made = sum(key_terms(s).values())
+    # val, and under `gather` the own part of qk: dropped when the key is made
+    parts = (not s.decoder.chained) + s.gathered if s.attends else 0
+    moments = {
+        "likelihood": kept_bytes(s) + s.element * (5 if s.decoder.n_batches == 1 else 7) * s.scores,
+        "decode": made + s.element * (parts * s.rows + _decoding(s, copies=3)),
+    }
+    if not s.attends:
+        return moments
+    gate = max(0 if s.paper else s.rows, 2 * s.products - 2 * s.rows)
+    return moments | {
+        "attention": sum(statistic_terms(s).values()) + _attending(s),
+        "feed-forward": made + s.element * (parts * s.rows + gate),
+    }
+
+
+def backward_moments(s: StratumSizes) -> Terms:
+    """Moments of the backward pass."""
+    made = sum(key_terms(s).values())
+    moments = {
+        "likelihood": kept_bytes(s) + s.element * (7 if s.decoder.n_batches == 1 else 6) * s.scores,
+        "decode": made + s.element * _decoding(s, copies=2),
+    }
+    if not s.attends:
+        return moments
+    return moments | {
+        "feed-forward": made + s.element * max(2 * s.rows, 3 * s.products - 3 * s.rows),
+        "attention": sum(statistic_terms(s).values()) + _attending_back(s),
+    }
+
+
+def _decoding(s: StratumSizes, *, copies: int) -> int:
+    """Scores on their way: without S4 of all anchors, and in copies where each goes to its owner."""
+    everything = s.cells * s.decoder.anchors if s.axes.decode == "full" else 0
+    return everything + (copies if s.scattered else 1) * s.cells * s.decoded
+
+
+def _attending(s: StratumSizes) -> int:
+    """Attention with its inputs and outputs at its last chunk."""
+    p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
+    around = {
+        "p, qk, val [N, d]": 3 * s.rows,
+        "outputs [P, d]": p * s.width,
+        "outputs of a chunk, all channels [r, D]": r * a if s.gathered else 0,
+    }
+    if s.axes.attention == "chunked":
+        chunk = {
+            "scores and probabilities [r, 3 w]": 6 * r * w,
+            "queries, keys, values [r + 2 w, a]": (5 * r + 2 * w) * a,
+        }
+    else:
+        chunk = {
+            "queries, keys, values of the buckets [P, a]": 3 * p * a,
+            "scores, or keys while they are rotated [r, 3 w]": r * max(3 * w, 2 * a),
+        }
+    return sum(attention_terms(s).values()) + s.element * sum((around | chunk).values())
+
+
+def _attending_back(s: StratumSizes) -> int:
+    """Attention in its backward pass: the most of the softmax's moment, and that of the sums over chunks."""
+    p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
+    recomputed = s.axes.attention == "chunked"
+    kept = sum(attention_terms(s).values()) + (3 * w * w if recomputed else 0)
+    inputs = (4 - s.gathered) * s.rows  # p, qk, and the gradients of key and val
+    so_far = 3 * (p - r) * a  # gradients of queries, keys and values, from the chunks done
+    chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
+    summed = so_far + chunk + 2 * p * a
+    if recomputed:
+        return kept + s.element * (inputs + max(so_far + chunk + 3 * r * w, summed))
+    return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))

@@ -1,0 +1,44 @@
+"""How many bytes a rank hands to collectives.
+
+Counted is the tensor that goes in, on the rank that is looked at, whatever the algorithm then moves over the wires: an
+all-reduce of n bytes counts n, an all-gather the own part, a reduce-scatter all parts, a broadcast the tensor. Not
+counted are the few numbers by which the ranks of a real run make sure in every step that they agree on their batches.
+"""
+
+from typing import Any
+
+from lightning_amp.lightning.live_bytes import tensors_of
+
+NAMESPACES = ("c10d", "_c10d_functional")
+
+_KIND_AND_INPUT = {
+    "all_reduce": ("all_reduce", 0),
+    "allreduce_": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "broadcast": ("broadcast", 0),
+    "broadcast_": ("broadcast", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "alltoall_base_": ("all_to_all", 1),
+}
+"""Operator -> kind of collective, and which argument goes in; with and without a result of its own."""
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
+
+
+def sent_bytes(operator: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
+    """The kind of a collective and the bytes given to it; None for operators that send nothing.
+
+    Args:
+        operator: What torch dispatches.
+        args: Its positional arguments.
+    """
+    if operator.namespace not in NAMESPACES or operator._opname in _SILENT:
+        return None
+    assert operator._opname in _KIND_AND_INPUT, (
+        f"{operator._opname!r} is a collective that is not counted yet"
+    )
+    kind, place = _KIND_AND_INPUT[operator._opname]
+    return kind, sum(tensor.nbytes for tensor in tensors_of(args[place]))

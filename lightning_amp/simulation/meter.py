@@ -1,0 +1,287 @@
+"""The bytes of a step that is run without values: how many, of what kind, and where they exceed a budget.
+
+    kind               counts
+    parameters         parameters and buffers
+    gradients          of parameters, from when they are whole
+    optimiser state    what the optimiser keeps between steps
+    activations        the batch, and what the forward pass made and handed to the backward pass
+    temporaries        all else: made and dropped in the forward pass, or made by the backward pass or the optimiser
+
+Operators on meta tensors only work out shapes, many of them slowly in Python. An operator of which every result is a
+new, dense tensor gives results of the same shapes for arguments of the same shapes, so it is asked once.
+
+Exact up to the limits of LiveBytes, with which tests compare it on real tensors. Sparse tensors are not counted yet. A
+tensor on the CPU keeps its values, so that code may look at indices; where it meets meta tensors it is one of them.
+"""
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_amp.lightning.live_bytes import tensors_of
+from lightning_amp.simulation.communication import NAMESPACES, sent_bytes
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
+MADE_OUTSIDE = ("lift_fresh",)
+"""Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
+RESIZING = ("resize_", "resize_as_", "set_")
+
+
+class OutOfBudget(Exception):
+    """The budget is spent; never leaves the simulation."""
+
+    def __init__(self, requested_bytes: int) -> None:
+        super().__init__(requested_bytes)
+        self.requested_bytes = requested_bytes
+
+
+class _Alive(NamedTuple):
+    kind: str
+    n_bytes: int
+    birth: int
+    made_in: int
+    ref: Any
+
+
+class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts live bytes by kind, and the bytes given to collectives.
+
+    Attributes:
+        phase: What is running now, in words.
+        peak: Most bytes alive at once so far.
+        sent: Bytes given to collectives so far, by kind of collective.
+
+    Args:
+        budget_bytes: Where more are alive, OutOfBudget is raised; None for no limit.
+    """
+
+    def __init__(self, *, budget_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = ""
+        self.peak = 0
+        self.sent: Counter[str] = Counter()
+        self._current = 0
+        self._budget = budget_bytes
+        self._making = TEMPORARIES
+        self._pass = self._pass_at_peak = 0
+        self._births = self._births_at_peak = 0
+        self._living: dict[int, _Alive] = {}
+        self._dead: deque[_Alive] = deque()
+        self._by_kind = dict.fromkeys(KINDS, 0)
+        self._at_peak = dict(self._by_kind)
+        self._dropped = 0
+        self._aliasing: dict[Any, bool] = {}
+        self._answers: dict[Any, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch; a guard around every operator would take longer than what it guards."""
+        return False
+
+    @property
+    def current(self) -> int:
+        """Bytes alive now."""
+        while self._dead:
+            gone = self._dead.popleft()
+            self._current -= gone.n_bytes
+            self._by_kind[gone.kind] -= gone.n_bytes
+            in_its_pass = gone.made_in == self._pass == self._pass_at_peak
+            if gone.kind == ACTIVATIONS and in_its_pass and gone.birth <= self._births_at_peak:
+                self._dropped += gone.n_bytes
+        return self._current
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """The peak by kind."""
+        settled = self.current
+        assert settled <= self.peak, "the peak is the most that was alive"
+        found = dict(self._at_peak)
+        # what the pass that had the peak has dropped by itself was no activation
+        found[ACTIVATIONS] -= self._dropped
+        found[TEMPORARIES] += self._dropped
+        return found
+
+    def enter(self, phase: str, *, making: str) -> None:
+        """Begin a phase.
+
+        Args:
+            phase: In words, as in "out of memory at ...".
+            making: The kind of what is made from now on.
+        """
+        settled = self.current
+        assert settled >= 0, "no more bytes die than were alive"
+        self._pass += making != self._making
+        self.phase, self._making = phase, making
+
+    def hold(self, values: Any, kind: str) -> None:
+        """Count tensors that exist already, or count them as another kind from now on."""
+        before = self.current
+        for storage in {id(s): s for s in map(_storage, tensors_of(values))}.values():
+            known = self._living.get(id(storage))
+            if known is None:
+                self._add(storage, kind)
+            else:
+                self._by_kind[known.kind] -= known.n_bytes
+                self._by_kind[kind] += known.n_bytes
+                self._living[id(storage)] = known._replace(kind=kind)
+        self._look(before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        aliasing = self._aliasing.get(func)
+        if aliasing is None:
+            aliasing = self._aliasing[func] = _only_aliases(func)
+        if aliasing:
+            return func(*(_on_one_device(args) if func._schema.is_mutable else args), **kwargs)
+        key = _key(func, args, kwargs)
+        if key in self._answers:
+            result = _make(self._answers[key])
+            before = self.current
+            for tensor in tensors_of(result):
+                self._add(_storage(tensor), self._making)
+            self._look(before)
+            return result
+        return self._ask(func, args, kwargs, key)
+
+    def _ask(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
+        sent = sent_bytes(func, args)
+        if sent is not None:
+            self.sent[sent[0]] += sent[1]
+        outside = func._opname in MADE_OUTSIDE
+        given = {} if outside else {id(s): s for s in map(_storage, tensors_of((args, kwargs)))}
+        result = func(*_on_one_device(args), **kwargs)
+        self._count(tensors_of(result), given)
+        if key is not None and not outside:
+            answer = _answer(result, given)
+            if answer is not None:
+                self._answers[key] = answer
+        return result
+
+    def _count(self, tensors: Iterable[Tensor], given: dict[int, Any]) -> None:
+        before = self.current
+        for storage in map(_storage, tensors):
+            known = self._living.get(id(storage))
+            if known is not None:
+                grown = storage.nbytes() - known.n_bytes
+                self._current += grown
+                self._by_kind[known.kind] += grown
+                self._living[id(storage)] = known._replace(n_bytes=storage.nbytes())
+            elif id(storage) not in given:
+                self._add(storage, self._making)
+        self._look(before)
+
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, n_bytes = id(storage), storage.nbytes()
+        self._births += 1
+        ref = weakref.ref(storage, self._forget(key))
+        self._living[key] = _Alive(kind, n_bytes, self._births, self._pass, ref)
+        self._by_kind[kind] += n_bytes
+        self._current += n_bytes
+
+    def _forget(self, key: int) -> Any:
+        living, dead = self._living, self._dead
+
+        def forget(_: object) -> None:
+            dead.append(living.pop(key))
+
+        return forget
+
+    def _look(self, before: int) -> None:
+        """See whether the bytes alive are the most so far, and within the budget."""
+        if self._current > self.peak:
+            self.peak = self._current
+            self._at_peak = dict(self._by_kind)
+            self._births_at_peak, self._pass_at_peak, self._dropped = self._births, self._pass, 0
+        if self._budget is not None and self._current > self._budget:
+            # what is dropped from here on, is dropped because of the failure
+            self._pass_at_peak = -1
+            raise OutOfBudget(self._current - before)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    assert tensor.layout is torch.strided, "the reference model has dense tensors only"
+    return tensor.untyped_storage()
+
+
+def _only_aliases(func: Any) -> bool:
+    """Whether all results of an operator are arguments or views of them."""
+    schema = func._schema
+    if (
+        func.namespace != "aten"
+        or func._opname in MADE_OUTSIDE + RESIZING
+        or any(a.is_out for a in schema.arguments)
+    ):
+        return False
+    return all(r.alias_info is not None for r in schema.returns)
+
+
+def _on_one_device(args: Any) -> Any:
+    """The arguments, with meta tensors for those on the CPU where there are both."""
+    tensors = list(tensors_of(args))
+    if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
+        return _map(args)
+    return args
+
+
+def _map(values: Any) -> Any:
+    if isinstance(values, list | tuple):
+        return type(values)(_map(value) for value in values)
+    # a number as a tensor goes with any device
+    if isinstance(values, Tensor) and not values.is_meta and values.dim():
+        return torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
+    return values
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the shapes of an operator's results depend on; None where they are not remembered."""
+    if func.namespace in NAMESPACES:
+        return None
+    key = (func, _signature(args), _signature(kwargs.items()) if kwargs else None)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            parts += (value.shape, value.stride(), value.dtype, value.is_meta)
+        elif isinstance(value, list | tuple):
+            parts.append(_signature(value))
+        else:
+            # 1 and 1.0 and True are equal, and make different types
+            parts += (type(value), value)
+    return tuple(parts)
+
+
+def _answer(result: Any, given: dict[int, Any]) -> Any:
+    """How to make an operator's results again, None where that is not known."""
+    if isinstance(result, Tensor):
+        storage = _storage(result)
+        fresh = result.is_meta and id(storage) not in given
+        spec = (result.shape, result.stride(), result.dtype)
+        return spec if fresh and _storage(_make(spec)).nbytes() == storage.nbytes() else None
+    if isinstance(result, tuple) and all(isinstance(part, Tensor) for part in result):
+        parts = [_answer(part, given) for part in result]
+        distinct = len({id(_storage(part)) for part in result}) == len(parts)
+        return parts if distinct and None not in parts else None
+    return None
+
+
+def _make(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return tuple(_make(part) for part in answer)
+    shape, stride, dtype = answer
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -1,0 +1,67 @@
+"""A module with a plan carried out on it, as one rank of the plan's mesh holds it."""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp, all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_amp.parallel.batch_norm import share_batch_statistics
+from lightning_amp.parallel.channels import Channels
+from lightning_amp.parallel.gradients import GradientSync
+from lightning_amp.parallel.install import install
+from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
+from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.specs import ShareBatchStatistics
+from lightning_amp.simulation.subject import Subject
+
+Sizes = tuple[object, ...]
+
+
+class PlannedRank:
+    """A subject with a plan carried out on it, as one rank holds it.
+
+    Args:
+        subject: Is changed.
+        plan: The plan.
+        mesh: Device mesh with the axes "data" and "model".
+    """
+
+    def __init__(self, subject: Subject, plan: Plan, mesh: DeviceMesh) -> None:
+        self.module = cast(Any, subject.module)
+        self.batch = subject.batch
+        installed = install(subject.module, plan, mesh)
+        if any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
+            share_batch_statistics(subject.module, mesh["data"])
+        self.parameters = list(subject.module.parameters())
+        self.gradients = _SureSync(
+            self.parameters,
+            mesh,
+            partial=installed.partial,
+            sharded=[part.shard for part in installed.sharded],
+        )
+        self.optimizers: list[Optimizer] = self.module.configure_optimizers()
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the memory of ranks of one plan can differ by: equal sizes, equal memory."""
+        module = cast(nn.Module, self.module)
+        tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
+        channels = (vars(child).get("channels") for child in module.modules())
+        return (*tensors, *(c.width for c in channels if isinstance(c, Channels)))
+
+    def decoder(self) -> DecomposedDecoder | None:
+        """The largest decomposed decoder."""
+        found = find_decoders(self.module).values()
+        return max(found, key=lambda d: d.n_anchors * len(d.strata), default=None)
+
+
+class _SureSync(GradientSync):
+    """The reduction of gradients where all ranks are known to reach the same parameters."""
+
+    def _agree(self) -> list[int]:
+        everyone = torch.empty(len(self._parameters), dtype=torch.uint8, device="meta")
+        all_reduce(everyone, ReduceOp.MAX, group=self._everyone)
+        return sorted(self._reached)

@@ -1,0 +1,69 @@
+"""What a person asks to be simulated -> how to make it, and its plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_amp.lightning.live_bytes import tensors_of
+from lightning_amp.lightning.planner import profile_of_module
+from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.policy import plan
+from lightning_amp.planning.shape import LATENT_DIM, reference_shape
+from lightning_amp.profiling.profile import Profile
+from lightning_amp.simulation.shape_text import ShapeRequest
+from lightning_amp.simulation.subject import Subject, decoder_subject, reference_subject
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A subject and its plan."""
+
+    make: Callable[[], Subject]
+    plan: Plan
+
+
+def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> Request:
+    """A decoder by itself.
+
+    Args:
+        asked: Its sizes, and perhaps the cells per rank and step.
+        batch_size: These cells, where the sizes do not say them.
+        **request: As for `planning.policy.plan`.
+
+    Raises:
+        PlanError: No plan answers the request.
+    """
+    batch_size = batch_size if asked.batch_size is None else asked.batch_size
+    make = partial(decoder_subject, asked.decoder, batch_size=batch_size)
+    subject = make()
+    shape = describe(
+        subject.module,
+        batch_size=batch_size,
+        base_activation_bytes=sum(t.nbytes for t in tensors_of(subject.batch)),
+    )
+    made = plan(profile_of_module(shape), batch_size=batch_size, shape=shape, **request)
+    return Request(make=make, plan=made)
+
+
+def request_reference(
+    profile: Profile, *, batch_size: int, latent_dim: int | None, window: int | None, **request: Any
+) -> Request:
+    """The reference model for some data.
+
+    Args:
+        profile: The data.
+        batch_size: Cells per rank, modality and step.
+        latent_dim: D, the reference model's default if None.
+        window: Attention window in bins, 20 per stratum if None.
+        **request: As for `planning.policy.plan`.
+
+    Raises:
+        PlanError: No plan answers the request.
+    """
+    dim = LATENT_DIM if latent_dim is None else latent_dim
+    shape = reference_shape(profile, batch_size=batch_size, latent_dim=dim, window=window)
+    made = plan(profile, batch_size=batch_size, shape=shape, **request)
+    make = partial(reference_subject, profile, batch_size=batch_size, latent_dim=dim, window=window)
+    return Request(make=make, plan=made)

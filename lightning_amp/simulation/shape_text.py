@@ -1,0 +1,126 @@
+"""A decoder as text, such as "anchors=113505,dim=128,strata=32,batch=1".
+
+anchors, dim, strata      N, D, K; must be given
+batch                     cells per rank and step
+window                    anchors per attention bucket; 20 K without it
+features                  of every stratum; N - k of stratum k without it
+n_batches                 experimental batches (1)
+key                       attention or convolution (attention)
+variant                   higlue or paper (higlue)
+chained                   yes or no (no)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.request import LARGEST
+from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
+
+REQUIRED = ("anchors", "dim", "strata")
+NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")
+CHOICES = {"key": ("attention", "convolution"), "variant": ("higlue", "paper"), "chained": ("no", "yes")}
+EXAMPLE = "anchors=5400,dim=128,strata=32,batch=1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeRequest:
+    """A decoder, and the cells of a step where the text says them."""
+
+    decoder: DecoderShape
+    batch_size: int | None
+
+
+def check_source(shape: str | None, data_dir: str | None, *, of_data: Mapping[str, object]) -> None:
+    """Refuse both a shape and a data directory, or neither.
+
+    Args:
+        shape: A decoder as text.
+        data_dir: A data directory.
+        of_data: Options that go with a data directory only, by name; None where they are not given.
+
+    Raises:
+        PlanError: Both, neither, or a shape with options that it says by itself.
+    """
+    if (shape is None) == (data_dir is None):
+        raise PlanError(
+            f"DIR={data_dir!r} and shape={shape!r} were asked for; give one of them: a data directory for the"
+            f" reference model, or --shape {EXAMPLE} for a decoder by itself"
+        )
+    given = [name for name, value in of_data.items() if value is not None]
+    if shape is not None and given:
+        raise PlanError(
+            f"shape={shape!r} was asked for together with {', '.join(given)}, which go with a data directory; say"
+            " dim, window and key in the shape"
+        )
+
+
+def parse_shape(text: str) -> ShapeRequest:
+    """Read a decoder's sizes.
+
+    Raises:
+        PlanError: Not `name=value` pairs, a name or value that is not allowed, or sizes that no decoder can have.
+    """
+    values = _pairs(text)
+    numbers = {name: _number(name, values[name], text) for name in NUMBERS if name in values}
+    missing = [name for name in REQUIRED if name not in numbers]
+    if missing:
+        raise _refusal(text, f"{missing!r} are missing", f"{', '.join(REQUIRED)} must be given")
+    choices = {name: values.get(name, allowed[0]) for name, allowed in CHOICES.items()}
+    for name, allowed in CHOICES.items():
+        if choices[name] not in allowed:
+            raise _refusal(text, f"{name}={choices[name]!r} was found", f"{name} is one of {allowed!r}")
+    _check_sizes(text, numbers, choices)
+    anchors, strata = numbers["anchors"], numbers["strata"]
+    decoder = DecoderShape(
+        fqn="decoder",
+        anchors=anchors,
+        dim=numbers["dim"],
+        features=tuple(numbers.get("features", anchors - k) for k in range(strata)),
+        distances=tuple(range(strata)),
+        attention=choices["key"] == "attention",
+        window=numbers.get("window", WINDOW_PER_STRATUM * strata),
+        chained=choices["chained"] == "yes",
+        variant=choices["variant"],
+        n_batches=numbers.get("n_batches", 1),
+    )
+    return ShapeRequest(decoder=decoder, batch_size=numbers.get("batch"))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in (*NUMBERS, *CHOICES):
+            raise _refusal(
+                text, f"{part.strip()!r} was found", f"name=value with {', '.join((*NUMBERS, *CHOICES))}"
+            )
+        if name in values:
+            raise _refusal(text, f"{name!r} was found twice", "every name once")
+        values[name] = value
+    return values
+
+
+def _number(name: str, value: str, text: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= LARGEST:
+        raise _refusal(text, f"{name}={value!r} was found", f"{name} is a whole number from 1 to {LARGEST:,}")
+    return int(value)
+
+
+def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) -> None:
+    anchors = numbers["anchors"]
+    for name in ("strata", "features"):
+        if numbers.get(name, 1) > anchors:
+            raise _refusal(
+                text, f"{name}={numbers[name]!r} was found", f"at most as many as anchors={anchors!r}"
+            )
+    if choices["key"] == "attention" and numbers["dim"] % 2:
+        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim for attention keys")
+    if choices["key"] == "convolution" and choices["chained"] == "yes":
+        raise _refusal(text, "chained=yes with key=convolution was found", "chained=yes with attention keys")
+
+
+def _refusal(text: str, found: str, allowed: str) -> PlanError:
+    return PlanError(
+        f"shape={text!r} was asked for; {found}, allowed is {allowed}; write for example {EXAMPLE!r}"
+    )

@@ -1,0 +1,120 @@
+"""A plan, and a module without values -> what a training step needs on every rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_amp.planning.plan import Plan
+from lightning_amp.progress import track
+from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
+from lightning_amp.simulation.step import RankResult, measure_step
+from lightning_amp.simulation.subject import Subject
+from lightning_amp.simulation.world import fake_world
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """What a training step of a plan needs.
+
+    Attributes:
+        plan: The plan.
+        ranks: Every rank's result, in the order of ranks.
+    """
+
+    plan: Plan
+    ranks: tuple[RankResult, ...]
+
+    @property
+    def worst(self) -> RankResult:
+        """The rank that runs out of memory, or else has the highest peak; of several the first."""
+        return max(self.ranks, key=lambda result: (result.failed_at is not None, result.peak_bytes))
+
+    @property
+    def status(self) -> str:
+        """The word ok, or where the memory of a device is exceeded."""
+        failed_at = self.worst.failed_at
+        return "ok" if failed_at is None else f"out of memory at {failed_at}"
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Every rank's peak."""
+        return tuple(result.peak_bytes for result in self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: of the worst rank, and the peaks of all."""
+        worst, plan = self.worst, self.plan
+        return {
+            "schema": SCHEMA,
+            "status": self.status,
+            "failed_at": worst.failed_at,
+            "requested_bytes": worst.requested_bytes,
+            "peak_bytes": list(self.peak_bytes),
+            "rank": worst.rank,
+            "breakdown": worst.breakdown,
+            "strata_bytes": list(worst.strata_bytes),
+            "comm_bytes": worst.comm_bytes,
+            "budget_bytes": plan.budget_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "predicted_strata_bytes": list(plan.strata_bytes),
+            "strategies": list(plan.strategies),
+            "mesh": {"data": plan.mesh.data, "model": plan.mesh.model},
+            "batch_size": plan.batch_size,
+        }
+
+
+def simulate(
+    make: Callable[[], Subject], plan: Plan, *, rank: int, on_stratum: Callable[[], object] = lambda: None
+) -> RankResult:
+    """Simulate the second training step of one rank.
+
+    Args:
+        make: Makes the module and the batch, without values; called once or more.
+        plan: What is installed, and the budget.
+        rank: Row-major in (data, model).
+        on_stratum: Called after every stratum, forward and backward.
+
+    Raises:
+        PlanError: This process is a rank of a process group already.
+        InstallError: The plan does not fit the module.
+    """
+    with fake_world(plan.mesh, rank=rank) as mesh:
+        return measure_step(
+            lambda: PlannedRank(make(), plan, mesh),
+            rank=rank,
+            budget_bytes=plan.budget_bytes,
+            on_stratum=on_stratum,
+        )
+
+
+def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:
+    """Simulate the second training step of every rank; of ranks with shards of equal sizes, one.
+
+    Args:
+        make: Makes the module and the batch, without values; called once or more.
+        plan: What is installed, and the budget.
+
+    Raises:
+        PlanError: This process is a rank of a process group already.
+        InstallError: The plan does not fit the module.
+    """
+    # a rank of the data axis has other cells, but as many
+    sizes = [_sizes(make, plan, rank) for rank in range(plan.mesh.model)]
+    firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
+    n_strata = 2 * len(plan.strata_bytes) * len(firsts)
+    ticks = track(range(n_strata), description="simulating", total=n_strata)
+    done = {
+        size: simulate(make, plan, rank=rank, on_stratum=lambda: next(ticks, None))
+        for size, rank in sorted(firsts.items(), key=lambda item: item[1])
+    }
+    for _ in ticks:
+        pass
+    group = [done[size] for size in sizes]
+    ranks = [replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data)]
+    return Simulation(plan=plan, ranks=tuple(ranks))
+
+
+def _sizes(make: Callable[[], Subject], plan: Plan, rank: int) -> Sizes:
+    with fake_world(plan.mesh, rank=rank) as mesh:
+        return PlannedRank(make(), plan, mesh).sizes

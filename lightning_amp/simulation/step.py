@@ -1,0 +1,208 @@
+"""The second training step of one rank, phase by phase, with every byte counted.
+
+The second, because then the optimiser's state and the last step's gradients are there. The first is not run: every
+parameter is given a gradient in memory of its own, and the optimiser steps once. A backward pass may leave other
+gradients, none for what it does not reach, or views of larger tensors; if the measured step ends with others than it
+began with, it is measured again, with these.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.simulation.meter import (
+    ACTIVATIONS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    OutOfBudget,
+    StepMeter,
+)
+from lightning_amp.simulation.planned_rank import PlannedRank
+
+Layout = tuple[tuple[int, int] | None, ...]
+"""For each parameter which storage its gradient lies in, by number, and the storage's bytes; None without gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankResult:
+    """What one rank's step needs.
+
+    Attributes:
+        rank: The rank.
+        peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
+        breakdown: The same by kind.
+        strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
+        comm_bytes: Bytes handed to collectives, by kind.
+        failed_at: What was running when the budget was exceeded, None where it was not.
+        requested_bytes: The request that exceeded the budget.
+    """
+
+    rank: int
+    peak_bytes: int
+    breakdown: dict[str, int]
+    strata_bytes: tuple[int, ...]
+    comm_bytes: dict[str, int]
+    failed_at: str | None = None
+    requested_bytes: int | None = None
+
+
+def measure_step(
+    make: Callable[[], PlannedRank],
+    *,
+    rank: int,
+    budget_bytes: int | None,
+    on_stratum: Callable[[], object],
+) -> RankResult:
+    """Run and count the second training step of a rank.
+
+    Args:
+        make: Makes the rank anew.
+        rank: Its number, for the result.
+        budget_bytes: Memory of a device, None for no limit.
+        on_stratum: Called after every stratum, forward and backward.
+    """
+    step = _Step(make(), None, budget_bytes=budget_bytes, on_stratum=on_stratum)
+    failure = step.run()
+    left = _layout(step.planned.parameters)
+    if failure is None and left != step.assumed:
+        step = _Step(make(), left, budget_bytes=budget_bytes, on_stratum=on_stratum)
+        failure = step.run()
+    return RankResult(
+        rank=rank,
+        peak_bytes=step.meter.peak,
+        breakdown=step.meter.breakdown,
+        strata_bytes=tuple(step.strata_bytes),
+        comm_bytes=dict(step.meter.sent),
+        failed_at=step.meter.phase if failure is not None else None,
+        requested_bytes=failure,
+    )
+
+
+def _layout(parameters: list[nn.Parameter]) -> Layout:
+    numbers: dict[int, int] = {}
+    found: list[tuple[int, int] | None] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            found.append(None)
+            continue
+        storage = parameter.grad.untyped_storage()
+        found.append((numbers.setdefault(id(storage), len(numbers)), storage.nbytes()))
+    return tuple(found)
+
+
+def _give_gradients(parameters: list[nn.Parameter], layout: Layout) -> None:
+    sizes = dict(place for place in layout if place is not None)
+    storages = {i: torch.empty(n, dtype=torch.uint8, device="meta") for i, n in sizes.items()}
+    for parameter, place in zip(parameters, layout, strict=True):
+        if place is not None:
+            values = storages[place[0]].view(parameter.dtype)
+            parameter.grad = values[: parameter.numel()].view(parameter.shape)
+
+
+class _Step:
+    """One measured step; `assumed` is how the step before left the gradients."""
+
+    def __init__(
+        self,
+        planned: PlannedRank,
+        assumed: Layout | None,
+        *,
+        budget_bytes: int | None,
+        on_stratum: Callable[[], object],
+    ) -> None:
+        self.planned = planned
+        numbers = itertools.count()
+        apart = tuple((next(numbers), p.nbytes) if p.requires_grad else None for p in planned.parameters)
+        self.assumed = apart if assumed is None else assumed
+        self.strata_bytes: list[int] = []
+        self.meter = StepMeter(budget_bytes=budget_bytes)
+        self._on_stratum = on_stratum
+        self._place = "the encoders"
+
+    def run(self) -> int | None:
+        """The step; returns the request that exceeded the budget, None if none did."""
+        planned, meter = self.planned, self.meter
+        self._step_before()
+        try:
+            self._hold()
+            self._hook()
+            with meter:
+                meter.enter(self._place, making=ACTIVATIONS)
+                planned.module.training_step(planned.batch, 1)
+        except OutOfBudget as failure:
+            return failure.requested_bytes
+        return None
+
+    def _step_before(self) -> None:
+        _give_gradients(self.planned.parameters, self.assumed)
+        for optimizer in self.planned.optimizers:
+            optimizer.step()
+
+    def _hold(self) -> None:
+        planned, meter = self.planned, self.meter
+        meter.enter("the weights, optimiser state and batch", making=TEMPORARIES)
+        meter.hold([planned.parameters, list(planned.module.buffers())], PARAMETERS)
+        meter.hold([p.grad for p in planned.parameters], GRADIENTS)
+        meter.hold([dict(optimizer.state) for optimizer in planned.optimizers], STATE)
+        meter.hold(planned.batch, ACTIVATIONS)
+
+    def _hook(self) -> None:
+        planned, module = self.planned, self.planned.module
+        module.optimizers = lambda: planned.optimizers
+        module.manual_backward = self._backward
+        planned.gradients.watch()
+        for parameter in planned.parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+        for optimizer in planned.optimizers:
+            optimizer.register_step_pre_hook(partial(self._enter, "the optimiser step", TEMPORARIES))
+            optimizer.register_step_post_hook(lambda *_: self._go_on())
+        decoder = planned.decoder()
+        if isinstance(decoder, nn.Module):
+            decoder.register_forward_pre_hook(self._before_decoder)
+            for k, stratum in enumerate(decoder.strata):
+                stratum.register_forward_pre_hook(partial(self._enter, f"stratum {k}", ACTIVATIONS))
+                stratum.register_forward_hook(partial(self._after_stratum, k))
+
+    def _backward(self, loss: Tensor) -> None:
+        self._enter(f"the backward pass of {self._place}", TEMPORARIES)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._enter("the reduction of gradients", TEMPORARIES)
+        self.planned.gradients.reduce()
+        self._go_on()
+
+    def _enter(self, phase: str, making: str, *_: Any) -> None:
+        self.meter.enter(phase, making=making)
+
+    def _go_on(self) -> None:
+        self._enter(self._place, ACTIVATIONS)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self.meter.hold(parameter.grad, GRADIENTS)
+
+    def _before_decoder(self, module: nn.Module, latents: tuple[Tensor, ...]) -> None:
+        def after_strata(_: Tensor) -> None:
+            self._enter("the backward pass of the encoders", TEMPORARIES)
+
+        for latent in latents:
+            if latent.requires_grad:
+                latent.register_hook(after_strata)  # type: ignore[no-untyped-call]
+
+    def _after_stratum(self, k: int, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        self.strata_bytes.append(self.meter.current)
+        self._on_stratum()
+        self._place = "the other decoders"
+        self._go_on()
+
+        def begin_backward(_: Tensor) -> None:
+            self._enter(f"the backward pass of stratum {k}", TEMPORARIES)
+            self._on_stratum()
+
+        output[0].register_hook(begin_backward)  # type: ignore[no-untyped-call]

@@ -1,0 +1,170 @@
+"""What is simulated: a module that trains by hand, and a batch; both of the right sizes and without values.
+
+Everything is made on the meta device but the anchors of the strata's features: S4 looks whether they are a run, of
+which it needs no copy. A profile has their number F_k only; they are taken as a run where F_k >= N - k, as on one
+chromosome, else as spread over all anchors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_amp.models.blocks import Variant
+from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.glue import GLUE
+from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
+from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.profiling.profile import Profile
+
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Subject:
+    """A module that calls `self.optimizers()` and `self.manual_backward(loss)` in its training step, and its batch."""
+
+    module: nn.Module
+    batch: Any
+
+
+class DecoderAlone(nn.Module):
+    """A decoder, and a training step from given latents of cells and anchors, which get gradients.
+
+    Args:
+        shape: The decoder; its name becomes the name of the child.
+    """
+
+    optimizers: Callable[[], list[Optimizer]]
+    manual_backward: Callable[[Tensor], None]
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.fqn = shape.fqn
+        decoder = StratifiedDecoder(
+            shape.dim,
+            _nodes(shape.anchors, shape.features, shape.distances),
+            stratum_index=shape.distances,
+            n_anchors=shape.anchors,
+            n_batches=shape.n_batches,
+            key="attention" if shape.attention else "convolution",
+            variant=cast(Variant, shape.variant),
+            chained=shape.chained,
+            window=shape.window,
+        )
+        self.add_module(shape.fqn, decoder)
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        """One optimiser, as the reference model's."""
+        return [torch.optim.RMSprop(self.parameters(), lr=LEARNING_RATE)]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Forward, backward, update."""
+        (optimizer,) = self.optimizers()
+        u, v = batch["u"].requires_grad_(), batch["v"].requires_grad_()
+        cells = {name: batch[name] for name in ("batch", "library", "x")}
+        loss = self.get_submodule(self.fqn)(u, v, **cells)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
+    """A decoder by itself.
+
+    Args:
+        shape: Its sizes.
+        batch_size: Cells per rank.
+    """
+    with torch.device("meta"):
+        module = DecoderAlone(shape)
+        batch = _cells(batch_size, sum(shape.features))
+        batch["u"], batch["v"] = torch.empty(batch_size, shape.dim), torch.empty(shape.anchors, shape.dim)
+    _give_nodes(module.get_submodule(shape.fqn), _nodes(shape.anchors, shape.features, shape.distances))
+    return Subject(module=module, batch=batch)
+
+
+def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
+    """The reference model for some data.
+
+    Args:
+        profile: The data.
+        batch_size: Cells per rank and modality.
+        latent_dim: D.
+        window: Attention window in bins, 20 per stratum if None.
+    """
+    inputs = _inputs(profile)
+    attends = any(m.decomposition is not None and m.decomposition.attention for m in profile.modalities)
+    with torch.device("meta"):
+        module = GLUE(latent_dim, key="attention" if attends else "convolution", window=window).build(inputs)
+        batch = {}
+        for m in profile.modalities:
+            draw, index = (torch.empty(batch_size, dtype=torch.int64) for _ in range(2))
+            batch[m.name] = _cells(batch_size, m.features) | {"draw": draw, "index": index}
+    module.to("meta")
+    if inputs.strata is not None:
+        _give_nodes(module.decoders[HIC], inputs.strata.nodes)
+    module.log = module.log_dict = _log_nothing  # type: ignore[method-assign]
+    return Subject(module=module, batch=batch)
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for the Trainer's logging."""
+
+
+def _cells(n: int, n_features: int) -> dict[str, Tensor]:
+    return {
+        "x": torch.empty(n, n_features),
+        "library": torch.empty(n, 1),
+        "batch": torch.empty(n, dtype=torch.int64),
+    }
+
+
+def _nodes(n_anchors: int, features: tuple[int, ...], distances: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    spread = [np.arange(n, dtype=np.int64) for n in features]
+    return [
+        rows if len(rows) >= n_anchors - k else rows * n_anchors // len(rows)
+        for rows, k in zip(spread, distances, strict=True)
+    ]
+
+
+def _give_nodes(decoder: nn.Module, nodes: list[NDArray[np.int64]]) -> None:
+    for stratum, rows in zip(cast(StratifiedDecoder, decoder).strata, nodes, strict=True):
+        stratum.nodes = torch.from_numpy(rows)
+
+
+def _inputs(profile: Profile) -> ModelInputs:
+    modalities, strata = {}, None
+    for m in profile.modalities:
+        parts = m.decomposition
+        n_vertices = m.features if parts is None else parts.anchors
+        modalities[m.name] = ModalityInputs(
+            n_features=m.features, n_batches=m.batches, vertices=np.arange(n_vertices, dtype=np.int64)
+        )
+        if parts is not None:
+            nodes = _nodes(parts.anchors, parts.features, parts.distances)
+            strata = StrataInputs(n_anchors=parts.anchors, nodes=nodes, distances=list(parts.distances))
+    return ModelInputs(modalities=modalities, strata=strata, graph=_graph(profile, modalities))
+
+
+def _graph(profile: Profile, modalities: dict[str, ModalityInputs]) -> GraphInputs:
+    """A graph of the right size: every vertex joined to itself, the other edges to the next vertex."""
+    if profile.graph is None:
+        vertices = edges = max(len(m.vertices) for m in modalities.values())
+    else:
+        vertices, edges = profile.graph.vertices, profile.graph.edges
+    source = np.arange(edges, dtype=np.int64)
+    other = source >= vertices
+    ones = np.ones(edges, dtype=np.float32)
+    return GraphInputs(
+        n_vertices=vertices,
+        source=source % vertices,
+        target=(source + other) % vertices,
+        weight=ones,
+        sign=ones,
+    )

@@ -1,0 +1,36 @@
+"""One rank's place among any number of ranks, of which the others do not exist."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan import MeshShape
+
+
+@contextmanager
+def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
+    """The mesh with the axes "data" and "model" as one rank sees it; collectives return and move nothing.
+
+    Args:
+        shape: Ranks per axis.
+        rank: The rank to be, row-major in (data, model).
+
+    Raises:
+        PlanError: This process is a rank of a real process group already.
+    """
+    if dist.is_initialized():
+        raise PlanError(
+            f"a simulation was asked for in a process that is rank {dist.get_rank()!r} of {dist.get_world_size()!r}"
+            " already; a fake process group cannot stand beside a real one: simulate before training starts, or in"
+            " a process of its own"
+        )
+    ranks = shape.data * shape.model
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (shape.data, shape.model), mesh_dim_names=("data", "model"))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,116 @@
+"""Claim: `simulate` answers in text, JSON and a picture for shapes and folders, and tells mistakes before any work."""
+
+import json
+
+import pytest
+
+from lightning_amp.cli import main
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import PlanError
+from lightning_amp.simulation.shape_text import parse_shape
+
+SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
+
+
+def run(capsys, *words: str) -> str:
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_has_what_the_text_says(capsys) -> None:
+    words = ["--shape", SHAPE, "--devices", "4", "--strategies", "S1,S2,S3,S4,S5"]
+    words += ["--model-parallel-size", "2", "--device-memory", "24GiB"]
+    found = json.loads(run(capsys, *words, "--format", "json"))
+    assert found["status"] == "ok"
+    assert found["failed_at"] is found["requested_bytes"] is None
+    assert len(found["peak_bytes"]) == 4
+    assert found["peak_bytes"][:2] == found["peak_bytes"][2:]
+    assert len(found["strata_bytes"]) == len(found["predicted_strata_bytes"]) == 3
+    assert found["strata_bytes"] == sorted(found["strata_bytes"])
+    assert sum(found["breakdown"].values()) == max(found["peak_bytes"])
+    assert set(found["comm_bytes"]) == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert found["mesh"] == {"data": 2, "model": 2}
+    text = run(capsys, *words)
+    assert "status: ok (fits in 24.0 GiB)" in text
+    assert "rank 0, 2" in text
+    assert "predicted" in text
+    assert "reduce_scatter" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
+    words = ["--shape", SHAPE, "--device-memory", "90KiB"]
+    found = json.loads(run(capsys, *words, "--format", "json"))
+    assert found["status"] == "out of memory at stratum 1"
+    assert found["peak_bytes"][0] > found["budget_bytes"] >= found["peak_bytes"][0] - found["requested_bytes"]
+    assert len(found["strata_bytes"]) == 1
+    text = run(capsys, *words, "--plot", str(tmp_path / "memory.png"))
+    assert "out of memory at stratum 1" in text
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    words = [str(tmp_path / "data"), "--batch-size", "4", "--latent-dim", "8", "--window", "8"]
+    found = json.loads(run(capsys, *words, "--format", "json"))
+    assert found["status"] == "ok"
+    assert found["comm_bytes"] == {}
+    ahead = found["predicted_strata_bytes"][0] / found["strata_bytes"][0]
+    assert ahead == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("dim=8,strata=3", "['anchors'] are missing"),
+        (f"{SHAPE},depth=3", "'depth=3' was found"),
+        (f"{SHAPE},variant", "'variant' was found"),
+        (f"{SHAPE},dim=9", "'dim' was found twice"),
+        ("anchors=120,dim=9,strata=3", "dim=9 was found, allowed is an even dim"),
+        ("anchors=1e3,dim=8,strata=3", "anchors='1e3' was found"),
+        ("anchors=120,dim=8,strata=0", "strata='0' was found"),
+        ("anchors=9999999,dim=8,strata=3", "a whole number from 1 to 1,000,000"),
+        ("anchors=2,dim=8,strata=3", "at most as many as anchors=2"),
+        (f"{SHAPE},features=121", "features=121 was found"),
+        (f"{SHAPE},variant=HiGLUE", "variant is one of ('higlue', 'paper')"),
+        (f"{SHAPE},key=convolution,chained=yes", "chained=yes with key=convolution"),
+    ],
+)
+def test_shapes_that_cannot_be(shape, message) -> None:
+    with pytest.raises(PlanError) as refused:
+        parse_shape(shape)
+    assert message in str(refused.value)
+    assert repr(shape) in str(refused.value)
+
+
+def test_a_shape_says_everything_about_a_decoder() -> None:
+    asked = parse_shape("anchors=9,dim=4,strata=2")
+    assert asked.batch_size is None
+    assert (asked.decoder.features, asked.decoder.window, asked.decoder.attention) == ((9, 8), 40, True)
+    rest = "batch=3,window=5,features=7,n_batches=2,key=attention,variant=paper,chained=yes"
+    asked = parse_shape(f"anchors=9, dim=4, strata=2, {rest}")
+    decoder = asked.decoder
+    assert (asked.batch_size, decoder.features, decoder.window, decoder.n_batches) == (3, (7, 7), 5, 2)
+    assert (decoder.variant, decoder.chained) == ("paper", True)
+    assert not parse_shape("anchors=9,dim=5,strata=2,key=convolution").decoder.attention
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of them"),
+        (["data", "--shape", SHAPE], "give one of them"),
+        (["--shape", SHAPE, "--latent-dim", "8", "--keys", "attention"], "--latent-dim, --keys"),
+        (["--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
+        (["--shape", SHAPE, "--devices", "0"], "devices=0"),
+        (["--shape", SHAPE, "--devices", "2", "--strategies", "S9"], "'S9'"),
+        (["absent"], "absent"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""

@@ -1,0 +1,353 @@
+"""Claim: a simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends.
+
+Real steps run on two ranks with values, and LiveBytes counts them; the simulation counts with code of its own.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemoryMonitor
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.lightning.planner import profile_of_module
+from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.gradients import GradientSync
+from lightning_amp.parallel.install import install
+from lightning_amp.planning.plan import MeshShape, Plan
+from lightning_amp.planning.policy import plan
+from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.profiling.read import profile
+from lightning_amp.simulation.meter import (
+    ACTIVATIONS,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARIES,
+    OutOfBudget,
+    StepMeter,
+)
+from lightning_amp.simulation.request import request_reference
+from lightning_amp.simulation.simulate import Simulation, simulate, simulate_plan
+from lightning_amp.simulation.subject import DecoderAlone, Subject, decoder_subject
+from lightning_amp.simulation.world import fake_world
+from tests.ranks import run_ranks
+
+BATCH = 6
+LATE = 4
+"""Steps that may be disturbed."""
+
+
+def shape(**changes: Any) -> DecoderShape:
+    sizes = {"anchors": 150, "dim": 16, "window": 16, "strata": 4, "attention": True} | changes
+    strata = sizes.pop("strata")
+    features = sizes.pop("features", tuple(sizes["anchors"] - k for k in range(strata)))
+    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(strata)), **sizes)
+
+
+def planned(shape: DecoderShape, strategies: str, *, ranks: int, budget: int | None = None) -> Plan:
+    module = decoder_subject(shape, batch_size=BATCH).module
+    described = describe(module, batch_size=BATCH)
+    return plan(
+        profile_of_module(described),
+        devices=ranks,
+        device_memory=budget,
+        strategies=strategies,
+        batch_size=BATCH,
+        shape=described,
+    )
+
+
+CASES: dict[str, tuple[DecoderShape, str]] = {
+    "S1": (shape(), "S1"),
+    "S1, gathered nodes, two batches": (shape(features=(150, 140, 100, 3), n_batches=2), "S1,S4"),
+    "S1,S3,S4": (shape(), "S1,S3,S4"),
+    "S1,S3 paper chained": (shape(variant="paper", chained=True, window=100), "S1,S3"),
+    "S1,S4 convolution": (shape(attention=False, dim=5), "S1,S4"),
+    "S2": (shape(features=(150, 149, 1, 3)), "S1,S2"),
+    "S2,S4": (shape(), "S1,S2,S4"),
+    "S5": (shape(dim=10), "S1,S5"),
+    "S3,S5": (shape(dim=10), "S1,S3,S5"),
+    "S2,S5 convolution": (shape(attention=False, dim=5), "S1,S2,S5"),
+    "all": (shape(dim=10), "S1,S2,S3,S4,S5"),
+}
+
+
+def simulated(name: str, *, ranks: int, budget: int | None = None) -> Simulation:
+    decoder, strategies = CASES[name]
+    made = planned(decoder, strategies, ranks=ranks, budget=budget)
+    return simulate_plan(lambda: decoder_subject(decoder, batch_size=BATCH), made)
+
+
+def real_steps(rank: int, world_size: int) -> dict[str, tuple[int, list[int]]]:
+    """Case -> peak and bytes after each stratum of the second step."""
+    found = {}
+    plans = {name: planned(decoder, s, ranks=world_size) for name, (decoder, s) in CASES.items()}
+    for name, made in plans.items():
+        decoder = CASES[name][0]
+        axes = (made.mesh.data, made.mesh.model)
+        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("data", "model"))
+        found[name] = real_step(decoder, made, mesh)
+    return found
+
+
+def real_step(decoder: DecoderShape, made: Plan, mesh: Any) -> tuple[int, list[int]]:
+    torch.manual_seed(0)
+    module = DecoderAlone(decoder)
+    n_features = sum(decoder.features)
+    batch = {
+        "u": torch.randn(BATCH, decoder.dim),
+        "v": torch.randn(decoder.anchors, decoder.dim),
+        "x": torch.poisson(torch.ones(BATCH, n_features)),
+        "library": torch.full((BATCH, 1), 9.0),
+        "batch": torch.arange(BATCH) % decoder.n_batches,
+    }
+    installed = install(module, made, mesh)
+    gradients = GradientSync(
+        module.parameters(), mesh, partial=installed.partial, sharded=[s.shard for s in installed.sharded]
+    )
+    optimizers = module.configure_optimizers()
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        gradients.reduce()
+
+    module.optimizers, module.manual_backward = lambda: optimizers, backward
+    gradients.watch()
+    module.training_step(batch, 0)
+    # gloo's threads may let go of a tensor late, which can only add: the least of some steps is the step's own
+    steps = [measured_step(module, batch, optimizers[0]) for _ in range(LATE + 1)]
+    peaks, strata = zip(*steps, strict=True)
+    return min(peaks), [min(held) for held in zip(*strata, strict=True)]
+
+
+def measured_step(module: DecoderAlone, batch: dict[str, Tensor], optimizer: Any) -> tuple[int, list[int]]:
+    batch["u"].grad = batch["v"].grad = None
+    live, strata = LiveBytes(), []
+    hooks = [s.register_forward_hook(lambda *_: strata.append(live.current)) for s in module.decoder.strata]
+    held = [*module.parameters(), *module.buffers()]
+    live.watch([held, [p.grad for p in module.parameters()], dict(optimizer.state), batch])
+    with live:
+        module.training_step(batch, 1)
+    for hook in hooks:
+        hook.remove()
+    return live.peak, strata
+
+
+def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
+    real = run_ranks(real_steps, 2, tmp_path)
+    for name in CASES:
+        found = simulated(name, ranks=2)
+        assert found.status == "ok"
+        assert found.peak_bytes == tuple(rank[name][0] for rank in real), name
+        assert found.worst.strata_bytes == tuple(real[found.worst.rank][name][1]), name
+        assert sum(found.worst.breakdown.values()) == max(found.peak_bytes)
+        assert min(found.worst.breakdown.values()) > 0
+
+
+@pytest.mark.parametrize("strategies", ["S1", "S1,S3,S4"])
+def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    monitor = StratumMemoryMonitor(every_n_steps=1, dirpath=tmp_path, plot=False)
+    trainer = pl.Trainer(
+        strategy=AMPStrategy(strategies=strategies),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=2,
+        callbacks=[monitor],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = SingleCellDataModule(tmp_path / "data", batch_size=4)
+    trainer.fit(GLUE(latent_dim=8, window=8), datamodule=data)
+    dist.destroy_process_group()
+    *strata, step = [row for row in monitor.rows if row["step"] == 1]
+    asked = request_reference(
+        profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8, strategies=strategies
+    )
+    found = simulate_plan(asked.make, asked.plan)
+    assert found.worst.strata_bytes == tuple(row["current_bytes"] for row in strata)
+    assert found.peak_bytes == (step["peak_bytes"],)
+
+
+def test_a_step_ends_where_the_budget_does() -> None:
+    free = simulated("S1", ranks=1)
+    assert free.worst.requested_bytes is None
+    for k, held in list(enumerate(free.worst.strata_bytes))[1:]:
+        found = simulated("S1", ranks=1, budget=held - 1)
+        assert found.status == f"out of memory at stratum {k}"
+        assert found.worst.failed_at == f"stratum {k}"
+        assert found.worst.strata_bytes == free.worst.strata_bytes[:k]
+        assert found.worst.requested_bytes is not None
+        before = found.worst.peak_bytes - found.worst.requested_bytes
+        assert before <= held - 1 < found.worst.peak_bytes
+        assert found.worst.breakdown[TEMPORARIES] == 0
+    peak = max(simulated("S3,S5", ranks=2).peak_bytes)
+    found = simulated("S3,S5", ranks=2, budget=peak - 1)
+    assert found.status == "out of memory at the backward pass of stratum 3"
+    assert len(found.worst.strata_bytes) == 4
+    assert simulated("S1", ranks=1, budget=1000).status.endswith("the weights, optimiser state and batch")
+    assert simulated("S1", ranks=1, budget=max(free.peak_bytes)) == replace(
+        free, plan=planned(CASES["S1"][0], "S1", ranks=1, budget=max(free.peak_bytes))
+    )
+
+
+def test_communication_of_s2_by_hand() -> None:
+    decoder = shape(anchors=40, dim=4, window=8, strata=3)
+    found = simulate(
+        lambda: decoder_subject(decoder, batch_size=BATCH), planned(decoder, "S1,S2", ranks=2), rank=0
+    )
+    parameters = list(decoder_subject(decoder, batch_size=BATCH).module.parameters())
+    n_partial = sum(p.numel() for p in parameters) - 3
+    forward_and_border = 4 + 4 * (BATCH * 4 + 40 * 4 + 3)
+    normalisers = 3 * BATCH * 4
+    assert found.comm_bytes == {
+        "all_gather": normalisers,
+        "all_reduce": normalisers + forward_and_border + len(parameters) + 4 * n_partial,
+    }
+
+
+def test_nothing_is_left_behind_and_nothing_is_shared_with_a_real_group() -> None:
+    decoder, _ = CASES["S1"]
+    made = planned(decoder, "S1,S2", ranks=2)
+
+    def broken() -> Subject:
+        subject = decoder_subject(decoder, batch_size=BATCH)
+        subject.module.decoder.strata[1].features = nn.Identity()
+        return subject
+
+    with pytest.raises(InstallError, match="whose stratum 1 has features="):
+        simulate_plan(broken, made)
+    assert not dist.is_initialized()
+    with fake_world(MeshShape(data=3, model=2), rank=4) as mesh:
+        assert (mesh["data"].get_local_rank(), mesh["model"].get_local_rank()) == (2, 0)
+        with pytest.raises(PlanError, match="rank 4 of 6 already"):
+            simulate(lambda: decoder_subject(decoder, batch_size=BATCH), made, rank=0)
+        assert dist.get_world_size() == 6
+    assert not dist.is_initialized()
+
+
+def test_ranks_with_equal_shards_are_simulated_once() -> None:
+    decoder = shape(anchors=41, dim=8, window=8, strata=3)
+    calls = []
+
+    def make() -> Subject:
+        calls.append(1)
+        return decoder_subject(decoder, batch_size=BATCH)
+
+    found = simulate_plan(make, planned(decoder, "S1,S2", ranks=4))
+    # 41, 40 and 39 features in runs of 11, 10 and 10: the last rank has 8, 10 and 9, and sizes were asked of all
+    assert len(calls) == 4 + 2
+    assert [result.rank for result in found.ranks] == [0, 1, 2, 3]
+    assert len(set(found.peak_bytes[:3])) == 1
+    assert found.peak_bytes[3] < found.peak_bytes[0]
+    assert found.worst.rank == 0
+
+
+class Unreached(DecoderAlone):
+    """Has parameters that no step reaches, and one whose gradient is a view of a larger tensor."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__(shape)
+        self.idle = nn.Linear(100, 100)
+        self.pair = nn.Parameter(torch.empty(500))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        (optimizer,) = self.optimizers()
+        loss = self.decoder(batch["u"], batch["v"], **{n: batch[n] for n in ("batch", "library", "x")})
+        loss = loss + torch.cat((self.pair, self.pair.detach())).square().sum()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_the_step_before_leaves_the_gradients_that_this_one_does() -> None:
+    decoder, _ = CASES["S1"]
+    made = planned(decoder, "S1", ranks=1)
+
+    def make() -> Subject:
+        with torch.device("meta"):
+            module = Unreached(decoder)
+        return Subject(module=module, batch=decoder_subject(decoder, batch_size=BATCH).batch)
+
+    module = make().module
+    reached = sum(p.nbytes for name, p in module.named_parameters() if not name.startswith("idle"))
+    found = simulate(make, made, rank=0)
+    assert found.breakdown[GRADIENTS] == reached + 500 * 4
+    assert found.breakdown["optimiser state"] < found.breakdown[PARAMETERS] - 100 * 101 * 4
+
+
+def test_kinds_by_hand() -> None:
+    weight = nn.Parameter(torch.empty(10, 10, device="meta"))
+    x = torch.empty(20, 10, device="meta")
+    meter = StepMeter()
+    meter.hold([weight], PARAMETERS)
+    meter.hold([x, x.view(10, 20)], ACTIVATIONS)
+    weight.register_post_accumulate_grad_hook(lambda p: meter.hold(p.grad, GRADIENTS))
+    with meter:
+        meter.enter("forward", making=ACTIVATIONS)
+        loss = (x @ weight).exp().sum()
+        # the product was alive with its exponential, and is not kept
+        assert meter.peak == 400 + 800 + 800 + 800
+        assert meter.breakdown == {
+            PARAMETERS: 400,
+            GRADIENTS: 0,
+            "optimiser state": 0,
+            ACTIVATIONS: 800 + 800,
+            TEMPORARIES: 800,
+        }
+        meter.enter("backward", making=TEMPORARIES)
+        loss.backward()
+    assert meter.current == 400 + 800 + 4 + 400
+    assert meter.peak == 400 + 800 + 800 + 4 + 4 + 800
+    assert meter.breakdown[TEMPORARIES] == 4 + 800
+    assert meter.breakdown[ACTIVATIONS] == 800 + 800 + 4
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_remembered_answers_are_the_real_ones(again) -> None:
+    def steps(device: str, live: Any) -> tuple[int, int]:
+        torch.manual_seed(0)
+        x = torch.ones(6, 5, device=device, requires_grad=True)
+        with live:
+            for _ in range(again):
+                y = nn.functional.layer_norm(x, (5,))
+                y = torch.cat((y.T, y.T.exp()), dim=1)[:, torch.tensor([3, 1, 1])]
+                a, b = torch.var_mean(y.float().softmax(0) + torch.arange(3, device=device), dim=0)
+                (a * b + y.sum(0).int().float()).sum().backward()
+                del y, a, b
+                square = torch.ones(6, 6, device=device)
+                # a view of the one, a copy of the other
+                flat = square.exp().reshape(-1), square.T.exp().reshape(-1)
+                del square, flat
+        return live.current, live.peak
+
+    assert steps("meta", StepMeter()) == steps("cpu", LiveBytes())
+
+
+def test_indices_keep_their_values_and_go_with_tensors_that_have_none() -> None:
+    index = torch.tensor([2, 0])
+    with StepMeter():
+        table = torch.empty(3, 4, device="meta")
+        assert table[index].shape == (2, 4)
+        assert table.index_add_(0, index, torch.empty(2, 4, device="meta")).is_meta
+        assert int(index[0]) == 2
+
+
+def test_the_request_that_is_too_much() -> None:
+    with StepMeter(budget_bytes=100) as meter:
+        first = torch.empty(20, device="meta")
+        meter.enter("the second", making=ACTIVATIONS)
+        with pytest.raises(OutOfBudget) as failure:
+            torch.empty(6, device="meta")
+    assert failure.value.requested_bytes == 24
+    assert (meter.phase, meter.peak, first.nbytes) == ("the second", 104, 80)
