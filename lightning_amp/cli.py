@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             arguments = _parser().parse_args(words)
             arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader, such as `head`, has seen enough; without this python complains once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         mistake = _mistake_in(error)
         if mistake is None:

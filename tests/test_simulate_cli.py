@@ -57,6 +57,28 @@ def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path
     assert found["comm_bytes"] == {}
     ahead = found["predicted_strata_bytes"][0] / found["strata_bytes"][0]
     assert ahead == pytest.approx(1, rel=0.05)
+    words += ["--devices", "2", "--format", "json"]
+    whole = json.loads(run(capsys, *words, "--strategies", "S1"))
+    shared = json.loads(run(capsys, *words, "--strategies", "S1,S2"))
+    n_features, hidden, n_nodes = 30 + 28 + 26, 128, 30 + 28 + 26
+    saved = whole["breakdown"]["optimiser state"] - shared["breakdown"]["optimiser state"]
+    assert saved == 4 * hidden * n_features // 2
+    held = whole["breakdown"]["parameters"] - shared["breakdown"]["parameters"]
+    assert held == saved - 8 * n_nodes // 2, "the anchors of the own features are kept beside all"
+
+
+@pytest.mark.parametrize(
+    ("budget", "place"),
+    [
+        ("500KiB", "the weights, optimiser state and batch"),
+        ("5MiB", "the encoders and the graph"),
+        ("24MiB", "the backward pass of the encoders and the graph"),
+    ],
+)
+def test_where_the_reference_model_ends(budget, place, capsys, tmp_path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    words = [str(tmp_path / "data"), "--batch-size", "4", "--window", "8", "--device-memory", budget]
+    assert f"status: out of memory at {place} (rank 0" in " ".join(run(capsys, *words).split())
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,10 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
-        if tensor.layout is torch.strided:
+        if hasattr(tensor, "__tensor_flatten__"):
+            # a wrapper: its storage has a size and no memory
+            yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        elif tensor.layout is torch.strided:
             yield tensor.untyped_storage()
         elif tensor.layout is torch.sparse_coo:
             yield from _storages((tensor._indices(), tensor._values()))

@@ -182,7 +182,9 @@ class _Normalize(torch.autograd.Function):
         d_bias, d_scaled = local.chunk(2)
         if weight is None:
             return dx.to(x.dtype), *[None] * 7
-        return dx.to(x.dtype), (d_scaled * scale).to(weight.dtype), d_bias.to(weight.dtype), *[None] * 5
+        # a copy: the view would keep both halves alive as the bias's gradient
+        d_bias = d_bias.to(weight.dtype, copy=True)
+        return dx.to(x.dtype), (d_scaled * scale).to(weight.dtype), d_bias, *[None] * 5
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

@@ -56,19 +56,19 @@ def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
 @torch.no_grad()
 def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
     """Reduction over the ranks, without gradients; `op` is "sum" or "max"."""
-    return _wait(functional.all_reduce(value.contiguous(), op, mesh))
+    return _wait(functional.all_reduce(value.contiguous(), op, mesh.get_group()))
 
 
 @torch.no_grad()
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, without gradients."""
-    return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh))
+    return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh.get_group()))
 
 
 @torch.no_grad()
 def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of the own part of a block, without gradients."""
-    return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh))[0]
+    return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh.get_group()))[0]
 
 
 def _wait(value: Tensor) -> Tensor:

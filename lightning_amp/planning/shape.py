@@ -71,6 +71,7 @@ class ModelShape:
         element_bytes: Bytes per activation element.
         wide_layers: Names of the Linear layers that read all features of the decoder's modality.
         wide_weight_bytes: Weights of these layers, which are among the parameters.
+        wide_input_bytes: What these layers keep of their inputs, which is among the base activations.
     """
 
     decoder: DecoderShape | None
@@ -84,6 +85,7 @@ class ModelShape:
     element_bytes: int = 4
     wide_layers: tuple[str, ...] = ()
     wide_weight_bytes: int = 0
+    wide_input_bytes: int = 0
 
 
 def decoder_shape(

@@ -41,7 +41,9 @@ def backward_moments(s: StratumSizes) -> Terms:
         "likelihood": kept_bytes(s) + s.element * (7 if s.decoder.n_batches == 1 else 6) * s.scores,
         "decode": made + s.element * _decoding(s, copies=2),
     }
-    if not s.attends:
+    if s.keyed and not s.attends:
+        return moments | {"convolution": s.element * 4 * s.rows}
+    if not s.keyed:
         return moments
     return moments | {
         "feed-forward": made + s.element * max(2 * s.rows, 3 * s.products - 3 * s.rows),
@@ -56,24 +58,22 @@ def _decoding(s: StratumSizes, *, copies: int) -> int:
 
 
 def _attending(s: StratumSizes) -> int:
-    """Attention with its inputs and outputs at its last chunk."""
+    """Attention with its inputs and outputs, at its last chunk."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
-    around = {
-        "p, qk, val [N, d]": 3 * s.rows,
-        "outputs [P, d]": p * s.width,
-        "outputs of a chunk, all channels [r, D]": r * a if s.gathered else 0,
-    }
+    # of all channels, before the own ones are taken
+    products = r * a if s.gathered else 0
+    tensors = {"p, qk, val [N, d]": 3 * s.rows, "outputs [P, d]": p * s.width}
     if s.axes.attention == "chunked":
-        chunk = {
-            "scores and probabilities [r, 3 w]": 6 * r * w,
+        tensors |= {
+            "scores and probabilities [r, 3 w]": 6 * r * w + products,
             "queries, keys, values [r + 2 w, a]": (5 * r + 2 * w) * a,
         }
     else:
-        chunk = {
+        tensors |= {
             "queries, keys, values of the buckets [P, a]": 3 * p * a,
-            "scores, or keys while they are rotated [r, 3 w]": r * max(3 * w, 2 * a),
+            "scores [r, 3 w], or keys while they are rotated": max(3 * r * w + products, 2 * r * a),
         }
-    return sum(attention_terms(s).values()) + s.element * sum((around | chunk).values())
+    return sum(attention_terms(s).values()) + s.element * sum(tensors.values())
 
 
 def _attending_back(s: StratumSizes) -> int:
@@ -82,7 +82,7 @@ def _attending_back(s: StratumSizes) -> int:
     recomputed = s.axes.attention == "chunked"
     kept = sum(attention_terms(s).values()) + (3 * w * w if recomputed else 0)
     inputs = (4 - s.gathered) * s.rows  # p, qk, and the gradients of key and val
-    so_far = 3 * (p - r) * a  # gradients of queries, keys and values, from the chunks done
+    so_far = 3 * p * a if s.chunks > 1 else 0  # gradients of queries, keys and values, from the chunks done
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
     summed = so_far + chunk + 2 * p * a
     if recomputed:

@@ -32,6 +32,8 @@ KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 MADE_OUTSIDE = ("lift_fresh",)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
+WRAPPING = ("_wrap_tensor_autograd",)
+"""Operators that put a tensor into one without memory of its own, for which torch's meta kernel makes a new one."""
 
 
 class OutOfBudget(Exception):
@@ -136,6 +138,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        if func._opname in WRAPPING:
+            return args[0]
         kwargs = kwargs or {}
         aliasing = self._aliasing.get(func)
         if aliasing is None:

@@ -124,7 +124,7 @@ class _Step:
         self.strata_bytes: list[int] = []
         self.meter = StepMeter(budget_bytes=budget_bytes)
         self._on_stratum = on_stratum
-        self._place = "the encoders"
+        self._place = "the encoders and the graph"
 
     def run(self) -> int | None:
         """The step; returns the request that exceeded the budget, None if none did."""
@@ -189,7 +189,7 @@ class _Step:
 
     def _before_decoder(self, module: nn.Module, latents: tuple[Tensor, ...]) -> None:
         def after_strata(_: Tensor) -> None:
-            self._enter("the backward pass of the encoders", TEMPORARIES)
+            self._enter("the backward pass of the encoders and the graph", TEMPORARIES)
 
         for latent in latents:
             if latent.requires_grad:
