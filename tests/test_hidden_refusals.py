@@ -112,7 +112,7 @@ REFUSALS = [
         "attention",
         "'strata.0.decode', which is 'missing', no module; allowed is a module",
     ),
-    ("strata.0.decode", Rounded(), "attention", "which is Rounded.*, returns .* for the two channels"),
+    ("strata.0.decode", Rounded(), "attention", "which is Rounded.*, returns .* for a small example"),
     ("strata.0.decode", nn.Identity(), "attention", "fails on a small example with TypeError"),
     ("strata.0.decode", nn.Bilinear(2, 2, 1), "attention", r"has the state \['bias', 'weight'\]"),
     ("region", None, "attention", "whose child 'region' is None"),

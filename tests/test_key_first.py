@@ -131,7 +131,7 @@ class Scaled(Decode):
     [
         (nn.Identity(), "S4 was asked for on 'Identity', which fails on a small example with TypeError"),
         (nn.Bilinear(2, 2, 1), r"'Bilinear', which has the state \['bias', 'weight'\]"),
-        (Scaled(), "'Scaled', which returns tensor.* on a small example; only a module without state"),
+        (Scaled(), "'Scaled', which returns tensor.* for a small example; only a module without state"),
     ],
 )
 def test_refuses_what_is_no_plain_decode(decode: nn.Module, message: str) -> None:

@@ -12,7 +12,6 @@ Legend: cell (B), anchor (N), own_dim (d_r), feature (F_k), run = ceil(F_k / R) 
 
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -57,20 +56,3 @@ class HiddenDecode(nn.Module):
         filled = F.pad(part, (0, ranks * run - len(nodes))).view(len(part), ranks, run)
         own = collectives.scatter(self.mesh, filled.movedim(1, 0))
         return own[:, : max(0, min(run, len(nodes) - rank * run))]
-
-
-def decode_problem(decode: nn.Module) -> str:
-    """Why the products of parts of the channels do not add up to what a module decodes; "" if they do."""
-    names = sorted(decode.state_dict())
-    if names:
-        return f"has the state {names!r}"
-    # small integers are exact in any order of summation
-    u, key = torch.arange(4.0).view(2, 2), torch.arange(10.0).view(5, 2)
-    nodes = torch.tensor([3, 0, 3, 1])
-    try:
-        with torch.no_grad():
-            found = [decode(u[:, part], key[:, part], nodes) for part in (slice(0, 1), slice(1, 2))]
-            added = torch.equal(found[0] + found[1], (u @ key.T)[:, nodes])
-    except Exception as error:
-        return f"fails on a small example with {error!r}"
-    return "" if added else f"returns {found!r} for the two channels of a small example"

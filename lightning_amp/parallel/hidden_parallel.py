@@ -44,7 +44,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.channels import Channels, deal_channels
-from lightning_amp.parallel.hidden_decode import HiddenDecode, decode_problem
+from lightning_amp.parallel.decode_check import decode_problem
+from lightning_amp.parallel.hidden_decode import HiddenDecode
 from lightning_amp.parallel.hidden_key import refusal, share_key
 from lightning_amp.parallel.protocol import is_decomposed
 from lightning_amp.parallel.region import share_region

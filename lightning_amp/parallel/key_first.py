@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.decode_check import decode_problem
 
 
 def key_first(decode: nn.Module) -> nn.Module:
@@ -25,7 +26,7 @@ def key_first(decode: nn.Module) -> nn.Module:
     Raises:
         InstallError: The module has state of its own, or decode(u, key, nodes) is not (u key^T)[:, nodes].
     """
-    problem = _problem(decode)
+    problem = decode_problem(decode)
     if problem:
         raise InstallError(
             f"S4 was asked for on {type(decode).__name__!r}, which {problem}; only a module without state"
@@ -74,20 +75,3 @@ def _start_of_run(nodes: Tensor) -> int | None:
     start = int(nodes[0])
     run = torch.arange(start, start + len(nodes), dtype=nodes.dtype, device=nodes.device)
     return start if torch.equal(nodes, run) else None
-
-
-def _problem(decode: nn.Module) -> str:
-    names = sorted(decode.state_dict())
-    if names:
-        return f"has the state {names!r}"
-    # Small integers are exact in any order of summation: a difference is a different function.
-    u, key = torch.arange(4.0).view(2, 2), torch.arange(10.0).view(5, 2)
-    nodes = torch.tensor([3, 0, 3, 1])
-    try:
-        with torch.no_grad():
-            found = decode(u, key, nodes)
-    except Exception as error:
-        return f"fails on a small example with {error!r}"
-    if not (isinstance(found, Tensor) and torch.equal(found, (u @ key.T)[:, nodes])):
-        return f"returns {found!r} on a small example"
-    return ""

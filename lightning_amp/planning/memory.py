@@ -39,7 +39,7 @@ class Estimate:
         stratum_bytes: Delta M_k of every stratum.
         forward_bytes: The most that every stratum holds in its forward pass, Delta M_k included.
         backward_bytes: The same for its backward pass.
-        other_decoder_bytes: Kept by the decoders that come after the strata.
+        other_decoder_bytes: The most that the decoders hold which come after the strata.
         gradient_bytes: Gradients, which are gone when the backward pass starts.
         border_bytes: Gradients of what enters the strata, at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.

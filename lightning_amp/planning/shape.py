@@ -12,6 +12,8 @@ from lightning_amp.profiling.profile import ModalityProfile, Profile
 LATENT_DIM = 64
 WINDOW_PER_STRATUM = 20
 """Default attention window in bins, per stratum of the decoder: w = 20 K."""
+OTHER_DECODER_KEPT, OTHER_DECODER_MADE = 9, 5
+"""Tensors [B, F] that a decoder without strata keeps for the backward pass, and those that it makes and drops."""
 TABLES_PER_FEATURE = 4
 """scale, bias, log_theta and zero-inflation logits of a stratified zero-inflated decoder."""
 
@@ -65,7 +67,7 @@ class ModelShape:
         parameter_bytes: All parameters.
         buffer_bytes: All buffers, among them the guidance graph.
         base_activation_bytes: Alive before the first stratum: batch, encoders, graph.
-        other_decoder_bytes: What the decoders without strata keep.
+        other_decoder_bytes: The most that the decoders hold which come after the strata.
         edge_bytes: The gradient of the sampled edges' ends, the last and often largest temporary of a step.
         optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
         element_bytes: Bytes per activation element.
@@ -139,17 +141,25 @@ def outside_strata(
     Args:
         shape: The decoder, the cells and the bytes per element.
         network: The reference model's settings outside the decoder.
-        profile: The data.
+        profile: The data; modalities are decoded in its order.
         latent_dim: D.
     """
     cells, element = shape.batch_size, shape.element_bytes
+    place = next((i for i, m in enumerate(profile.modalities) if m.decomposition is not None), 0)
+    before, after = (
+        [m.features for m in part if m.decomposition is None]
+        for part in (profile.modalities[:place], profile.modalities[place:])
+    )
+    activations = base_activations(
+        network, profile, batch_size=cells, latent_dim=latent_dim, element_bytes=element
+    )
+    copies = OTHER_DECODER_KEPT * sum(after) + OTHER_DECODER_MADE * max(after, default=0)
     return replace(
         shape,
-        base_activation_bytes=base_activations(
-            network, profile, batch_size=cells, latent_dim=latent_dim, element_bytes=element
-        ),
-        other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
+        base_activation_bytes=activations + element * cells * OTHER_DECODER_KEPT * sum(before),
+        other_decoder_bytes=element * cells * copies,
         edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim, element_bytes=element),
+        wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
     )
 
 
@@ -215,13 +225,3 @@ def sampled_edges(network: NetworkShape, profile: Profile, *, latent_dim: int, e
     if profile.graph is None:
         return 0
     return element_bytes * network.edges_per_step * network.negatives_per_edge * latent_dim
-
-
-def other_decoders(profile: Profile, *, batch_size: int, element_bytes: int = 4) -> int:
-    """Bytes that the decoders without strata keep, once the strata are done."""
-    return (
-        element_bytes
-        * 9
-        * batch_size
-        * sum(m.features for m in profile.modalities if m.decomposition is None)
-    )

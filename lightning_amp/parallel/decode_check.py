@@ -1,0 +1,25 @@
+"""Whether a module decodes as techniques need it: S4 and S5 replace or split what it computes."""
+
+import torch
+from torch import Tensor, nn
+
+
+def decode_problem(decode: nn.Module) -> str:
+    """Why a module is not (u key^T)[:, nodes], of all channels or as the sum over parts of them; "" if it is."""
+    names = sorted(decode.state_dict())
+    if names:
+        return f"has the state {names!r}"
+    # small integers are exact in any order of summation: a difference is a different function
+    u, key = torch.arange(4.0).view(2, 2), torch.arange(10.0).view(5, 2)
+    nodes = torch.tensor([3, 0, 3, 1])
+    try:
+        with torch.no_grad():
+            whole = decode(u, key, nodes)
+            parts = [decode(u[:, part], key[:, part], nodes) for part in (slice(0, 1), slice(1, 2))]
+            added = parts[0] + parts[1]
+    except Exception as error:
+        return f"fails on a small example with {error!r}"
+    for found, of in ((whole, "a small example"), (added, "the channels of a small example, one by one")):
+        if not (isinstance(found, Tensor) and torch.equal(found, (u @ key.T)[:, nodes])):
+            return f"returns {found!r} for {of}"
+    return ""
