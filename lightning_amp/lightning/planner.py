@@ -97,7 +97,7 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
 def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     _, shape, notes = _read(strategy, trainer)
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
     return replace(
         plan,
         batch_size=shape.batch_size,

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.moments import union_moments
 
 
 def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
@@ -136,11 +137,7 @@ def _union_statistics(
         packed = torch.cat([mean, var * n, packed.new_full((1,), n)])
     rows = packed.new_empty(get_world_size(group), len(packed))
     all_gather(list(rows.unbind()), packed, group=group)
-    means, m2s, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    count = counts.sum()
-    mean = (counts * means).sum(dim=0) / count
-    m2 = m2s.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
-    return mean, m2, count
+    return union_moments(rows[:, :channels], rows[:, channels:-1], rows[:, -1:])
 
 
 class _Normalize(torch.autograd.Function):

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.channels import Channels
+from lightning_amp.parallel.moments import union_moments
 
 
 class ShardedLayerNorm(nn.LayerNorm):
@@ -54,8 +55,8 @@ def combined_statistics(
     var, mean = torch.var_mean(x, dim=-1, correction=0)
     packed = torch.cat([mean, var * x.shape[-1], mean.new_full((1,), x.shape[-1])])
     means, m2s, counts = torch.split(collectives.all_gather(mesh, packed), [len(x), len(x), 1], dim=1)
-    mean = (counts * means).sum(dim=0) / counts.sum()
-    return mean, m2s.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
+    mean, m2, _ = union_moments(means, m2s, counts)
+    return mean, m2
 
 
 class _Normalize(torch.autograd.Function):

@@ -52,7 +52,7 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """One choice on each axis of a decomposed decoder."""
+    """One choice on each axis of a decomposed decoder; "-gathered" and "-retained" are forms that a rule can ask for."""
 
     placement: str = "replicated"
     features: str = "all"

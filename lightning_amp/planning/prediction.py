@@ -9,13 +9,16 @@ from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.strategies import STRATEGIES
 
 
-def predict(shape: ModelShape, strategies: Iterable[str], *, model_ranks: int = 1) -> Estimate:
+def predict(
+    shape: ModelShape, strategies: Iterable[str], *, model_ranks: int = 1, axes: Axes | None = None
+) -> Estimate:
     """Predict the memory of a training step on one rank.
 
     Args:
         shape: The model, with the cells of one rank's batch.
         strategies: Ids of the strategies in force.
         model_ranks: R.
+        axes: The decoder's choices; None for those of the strategies' usual rules.
 
     Raises:
         PlanError: `shape_after` of a strategy from outside returned something else than a shape.
@@ -29,4 +32,4 @@ def predict(shape: ModelShape, strategies: Iterable[str], *, model_ranks: int = 
                 f"shape_after of {strategy} returned {shape!r}; allowed is a ModelShape: return"
                 " dataclasses.replace(shape, ...) with the sizes that it changes"
             )
-    return estimate(shape, Axes.of(chosen), model_ranks=model_ranks)
+    return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks)

@@ -141,23 +141,16 @@ def outside_strata(
     Args:
         shape: The decoder, the cells and the bytes per element.
         network: The reference model's settings outside the decoder.
-        profile: The data; modalities are decoded in its order.
+        profile: The data.
         latent_dim: D.
     """
     cells, element = shape.batch_size, shape.element_bytes
-    place = next((i for i, m in enumerate(profile.modalities) if m.decomposition is not None), 0)
-    before, after = (
-        [m.features for m in part if m.decomposition is None]
-        for part in (profile.modalities[:place], profile.modalities[place:])
-    )
-    activations = base_activations(
-        network, profile, batch_size=cells, latent_dim=latent_dim, element_bytes=element
-    )
-    copies = OTHER_DECODER_KEPT * sum(after) + OTHER_DECODER_MADE * max(after, default=0)
     return replace(
         shape,
-        base_activation_bytes=activations + element * cells * OTHER_DECODER_KEPT * sum(before),
-        other_decoder_bytes=element * cells * copies,
+        base_activation_bytes=base_activations(
+            network, profile, batch_size=cells, latent_dim=latent_dim, element_bytes=element
+        ),
+        other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
         edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim, element_bytes=element),
         wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
     )
@@ -225,3 +218,10 @@ def sampled_edges(network: NetworkShape, profile: Profile, *, latent_dim: int, e
     if profile.graph is None:
         return 0
     return element_bytes * network.edges_per_step * network.negatives_per_edge * latent_dim
+
+
+def other_decoders(profile: Profile, *, batch_size: int, element_bytes: int = 4) -> int:
+    """The most that the decoders without strata hold; they come after the strata, whose modality is served first."""
+    features = [m.features for m in profile.modalities if m.decomposition is None]
+    copies = OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
+    return element_bytes * batch_size * copies
