@@ -15,6 +15,7 @@ from typing import Any
 from lightning_amp.errors import AmpError, PlanError
 
 TRAINING = ("fit", "validate", "test", "predict")
+BATCH_SIZE = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +133,7 @@ def _add_plan(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> Non
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
     parser.add_argument("--policy", default="auto", help="auto (default) or paper")
     parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
-    parser.add_argument("--batch-size", type=int, default=64, help="cells per rank and step (default: 64)")
+    parser.add_argument("--batch-size", type=int, help=f"cells per rank and step (default: {BATCH_SIZE})")
     parser.add_argument(
         "--latent-dim", type=int, default=None, help="latent dimension of the model (default: 64)"
     )
@@ -152,7 +153,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="a decoder by itself instead of DIR: anchors=113505,dim=128,strata=32,batch=1"
         "[,window=640,variant=paper,chained=yes,key=convolution,n_batches=2,features=5400]",
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw memory after each stratum")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw memory after each stratum; replaces the file"
+    )
     parser.set_defaults(run=_simulate)
 
 
@@ -203,7 +206,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     profile = _read(arguments)
     shape = reference_shape(
         profile,
-        batch_size=arguments.batch_size,
+        batch_size=request["batch_size"],
         latent_dim=LATENT_DIM if arguments.latent_dim is None else arguments.latent_dim,
         window=arguments.window,
     )
@@ -223,11 +226,14 @@ def _simulate(arguments: argparse.Namespace) -> None:
     of_data |= {"--setting": arguments.setting, "--keys": arguments.keys}
     check_source(arguments.shape, arguments.data_dir, of_data=of_data)
     alone = arguments.shape is not None
-    if arguments.plot is not None and not Path(arguments.plot).parent.is_dir():
-        raise PlanError(
-            f"--plot {arguments.plot!r} was asked for, and its folder does not exist; make it first"
-        )
+    if arguments.plot is not None:
+        _check_plot(arguments.plot)
     found: Any = parse_shape(arguments.shape) if alone else _read(arguments)
+    if alone and None not in (found.batch_size, arguments.batch_size):
+        raise PlanError(
+            f"batch={found.batch_size!r} was asked for in --shape, and --batch-size {arguments.batch_size!r} beside"
+            " it; give one of them"
+        )
 
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.simulation.picture import draw
@@ -244,6 +250,19 @@ def _simulate(arguments: argparse.Namespace) -> None:
     print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))
 
 
+def _check_plot(plot: str) -> None:
+    """Refuse what no picture can be written to, before the work that it would show."""
+    path = Path(plot)
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise PlanError(
+            f"--plot {plot!r} was asked for; allowed is the name of a PNG file, such as memory.png"
+        )
+    if not path.parent.is_dir():
+        raise PlanError(f"--plot {plot!r} was asked for, and its folder does not exist; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PlanError(f"--plot {plot!r} was asked for, and may not be written; choose another place")
+
+
 def _request(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `plan` and `simulate` ask of the policy."""
     size = arguments.model_parallel_size
@@ -252,8 +271,8 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
         "device_memory": arguments.device_memory,
         "policy": arguments.policy,
         "strategies": arguments.strategies,
-        "batch_size": arguments.batch_size,
-        "model_parallel_size": int(size) if size.isdecimal() else size,
+        "batch_size": BATCH_SIZE if arguments.batch_size is None else arguments.batch_size,
+        "model_parallel_size": int(size) if size.isdecimal() and len(size) < 10 else size,
     }
 
 

@@ -6,6 +6,7 @@ in any notebook. Pictures are PNG at 150 dots per inch.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
 LEGEND_ROWS = 18
+LEGEND_LETTERS = 24
 
 
 def memory_curve(
@@ -84,7 +86,7 @@ def simulated_memory(
         label = f"peak of the step {peak_bytes / size:.3g} {unit}"
         axes.axhline(peak_bytes / size, linestyle=":", color=PALETTE[0], linewidth=1.4, label=label)
     else:
-        label = f"out of memory at\n{failed_at}"
+        label = "\n".join(wrap(f"out of memory at {failed_at}", LEGEND_LETTERS))
         last = (len(simulated_bytes) - 0.5, peak_bytes / size)
         axes.plot(*last, "X", color=RED, markersize=9, linestyle="none", label=label, clip_on=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
@@ -148,7 +150,7 @@ def _draw_strata(
             y = np.asarray(values, dtype=np.float64) / size
             axes.plot(np.arange(len(y)), y, line, color=colour, label=label, linewidth=width, markersize=4)
     if budget_bytes is not None:
-        _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, unit=unit, size=size)
+        _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, size=size)
     axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -159,13 +161,13 @@ def _draw_strata(
     return figure, axes
 
 
-def _draw_budget(axes: Axes, budget_bytes: float, *, in_sight: bool, unit: str, size: float) -> None:
+def _draw_budget(axes: Axes, budget_bytes: float, *, in_sight: bool, size: float) -> None:
+    own_unit, own_size = _unit(budget_bytes)
+    label = f"budget {budget_bytes / own_size:.3g} {own_unit}"
     if in_sight:
-        label = f"budget {budget_bytes / size:.3g} {unit}"
         axes.axhline(budget_bytes / size, linestyle="--", color=RED, linewidth=1.4, label=label)
-        return
-    budget_unit, budget_size = _unit(budget_bytes)
-    axes.plot([], [], " ", label=f"budget {budget_bytes / budget_size:.3g} {budget_unit}\n(far above)")
+    else:
+        axes.plot([], [], " ", label=f"{label}\n(far above)")
 
 
 def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_]) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.planning.plan import MeshShape
+from lightning_amp.simulation.world import fake_world
 
 
 def small_graph() -> tuple[nn.Linear, Tensor]:
@@ -247,6 +250,14 @@ def test_wrappers_count_by_their_parts() -> None:
         assert live.current == 12, "the part of 3 elements, not the 1000 that the wrapper claims"
         del doubled
         assert live.current == 0
+
+
+def test_a_tensor_that_is_still_being_sent_counts_once() -> None:
+    with fake_world(MeshShape(data=1, model=2), rank=0) as mesh, LiveBytes() as live:
+        sum_ = functional.all_reduce(torch.ones(1000), "sum", mesh["model"])
+        assert isinstance(sum_, functional.AsyncCollectiveTensor)
+        assert live.peak == 8000, "the operand and the sum, and nothing for what waits for the sum"
+        assert sum_.wait().nbytes == live.current == 4000
 
 
 def test_rounding_below_one_byte_is_our_bug() -> None:

@@ -80,7 +80,7 @@ def test_plans_are_deterministic() -> None:
 
 
 def test_reports_fit_80_columns() -> None:
-    made = plan(profile(), devices=4, device_memory="1GiB", batch_size=256)
+    made = plan(profile(), devices=4, device_memory="512MiB", batch_size=256)
     text = profile_report(profile()) + "\n" + plan_report(made)
     assert max(map(len, text.splitlines())) <= 80
     assert "S5" in text

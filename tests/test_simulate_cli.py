@@ -1,12 +1,15 @@
 """Claim: `simulate` answers in text, JSON and a picture for shapes and folders, and tells mistakes before any work."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from lightning_amp import figures
 from lightning_amp.cli import main
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.request import check_model
 from lightning_amp.simulation.shape_text import parse_shape
 
 SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
@@ -30,6 +33,8 @@ def test_json_has_what_the_text_says(capsys) -> None:
     assert sum(found["breakdown"].values()) == max(found["peak_bytes"])
     assert set(found["comm_bytes"]) == {"all_reduce", "all_gather", "reduce_scatter"}
     assert found["mesh"] == {"data": 2, "model": 2}
+    document = Path(__file__).parents[1].joinpath("docs/simulate.md").read_text()
+    assert [key for key in (*found, *found["breakdown"]) if f"`{key}`" not in document] == []
     text = run(capsys, *words)
     assert "status: ok (fits in 24.0 GiB)" in text
     assert "rank 0, 2" in text
@@ -47,6 +52,23 @@ def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
     text = run(capsys, *words, "--plot", str(tmp_path / "memory.png"))
     assert "out of memory at stratum 1" in text
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_says_the_budget_in_its_own_unit_and_stays_narrow(monkeypatch, tmp_path) -> None:
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.simulated_memory(
+        tmp_path / "memory.png",
+        simulated_bytes=[],
+        predicted_bytes=[2**29, 2**30],
+        peak_bytes=91 * 2**20,
+        failed_at="the weights, optimiser state and batch",
+        budget_bytes=60 * 2**20,
+        title="",
+        rank_label="rank 0",
+    )
+    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert texts[1:] == ["budget 60 MiB", "out of memory at the\nweights, optimiser state\nand batch"]
 
 
 def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path) -> None:
@@ -67,6 +89,41 @@ def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path
     assert held == saved - 8 * n_nodes // 2, "the anchors of the own features are kept beside all"
 
 
+def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
+    words = ["--shape", SHAPE, "--device-memory", "60KiB"]
+    text = run(capsys, *words)
+    assert "fewer cells per step  --batch-size, or batch in --shape" in text
+    assert "S3 chunked attention, S4 key-first decode; on one device too" in " ".join(text.split())
+    assert "S2 feature parallel, S5 hidden-dimension parallel; from two devices on" in " ".join(text.split())
+    assert "until memory ends" in text
+    assert "the plan predicts a peak of" in text
+    assert max(map(len, text.splitlines())) <= 80
+    text = run(capsys, *words, "--devices", "2", "--strategies", "S1,S2,S3,S4,S5")
+    assert "S2 and S5 split over more ranks" in text
+    assert "on one device too" not in text
+    alone = SHAPE.replace("batch=2", "batch=1,key=convolution")
+    text = run(capsys, "--shape", alone, "--device-memory", "30KiB")
+    assert "fewer cells" not in text
+    assert "S3" not in text
+    text = run(capsys, "--shape", SHAPE)
+    assert "what may help" not in text
+    assert "- one device: single-device execution" in text, "the plan's notes say why it is as it is"
+
+
+def test_sizes_stay_in_one_piece_where_lines_are_wrapped(capsys) -> None:
+    words = ["--shape", "anchors=5000,dim=128,strata=8,batch=1", "--device-memory", "1MiB"]
+    text = run(capsys, *words)
+    assert "the weights, optimiser state and batch (rank 0 holds\n  0 B of 1.00 MiB" in text
+
+
+def test_ranks_that_read_the_same_share_a_row(capsys) -> None:
+    shape = "anchors=4001,dim=8,strata=2,batch=1,window=16"
+    words = ["--shape", shape, "--devices", "4", "--strategies", "S2"]
+    peaks = json.loads(run(capsys, *words, "--format", "json"))["peak_bytes"]
+    assert len(set(peaks)) == 2
+    assert "rank 0-3" in run(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("budget", "place"),
     [
@@ -84,17 +141,19 @@ def test_where_the_reference_model_ends(budget, place, capsys, tmp_path) -> None
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("dim=8,strata=3", "['anchors'] are missing"),
+        ("dim=8,strata=3", "nothing was found for anchors; allowed is a size for anchors, dim, strata"),
         (f"{SHAPE},depth=3", "'depth=3' was found"),
         (f"{SHAPE},variant", "'variant' was found"),
         (f"{SHAPE},dim=9", "'dim' was found twice"),
-        ("anchors=120,dim=9,strata=3", "dim=9 was found, allowed is an even dim"),
+        ("anchors=120,dim=9,strata=3", "dim=9 was found; allowed is an even dim, or key=convolution"),
         ("anchors=1e3,dim=8,strata=3", "anchors='1e3' was found"),
         ("anchors=120,dim=8,strata=0", "strata='0' was found"),
         ("anchors=9999999,dim=8,strata=3", "a whole number from 1 to 1,000,000"),
-        ("anchors=2,dim=8,strata=3", "at most as many as anchors=2"),
+        (f"anchors={'9' * 5000},dim=8,strata=3", "a whole number from 1 to 1,000,000"),
+        ("anchors=20000,dim=8,strata=10001", "a whole number from 1 to 10,000"),
+        ("anchors=2,dim=8,strata=3", "strata=3 was found; allowed is as many as anchors=2, or fewer"),
         (f"{SHAPE},features=121", "features=121 was found"),
-        (f"{SHAPE},variant=HiGLUE", "variant is one of ('higlue', 'paper')"),
+        (f"{SHAPE},variant=HiGLUE", "variant='HiGLUE' was found; allowed is variant=higlue or paper"),
         (f"{SHAPE},key=convolution,chained=yes", "chained=yes with key=convolution"),
     ],
 )
@@ -103,6 +162,14 @@ def test_shapes_that_cannot_be(shape, message) -> None:
         parse_shape(shape)
     assert message in str(refused.value)
     assert repr(shape) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"latent_dim": 10**13, "window": None}, {"latent_dim": 8, "window": 10**20}]
+)
+def test_sizes_that_no_tensor_can_have(sizes) -> None:
+    with pytest.raises(PlanError, match="1,000,000"):
+        check_model(**sizes, attention=True)
 
 
 def test_a_shape_says_everything_about_a_decoder() -> None:
@@ -120,17 +187,28 @@ def test_a_shape_says_everything_about_a_decoder() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give one of them"),
-        (["data", "--shape", SHAPE], "give one of them"),
+        ([], "with neither DIR nor --shape; give one of them"),
+        (["data", "--shape", SHAPE], "with both DIR='data' and shape="),
+        (["--shape", SHAPE, "--batch-size", "8"], "batch=2 was asked for in --shape, and --batch-size 8"),
         (["--shape", SHAPE, "--latent-dim", "8", "--keys", "attention"], "--latent-dim, --keys"),
         (["--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
+        (["--shape", SHAPE, "--plot", "memory.pdf"], "the name of a PNG file"),
+        (["--shape", SHAPE, "--plot", "folder.png"], "the name of a PNG file"),
+        (["--shape", SHAPE, "--plot", ""], "the name of a PNG file"),
+        (["--shape", SHAPE, "--plot", "locked.png"], "'locked.png' was asked for, and may not be written"),
         (["--shape", SHAPE, "--devices", "0"], "devices=0"),
         (["--shape", SHAPE, "--devices", "2", "--strategies", "S9"], "'S9'"),
+        (["--shape", SHAPE, "--devices", "1025", "--strategies", "S2"], "a model axis of 1,025 ranks"),
+        (["--shape", SHAPE, "--model-parallel-size", "9" * 5000], "model_parallel_size="),
         (["absent"], "absent"),
     ],
 )
 def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "locked.png").touch()
+    # whoever runs the tests may be allowed everything
+    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))
     assert main(["simulate", *words]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

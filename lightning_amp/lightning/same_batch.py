@@ -4,16 +4,20 @@ Both are compared before every batch. Other cells stop the run: the ranks would 
 random numbers are put right, for rank 0 may have drawn some for a picture of its own.
 
 Collectives per batch, over the model axis, and only where it has more than one rank: one all-reduce of four integers,
-and one broadcast where random numbers differ. Known limits: of a large tensor some thousand entries are compared; what
-a step draws from generators of its own, or from differing devices' ones, is its own affair.
+and one broadcast where random numbers differ. Known limits: of a large tensor some thousand entries are compared, and
+of a batch nothing but its tensors and arrays of numbers; what a step draws from generators of its own, or from
+differing devices' ones, is its own affair.
 """
 
 import random
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import DataError
@@ -60,14 +64,52 @@ def _from_first(state: object, mesh: DeviceMesh) -> object:
 
 def _print_of(batch: object) -> int:
     seen = 0
-    for tensor in tensors_in(batch):
+    for tensor in _compared(batch, set()):
         seen = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), seen)
-        if tensor.layout is torch.strided:
-            some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // COMPARED)].cpu()
+        for part in _parts(tensor.detach()):
+            some = part.reshape(-1)[:: max(1, part.numel() // COMPARED)].cpu()
             # a clone, for one entry alone may have any stride, which a view as bytes refuses
             some = some.clone(memory_format=torch.contiguous_format)
             seen = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), seen)
     return seen
+
+
+def _compared(part: object, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors and arrays of numbers in a batch, those of objects of the user's own too."""
+    if id(part) in seen or isinstance(part, type):
+        return
+    seen.add(id(part))
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, np.ndarray):
+        if part.dtype.kind in "biuf":
+            yield torch.from_numpy(np.ascontiguousarray(part))
+    else:
+        for inner in _inside(part):
+            yield from _compared(inner, seen)
+
+
+def _inside(part: object) -> Iterable[object]:
+    if isinstance(part, Mapping):
+        return part.values()
+    if isinstance(part, list | tuple):
+        return part
+    if is_dataclass(part):
+        return [getattr(part, field.name) for field in fields(part)]
+    attributes: dict[str, object] = getattr(part, "__dict__", {})
+    return attributes.values()
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that a tensor is kept as."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    starts = tensor.crow_indices() if by_row else tensor.ccol_indices()
+    return [starts, tensor.col_indices() if by_row else tensor.row_indices(), tensor.values()]
 
 
 def _print_of_generators(device: torch.device) -> int:

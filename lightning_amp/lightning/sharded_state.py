@@ -31,13 +31,21 @@ COUPLED = ("LBFGS", "Adafactor", "Muon")
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
-    """Refuse optimisers that would train a shard otherwise than the whole.
+    """Refuse optimisers that would train a shard otherwise than the whole, or not at all.
 
     Raises:
-        InstallError: An optimiser of `COUPLED` has a sharded parameter.
+        InstallError: An optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
     """
     shards = {id(parameter.shard) for parameter in sharded}
+    replaced = {id(parameter.whole) for parameter in sharded}
     for optimizer in optimizers:
+        stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in replaced]
+        if stale:
+            raise InstallError(
+                f"the optimizer {type(optimizer).__name__!r} has {len(stale)!r} parameters that S2 has replaced by the"
+                " rank's shard, which it would not train; make it in configure_optimizers from self.parameters(), not"
+                " before, or leave S2 out"
+            )
         kinds = {
             kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
         }

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.lightning import sharded_state
+from lightning_amp.parallel.borders import check_borders
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
 
 
@@ -19,19 +20,34 @@ class Shards:
 
     Attributes:
         sharded: Those that were replaced by this rank's shard.
+        partial: Whole ones of which a rank's gradient is a part.
     """
 
-    def __init__(self, module: nn.Module | None = None, sharded: Sequence[ShardedParameter] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        sharded: Sequence[ShardedParameter] = (),
+        partial: Sequence[nn.Parameter] = (),
+    ) -> None:
         """Free the devices of the whole parameters.
 
         Args:
             module: The whole module; needed where there are shards.
             sharded: What was installed in it.
+            partial: The parameters of which a rank's gradient is a part.
         """
-        self.sharded = tuple(sharded)
+        self.sharded, self.partial = tuple(sharded), tuple(partial)
         self._module = module if module is not None else nn.Module()
         for parameter in self.sharded:
             parameter.offload()
+
+    def check(self, loss: Tensor) -> None:
+        """Refuse a loss that reads one of them where it must not.
+
+        Raises:
+            InstallError: See `check_borders`.
+        """
+        check_borders(loss, self._module, partial=self.partial, sharded=self.sharded)
 
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """The module's state with whole parameters; a collective."""

@@ -143,12 +143,10 @@ class AMPStrategy(DDPStrategy):
         self.asked_plan = plan
         self.asked_balance = balance_cells
         self._bucket_bytes = int(bucket_mb * MIB)
-        self._meshes = Meshes()
+        self._meshes, self._shards = Meshes(), Shards()
         self._undo: list[Callable[[], None]] = []
         self._gradients: GradientSync | None = None
         self._weight: CellWeight | None = None
-        self._shards = Shards()
-        self._partial: list[nn.Parameter] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -238,7 +236,7 @@ class AMPStrategy(DDPStrategy):
         self._undo += [installed.undo, count_replicas_once(self.model, self.mesh)]
         check_precision(installed, self.precision_plugin)
         check_callbacks(installed, getattr(trainer, "callbacks", ()))
-        self._shards, self._partial = Shards(self.model, installed.sharded), installed.partial
+        self._shards = Shards(self.model, installed.sharded, installed.partial)
 
     def _share_statistics(self, model: nn.Module) -> None:
         """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm."""
@@ -254,7 +252,7 @@ class AMPStrategy(DDPStrategy):
         self._gradients = GradientSync(
             model.parameters(),
             self.mesh,
-            partial=self._partial,
+            partial=self._shards.partial,
             sharded=[parameter.shard for parameter in self._shards.sharded],
             bucket_bytes=self._bucket_bytes,
         )
@@ -316,8 +314,9 @@ class AMPStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's training step, with its batch noted for weighting."""
-        if self._weight is not None:
+        if self._weight is not None and self._gradients is not None:
             self._weight.start(args[0] if args else None)
+            self._gradients.watch()
         return super().training_step(*args, **kwargs)
 
     def backward(
@@ -332,6 +331,7 @@ class AMPStrategy(DDPStrategy):
         assert self._gradients is not None, "backward comes after setup for fitting"
         self.pre_backward(closure_loss)
         self._gradients.watch()
+        self._shards.check(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(self._share_of(closure_loss), module, optimizer, *args, **kwargs)
         self._gradients.reduce()

@@ -130,7 +130,7 @@ def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> F
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channels: Channels, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.channels = channels
+        ctx.channels, ctx.behind = channels, "outside"
         return tuple(channels.select(value) for value in values)
 
     @staticmethod

@@ -10,6 +10,8 @@
 Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
 which multiplies gradients by the number of ranks where the others are needed.
 
+`enter` and `leave` are the border of what the ranks share, and their nodes say so by `behind` (borders.py).
+
 A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
 Legend: R ranks of the mesh axis.
 Known limit: second derivatives are refused.
@@ -78,7 +80,7 @@ def _wait(value: Tensor) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh = mesh
+        ctx.mesh, ctx.behind = mesh, "outside"
         # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
@@ -97,6 +99,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
+        ctx.behind = "inside"
         return all_reduce(mesh, part)
 
     @staticmethod

@@ -19,9 +19,12 @@ Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those
 Known limits: second derivatives are refused; without S5 every rank computes every key.
 """
 
+from typing import Any, cast
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
@@ -118,8 +121,19 @@ class ShardedFeatures(nn.Module):
 
     def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
-        columns = join_runs(values, self.n_features, self.mesh, dim=1)
-        return torch.cat((columns[:, : self.run.start], values, columns[:, self.run.stop :]), dim=1)
+        return cast(Tensor, _AllColumns.apply(values, self.n_features, self.mesh))  # type: ignore[no-untyped-call]
+
+
+class _AllColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, n_features: int, mesh: DeviceMesh) -> Tensor:
+        ctx.run, ctx.behind = own_run(n_features, mesh), "inside"
+        return join_runs(own, n_features, mesh, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[:, ctx.run], None, None
 
 
 def _problem(stratum: nn.Module) -> str:

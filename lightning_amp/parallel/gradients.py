@@ -17,8 +17,9 @@ whatever the shards' sizes, and add up in one order. Nothing is sent over an axi
 nothing is sent over the model axis but the agreement.
 
 Legend: P parameters, D and M ranks of the data and the model axis.
-Known limits: parameters added to the module later are not seen; all gradients lie on one device; replicated gradients
-are equal in a model group only as far as the device computes the same twice.
+Known limits: a tensor hook of the user's on a partial parameter sees the rank's part; parameters added to the module
+later are not seen; all gradients lie on one device; replicated gradients are equal in a model group only as far as the
+device computes the same twice.
 """
 
 import functools

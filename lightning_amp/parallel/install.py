@@ -108,6 +108,7 @@ class Installed:
             parent_name, _, name = path.rpartition(".")
             parent = module.get_submodule(parent_name)
             _check_parameters(path, parent._modules.get(name), new, change.sharded)
+            _check_hooks(path, parent._modules[name])
             self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
             parent._modules[name] = new
         seen = {id(parameter) for parameter in self.partial}
@@ -146,22 +147,28 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
         for rule, fqn in targets:
             made = techniques[type(rule.spec)](module.get_submodule(fqn), rule.spec, mesh)
             installed.apply(fqn, _as_change(made, rule, fqn), module)
-        _refuse_shared(module, installed.sharded)
+        _refuse_shared(module, installed)
     except BaseException:
         installed.undo()
         raise
     return installed
 
 
-def _refuse_shared(module: nn.Module, sharded: Sequence[ShardedParameter]) -> None:
-    still = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
-    for parameter in sharded:
-        if id(parameter.whole) in still:
+def _refuse_shared(module: nn.Module, installed: Installed) -> None:
+    """A parameter that is split, and has another use too, would become two that are trained apart."""
+    shards = {id(parameter.shard) for parameter in installed.sharded}
+    names = {id(p): fqn for fqn, p in module.named_parameters() if id(p) not in shards}
+    uses = {key: f"the module uses it as {fqn!r} too" for key, fqn in names.items()}
+    # either of the two, for the decoder's rule may come first or last
+    uses |= dict.fromkeys(map(id, installed.partial), "its layer lies in a decoder that is split already")
+    for parameter in installed.sharded:
+        use = uses.get(id(parameter.whole)) or uses.get(id(parameter.shard))
+        if use:
             raise InstallError(
-                f"{parameter.name!r} of a layer was to be split over ranks, but the module uses it as"
-                f" {still[id(parameter.whole)]!r} too, which would be trained apart; take the layer's rule out of"
-                " the plan"
+                f"{parameter.name!r} of a layer was to be split over ranks, but {use}, which would be trained apart;"
+                " take the layer's rule out of the plan"
             )
+        uses[id(parameter.whole)] = "another layer that is to be split has it too"
 
 
 def _as_change(made: object, rule: Rule, fqn: str) -> Change:
@@ -191,6 +198,21 @@ def _check_parameters(
         raise InstallError(
             f"{type(new).__name__!r} was to replace {fqn!r} and does not own the same parameters: {changed!r} differ;"
             " a replacement keeps the parameter objects and their names, or lists a shard in Change.sharded"
+        )
+
+
+def _check_hooks(fqn: str, old: nn.Module | None) -> None:
+    """A replacement may not call the module at all, or with a part of what it would see."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = (
+        [kind.strip("_") for kind in kinds if any(getattr(part, kind) for part in old.modules())]
+        if old
+        else []
+    )
+    if found:
+        raise InstallError(
+            f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"
+            " register hooks on the decoder or its strata instead, or take the rule out of the plan"
         )
 
 

@@ -98,7 +98,7 @@ class _TakeColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.n_features = mesh, x.shape[-1]
+        ctx.mesh, ctx.n_features, ctx.behind = mesh, x.shape[-1], "outside"
         return x[..., own_run(x.shape[-1], mesh)].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -114,4 +114,11 @@ def _problem(linear: nn.Module) -> str:
         return "computes its weight from other parameters"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = [name for name in hooks if getattr(linear, name)]
+    weight = linear.get_parameter("weight")
+    # on the parameter itself, which is replaced by the shard
+    found += [
+        f"weight.{name}"
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if getattr(weight, name)
+    ]
     return f"has {', '.join(found)}" if found else ""

@@ -52,7 +52,7 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """One choice on each axis of a decomposed decoder; "-gathered" and "-retained" are forms that a rule can ask for."""
+    """One choice on each axis of a decomposed decoder; a form that a rule asks for is part of the name."""
 
     placement: str = "replicated"
     features: str = "all"

@@ -6,7 +6,7 @@ from lightning_amp.planning.strategies import parse_strategies
 
 POLICIES = ("auto", "paper")
 LARGEST = 1_000_000
-"""Of devices, and of cells in a step: beyond it a number is a slip of the finger."""
+"""Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
 
 
 def check_request(
@@ -51,10 +51,12 @@ def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None
     Raises:
         PlanError: An argument outside what is allowed.
     """
-    if latent_dim < 1 or (attention and latent_dim % 2):
+    if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
         even = ", even for attention keys" if attention else ""
         raise PlanError(
-            f"latent_dim={latent_dim!r} was asked for; allowed is a whole number of 1 or more{even}"
+            f"latent_dim={latent_dim!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}{even}"
         )
-    if window is not None and window < 1:
-        raise PlanError(f"window={window!r} was asked for; allowed is a whole number of bins, 1 or more")
+    if window is not None and not 1 <= window <= LARGEST:
+        raise PlanError(
+            f"window={window!r} was asked for; allowed is a whole number of bins from 1 to {LARGEST:,}"
+        )

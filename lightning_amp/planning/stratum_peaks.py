@@ -2,7 +2,8 @@
 
 A moment counts all that the stratum holds then, its kept tensors included, and nothing of other strata. Which is the
 highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
-products of the feed-forward layer, which are of all output channels.
+products of the feed-forward layer, which are of all output channels. Moments that are never the highest are left out:
+the backward pass of decode, and the forward pass of attention that is recomputed in the backward pass.
 Legend: stratum_sizes.py.
 """
 
@@ -23,38 +24,33 @@ def forward_moments(s: StratumSizes) -> Terms:
     parts = (not s.decoder.chained) + s.gathered if s.attends else 0
     moments = {
         "likelihood": kept_bytes(s) + s.element * (5 if s.decoder.n_batches == 1 else 7) * s.scores,
-        "decode": made + s.element * (parts * s.rows + _decoding(s, copies=3)),
+        "decode": made + s.element * (parts * s.rows + _decoding(s)),
     }
     if not s.attends:
         return moments
     gate = max(0 if s.paper else s.rows, 2 * s.products - 2 * s.rows)
-    return moments | {
-        "attention": sum(statistic_terms(s).values()) + _attending(s),
-        "feed-forward": made + s.element * (parts * s.rows + gate),
-    }
+    moments["feed-forward"] = made + s.element * (parts * s.rows + gate)
+    if s.axes.attention != "chunked":
+        moments["attention"] = sum(statistic_terms(s).values()) + _attending(s)
+    return moments
 
 
 def backward_moments(s: StratumSizes) -> Terms:
     """Moments of the backward pass."""
     made = sum(key_terms(s).values())
-    moments = {
-        "likelihood": kept_bytes(s) + s.element * (7 if s.decoder.n_batches == 1 else 6) * s.scores,
-        "decode": made + s.element * _decoding(s, copies=2),
-    }
-    if s.keyed and not s.attends:
-        return moments | {"convolution": s.element * 4 * s.rows}
-    if not s.keyed:
-        return moments
-    return moments | {
-        "feed-forward": made + s.element * max(2 * s.rows, 3 * s.products - 3 * s.rows),
-        "attention": sum(statistic_terms(s).values()) + _attending_back(s),
-    }
+    moments = {"likelihood": kept_bytes(s) + s.element * (7 if s.decoder.n_batches == 1 else 6) * s.scores}
+    if s.attends:
+        moments["feed-forward"] = made + s.element * max(2 * s.rows, 3 * s.products - 3 * s.rows)
+        moments["attention"] = sum(statistic_terms(s).values()) + _attending_back(s)
+    elif s.keyed:
+        moments["convolution"] = s.element * 4 * s.rows
+    return moments
 
 
-def _decoding(s: StratumSizes, *, copies: int) -> int:
+def _decoding(s: StratumSizes) -> int:
     """Scores on their way: without S4 of all anchors, and in copies where each goes to its owner."""
     everything = s.cells * s.decoder.anchors if s.axes.decode == "full" else 0
-    return everything + (copies if s.scattered else 1) * s.cells * s.decoded
+    return everything + (3 if s.scattered else 1) * s.cells * s.decoded
 
 
 def _attending(s: StratumSizes) -> int:
@@ -62,29 +58,26 @@ def _attending(s: StratumSizes) -> int:
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
     # of all channels, before the own ones are taken
     products = r * a if s.gathered else 0
-    tensors = {"p, qk, val [N, d]": 3 * s.rows, "outputs [P, d]": p * s.width}
-    if s.axes.attention == "chunked":
-        tensors |= {
-            "scores and probabilities [r, 3 w]": 6 * r * w + products,
-            "queries, keys, values [r + 2 w, a]": (5 * r + 2 * w) * a,
-        }
-    else:
-        tensors |= {
-            "queries, keys, values of the buckets [P, a]": 3 * p * a,
-            "scores [r, 3 w], or keys while they are rotated": max(3 * r * w + products, 2 * r * a),
-        }
+    tensors = {
+        "p, qk, val [N, d]": 3 * s.rows,
+        "queries, keys, values of the buckets [P, a]": 3 * p * a,
+        "scores [r, 3 w], or keys while they are rotated": max(3 * r * w + products, 2 * r * a),
+        "outputs [P, d]": p * s.width,
+    }
     return sum(attention_terms(s).values()) + s.element * sum(tensors.values())
 
 
 def _attending_back(s: StratumSizes) -> int:
-    """Attention in its backward pass: the most of the softmax's moment, and that of the sums over chunks."""
+    """Attention in its backward pass: the softmax's moment, or that of the sums over chunks, whichever holds more."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
-    recomputed = s.axes.attention == "chunked"
-    kept = sum(attention_terms(s).values()) + (3 * w * w if recomputed else 0)
-    inputs = (4 - s.gathered) * s.rows  # p, qk, and the gradients of key and val
-    so_far = 3 * p * a if s.chunks > 1 else 0  # gradients of queries, keys and values, from the chunks done
+    # p, qk, and the gradients of key and val
+    inputs = (4 - s.gathered) * s.rows
+    # gradients of queries, keys and values, from the chunks done before
+    so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
     summed = so_far + chunk + 2 * p * a
-    if recomputed:
-        return kept + s.element * (inputs + max(so_far + chunk + 3 * r * w, summed))
+    kept = sum(attention_terms(s).values())
+    if s.axes.attention == "chunked":
+        softmax = so_far + chunk + 3 * r * w
+        return kept + 3 * w * w + s.element * (inputs + max(softmax, summed))
     return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))

@@ -1,35 +1,50 @@
-"""A simulation as text of at most 80 columns."""
+"""A simulation as text of at most 80 columns: whether it fits, what the memory holds, and what could help."""
 
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from textwrap import wrap
 
+from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
 from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.report import WIDTH, table
 from lightning_amp.planning.strategies import STRATEGIES
 from lightning_amp.simulation.meter import KINDS
 from lightning_amp.simulation.simulate import Simulation
 
 STRATA_PER_LINE = 5
+GLUED = "\u00a0"
+"""Stands between a number and its unit while lines are wrapped."""
 SHORT = {"parameters": "params", "gradients": "grads", "optimiser state": "optim"}
 
 
 def simulation_report(simulation: Simulation) -> str:
-    """Status, memory of the ranks by kind, after each stratum, and communication."""
+    """Status, memory of the ranks by kind, after each stratum, communication, and notes."""
     plan = simulation.plan
     names = ", ".join(f"{s} {STRATEGIES[s].title}" for s in plan.strategies) or "single-device execution"
     mesh = plan.mesh
-    ranks = f"{mesh.data} data x {mesh.model} model, {plan.batch_size} cells per rank and step"
+    cells = "1 cell" if plan.batch_size == 1 else f"{plan.batch_size:,} cells"
+    ranks = f"{mesh.data:,} data x {mesh.model:,} model, {cells} per rank and step"
     sections = [
-        "\n".join(wrap(f"Simulated training step: {names}", WIDTH)),
-        "\n".join([*wrap(_status(simulation), WIDTH, subsequent_indent="  "), f"mesh: {ranks}"]),
+        _wrapped(f"Simulated training step: {names}", indent=""),
+        f"{_wrapped(_status(simulation))}\nmesh: {ranks}",
         _memory(simulation),
         _prediction(simulation),
     ]
     if simulation.worst.strata_bytes:
         sections.append(_strata(simulation))
     sections.append(_communication(simulation))
+    if simulation.worst.failed_at is not None:
+        sections.append(_remedies(plan))
+    sections += [_wrapped(f"- {note}") for note in plan.notes]
     return "\n\n".join(sections)
+
+
+def _wrapped(text: str, indent: str = "  ") -> str:
+    glued = re.sub(r"(?<=\d) (?=([KMGT]i)?B\b)", GLUED, text)
+    lines = wrap(glued, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines).replace(GLUED, " ")
 
 
 def _status(simulation: Simulation) -> str:
@@ -45,24 +60,24 @@ def _status(simulation: Simulation) -> str:
 
 
 def _memory(simulation: Simulation) -> str:
-    groups: dict[tuple[int, ...], list[int]] = {}
+    """Ranks that read the same share a row."""
+    groups: dict[tuple[str, ...], list[int]] = {}
     for result in simulation.ranks:
         row = (result.peak_bytes, *(result.breakdown[kind] for kind in KINDS))
-        groups.setdefault(row, []).append(result.rank)
+        groups.setdefault(tuple(format_bytes(n).rjust(8) for n in row), []).append(result.rank)
     header = ["peak of", "in all", *(SHORT.get(kind, kind) for kind in KINDS)]
-    rows = [
-        [f"rank {_runs(ranks)}", *(format_bytes(n).rjust(8) for n in row)] for row, ranks in groups.items()
-    ]
-    return table(header, rows)
+    return table(header, [[f"rank {_runs(ranks)}", *row] for row, ranks in groups.items()])
 
 
 def _prediction(simulation: Simulation) -> str:
     plan = simulation.plan
     peak, predicted = simulation.worst.peak_bytes, plan.predicted_peak_bytes
-    found = f"simulated {format_bytes(peak)}, predicted {format_bytes(predicted)}"
-    if simulation.worst.failed_at is not None or not plan.strata_bytes:
-        return f"peak: {found}"
-    return f"peak: {found} (EPM; {100 * (predicted / peak - 1):+.1f} %)"
+    found = f"peak: simulated {format_bytes(peak)}"
+    if not plan.strata_bytes:
+        return f"{found}, predicted unknown: no decomposed decoder was recognised"
+    if simulation.worst.failed_at is not None:
+        return f"the plan predicts a peak of {format_bytes(predicted)} for a whole step"
+    return f"{found}, predicted {format_bytes(predicted)} ({100 * (predicted / peak - 1):+.1f} %)"
 
 
 def _strata(simulation: Simulation) -> str:
@@ -80,11 +95,33 @@ def _strata(simulation: Simulation) -> str:
 
 
 def _communication(simulation: Simulation) -> str:
-    sent = simulation.worst.comm_bytes
+    worst = simulation.worst
+    sent, until = worst.comm_bytes, "in a step" if worst.failed_at is None else "until memory ends"
     if not sent:
-        return "nothing is handed to collectives"
+        return f"nothing is handed to collectives {until}"
     rows = [[kind, format_bytes(n).rjust(8)] for kind, n in sorted(sent.items(), key=lambda item: -item[1])]
-    return table(["collective", f"handed in by rank {simulation.worst.rank} in a step"], rows)
+    return table(["collective", f"handed in by rank {worst.rank} {until}"], rows)
+
+
+def _remedies(plan: Plan) -> str:
+    """What makes a step smaller, and is not in the plan yet."""
+    of_decoder = [s for s, row in STRATEGIES.items() if row.choice is not None and plan.strata_bytes]
+    left = [s for s in of_decoder if s not in plan.strategies]
+    if ATTENTION_DECODER not in plan.signals and "S3" in left:
+        left.remove("S3")
+    names = {s: f"{s} {STRATEGIES[s].title}" for s in left}
+    alone = [name for s, name in names.items() if not STRATEGIES[s].model_axis]
+    shared = [name for s, name in names.items() if STRATEGIES[s].model_axis]
+    rows = []
+    if plan.batch_size > 1:
+        rows.append(["fewer cells per step", "--batch-size, or batch in --shape"])
+    if alone:
+        rows.append(["strategies", f"{', '.join(alone)}; on one device too"])
+    if shared:
+        rows.append(["strategies", f"{', '.join(shared)}; from two devices on"])
+    elif of_decoder:
+        rows.append(["more devices", "S2 and S5 split over more ranks"])
+    return table(["what may help", "how"], [*rows, ["larger devices", "--device-memory"]])
 
 
 def _runs(numbers: Iterable[int]) -> str:

@@ -1,6 +1,6 @@
 """A decoder as text, such as "anchors=113505,dim=128,strata=32,batch=1".
 
-anchors, dim, strata      N, D, K; must be given
+anchors, dim, strata      N, D, K; must be given, K up to 10,000
 batch                     cells per rank and step
 window                    anchors per attention bucket; 20 K without it
 features                  of every stratum; N - k of stratum k without it
@@ -20,6 +20,9 @@ from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
 REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")
 CHOICES = {"key": ("attention", "convolution"), "variant": ("higlue", "paper"), "chained": ("no", "yes")}
+MOST_STRATA = 10_000
+"""Every stratum is a module of its own: of more, the modules alone fill the memory of this process."""
+DIGITS = 9
 EXAMPLE = "anchors=5400,dim=128,strata=32,batch=1"
 
 
@@ -43,9 +46,12 @@ def check_source(shape: str | None, data_dir: str | None, *, of_data: Mapping[st
         PlanError: Both, neither, or a shape with options that it says by itself.
     """
     if (shape is None) == (data_dir is None):
+        found = (
+            f"both DIR={data_dir!r} and shape={shape!r}" if shape is not None else "neither DIR nor --shape"
+        )
         raise PlanError(
-            f"DIR={data_dir!r} and shape={shape!r} were asked for; give one of them: a data directory for the"
-            f" reference model, or --shape {EXAMPLE} for a decoder by itself"
+            f"a simulation was asked for with {found}; give one of them: a data directory for the reference model,"
+            f" or --shape {EXAMPLE} for a decoder by itself"
         )
     given = [name for name, value in of_data.items() if value is not None]
     if shape is not None and given:
@@ -65,11 +71,13 @@ def parse_shape(text: str) -> ShapeRequest:
     numbers = {name: _number(name, values[name], text) for name in NUMBERS if name in values}
     missing = [name for name in REQUIRED if name not in numbers]
     if missing:
-        raise _refusal(text, f"{missing!r} are missing", f"{', '.join(REQUIRED)} must be given")
+        raise _refusal(
+            text, f"nothing was found for {', '.join(missing)}", f"a size for {', '.join(REQUIRED)}"
+        )
     choices = {name: values.get(name, allowed[0]) for name, allowed in CHOICES.items()}
     for name, allowed in CHOICES.items():
         if choices[name] not in allowed:
-            raise _refusal(text, f"{name}={choices[name]!r} was found", f"{name} is one of {allowed!r}")
+            raise _refusal(text, f"{name}={choices[name]!r} was found", f"{name}={' or '.join(allowed)}")
     _check_sizes(text, numbers, choices)
     anchors, strata = numbers["anchors"], numbers["strata"]
     decoder = DecoderShape(
@@ -92,18 +100,19 @@ def _pairs(text: str) -> dict[str, str]:
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in (*NUMBERS, *CHOICES):
-            raise _refusal(
-                text, f"{part.strip()!r} was found", f"name=value with {', '.join((*NUMBERS, *CHOICES))}"
-            )
+            names = ", ".join((*NUMBERS, *CHOICES))
+            raise _refusal(text, f"{part.strip()!r} was found", f"name=value with one of the names {names}")
         if name in values:
-            raise _refusal(text, f"{name!r} was found twice", "every name once")
+            raise _refusal(text, f"{name!r} was found twice", "each name once")
         values[name] = value
     return values
 
 
 def _number(name: str, value: str, text: str) -> int:
-    if not value.isdecimal() or not 1 <= int(value) <= LARGEST:
-        raise _refusal(text, f"{name}={value!r} was found", f"{name} is a whole number from 1 to {LARGEST:,}")
+    largest = MOST_STRATA if name == "strata" else LARGEST
+    # python refuses to read thousands of digits
+    if not value.isdecimal() or len(value) > DIGITS or not 1 <= int(value) <= largest:
+        raise _refusal(text, f"{name}={value!r} was found", f"a whole number from 1 to {largest:,}")
     return int(value)
 
 
@@ -112,15 +121,15 @@ def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) ->
     for name in ("strata", "features"):
         if numbers.get(name, 1) > anchors:
             raise _refusal(
-                text, f"{name}={numbers[name]!r} was found", f"at most as many as anchors={anchors!r}"
+                text, f"{name}={numbers[name]!r} was found", f"as many as anchors={anchors!r}, or fewer"
             )
     if choices["key"] == "attention" and numbers["dim"] % 2:
-        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim for attention keys")
+        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim, or key=convolution")
     if choices["key"] == "convolution" and choices["chained"] == "yes":
-        raise _refusal(text, "chained=yes with key=convolution was found", "chained=yes with attention keys")
+        raise _refusal(text, "chained=yes with key=convolution was found", "chained=yes with key=attention")
 
 
 def _refusal(text: str, found: str, allowed: str) -> PlanError:
     return PlanError(
-        f"shape={text!r} was asked for; {found}, allowed is {allowed}; write for example {EXAMPLE!r}"
+        f"shape={text!r} was asked for; {found}; allowed is {allowed}; write for example {EXAMPLE!r}"
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan import Plan
 from lightning_amp.progress import track
 from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
@@ -12,6 +13,8 @@ from lightning_amp.simulation.subject import Subject
 from lightning_amp.simulation.world import fake_world
 
 SCHEMA = 1
+MOST_MODEL_RANKS = 1024
+"""The module is built anew for each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +99,17 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:
         plan: What is installed, and the budget.
 
     Raises:
-        PlanError: This process is a rank of a process group already.
+        PlanError: This process is a rank of a process group already, or the model axis is too long.
         InstallError: The plan does not fit the module.
     """
+    if plan.mesh.model > MOST_MODEL_RANKS:
+        raise PlanError(
+            f"a model axis of {plan.mesh.model:,} ranks was asked for; simulated are {MOST_MODEL_RANKS:,} or fewer:"
+            " choose a smaller model_parallel_size, or fewer devices"
+        )
     # a rank of the data axis has other cells, but as many
-    sizes = [_sizes(make, plan, rank) for rank in range(plan.mesh.model)]
+    ranks = range(plan.mesh.model)
+    sizes = [_sizes(make, plan, rank) for rank in track(ranks, description="building", total=len(ranks))]
     firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
     ticks = track(range(n_strata), description="simulating", total=n_strata)
@@ -111,8 +120,8 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:
     for _ in ticks:
         pass
     group = [done[size] for size in sizes]
-    ranks = [replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data)]
-    return Simulation(plan=plan, ranks=tuple(ranks))
+    results = tuple(replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data))
+    return Simulation(plan=plan, ranks=results)
 
 
 def _sizes(make: Callable[[], Subject], plan: Plan, rank: int) -> Sizes:
