@@ -228,3 +228,17 @@ def test_sizes_are_written_with_three_digits() -> None:
 
 def test_strategies_are_sorted_and_include_data_parallelism() -> None:
     assert parse_strategies(" s4,S3, S3") == ("S1", "S3", "S4")
+
+
+def test_the_model_axis_has_no_more_ranks_than_there_are_channels() -> None:
+    data = profile(hic(), rna())
+    made = plan(data, devices=96, strategies="S5", shape=reference_shape(data, batch_size=4, latent_dim=64))
+    assert (made.mesh.data, made.mesh.model) == (3, 32)
+    with pytest.raises(PlanError, match="S5 was asked for with 48 ranks .* D=64 can be dealt to 32 at most"):
+        plan(
+            data,
+            devices=96,
+            strategies="S5",
+            model_parallel_size=48,
+            shape=reference_shape(data, batch_size=4, latent_dim=64),
+        )

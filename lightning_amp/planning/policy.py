@@ -13,7 +13,7 @@ under S1 only (Table 6); the third row is how both can be true. Which signal ask
 `strategies.py`. Registered strategies count as chosen before the memory is looked at.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
@@ -75,7 +75,7 @@ def plan(
         )
         if policy == "auto":
             notes.append('policy "auto" follows the paper\'s fixed mapping in this version')
-    mesh = _mesh(chosen, devices=devices, model_parallel_size=model_parallel_size)
+    mesh = _mesh(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
     _check_decoder(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, batch_size)
@@ -110,7 +110,7 @@ def _mapped(
     """The mapping's strategies, with a sentence that says which row of it applied."""
 
     def peak(chosen: set[str]) -> int:
-        ranks = _model_ranks(chosen, devices=devices, model_parallel_size=model_parallel_size)
+        ranks = _model_ranks(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
     own, notes = _registered(diagnosis, shape, devices=devices)
@@ -150,16 +150,26 @@ def _registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tup
     return own, notes
 
 
-def _model_ranks(chosen: Iterable[str], *, devices: int, model_parallel_size: int | str) -> int:
-    """Ranks of the model axis: all, unless the user says how many (the paper's same-batch execution)."""
-    automatic = devices if any(STRATEGIES[s].model_axis for s in chosen) else 1
-    return model_parallel_size if isinstance(model_parallel_size, int) else automatic
+def _model_ranks(
+    chosen: Collection[str], shape: ModelShape, *, devices: int, model_parallel_size: int | str
+) -> int:
+    """Ranks of the model axis, unless the user says how many: all (the paper's same-batch execution), or as many as
+    there are channels for.
+    """
+    if isinstance(model_parallel_size, int):
+        return model_parallel_size
+    if not any(STRATEGIES[s].model_axis for s in chosen):
+        return 1
+    most = shape.decoder.hidden_parts if "S5" in chosen and shape.decoder is not None else devices
+    return max(n for n in range(1, min(devices, most) + 1) if devices % n == 0)
 
 
-def _mesh(chosen: tuple[str, ...], *, devices: int, model_parallel_size: int | str) -> MeshShape:
+def _mesh(
+    chosen: tuple[str, ...], shape: ModelShape, *, devices: int, model_parallel_size: int | str
+) -> MeshShape:
     """All ranks on the model axis where a strategy needs it, else on data."""
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
-    model = _model_ranks(chosen, devices=devices, model_parallel_size=model_parallel_size)
+    model = _model_ranks(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
     if devices % model:
         raise PlanError(
             f"model_parallel_size={model!r} was asked for with {devices} devices; it must divide them, choose one of"
@@ -174,6 +184,11 @@ def _mesh(chosen: tuple[str, ...], *, devices: int, model_parallel_size: int | s
         raise PlanError(
             f"model_parallel_size={model} was asked for, but {', '.join(chosen)} split nothing over the model axis;"
             ' use model_parallel_size="auto", or add S2 or S5'
+        )
+    if "S5" in chosen and shape.decoder is not None and model > shape.decoder.hidden_parts:
+        raise PlanError(
+            f"S5 was asked for with {model!r} ranks on the model axis, and D={shape.decoder.dim!r} can be dealt to"
+            f" {shape.decoder.hidden_parts!r} at most; choose a smaller model_parallel_size, or leave S5 out"
         )
     return MeshShape(data=devices // model, model=model)
 

@@ -98,7 +98,7 @@ def _prediction(plan: Plan) -> list[str]:
     budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
     size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
-    rows = [("mesh", f"{mesh.data} data x {mesh.model} model, {plan.batch_size} cells per rank and step")]
+    rows = [("mesh", f"{mesh.data} data x {mesh.model} model, {_cells(plan.batch_size)} per rank and step")]
     if plan.strata_bytes:
         rows.insert(0, ("base + strata x each", _epm(plan)))
         rows.insert(0, ("predicted peak per rank", f"{size} of {budget} ({verdict})"))
@@ -112,3 +112,7 @@ def _prediction(plan: Plan) -> list[str]:
 def _epm(plan: Plan) -> str:
     each = format_bytes(plan.predicted_stratum_bytes)
     return f"{format_bytes(plan.predicted_base_bytes)} + {len(plan.strata_bytes)} x {each}"
+
+
+def _cells(n: int) -> str:
+    return "1 cell" if n == 1 else f"{n} cells"

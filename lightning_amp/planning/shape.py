@@ -46,6 +46,11 @@ class DecoderShape:
     variant: str = "higlue"
     n_batches: int = 1
 
+    @property
+    def hidden_parts(self) -> int:
+        """Most ranks that S5 can deal the hidden dimension to: pairs of channels, of an odd D single ones."""
+        return self.dim // 2 if self.dim % 2 == 0 else self.dim
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkShape:

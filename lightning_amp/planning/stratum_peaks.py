@@ -22,12 +22,15 @@ def forward_moments(s: StratumSizes) -> Terms:
     made = sum(key_terms(s).values())
     # val, and under `gather` the own part of qk: dropped when the key is made
     parts = (not s.decoder.chained) + s.gathered if s.attends else 0
+    # tensors [B, f_k] that the sum of log-probabilities makes and drops
+    passing = 5 if s.decoder.n_batches == 1 else 7
     moments = {
-        "likelihood": kept_bytes(s) + s.element * (5 if s.decoder.n_batches == 1 else 7) * s.scores,
+        "likelihood": kept_bytes(s) + s.element * passing * s.scores,
         "decode": made + s.element * (parts * s.rows + _decoding(s)),
     }
     if not s.attends:
         return moments
+    # the gated value; or the products of gate and value [R, N, 2 d], when GELU and key are still to come
     gate = max(0 if s.paper else s.rows, 2 * s.products - 2 * s.rows)
     moments["feed-forward"] = made + s.element * (parts * s.rows + gate)
     if s.axes.attention != "chunked":
@@ -38,9 +41,14 @@ def forward_moments(s: StratumSizes) -> Terms:
 def backward_moments(s: StratumSizes) -> Terms:
     """Moments of the backward pass."""
     made = sum(key_terms(s).values())
-    moments = {"likelihood": kept_bytes(s) + s.element * (7 if s.decoder.n_batches == 1 else 6) * s.scores}
+    # gradients [B, f_k]
+    passing = 7 if s.decoder.n_batches == 1 else 6
+    moments = {"likelihood": kept_bytes(s) + s.element * passing * s.scores}
     if s.attends:
-        moments["feed-forward"] = made + s.element * max(2 * s.rows, 3 * s.products - 3 * s.rows)
+        # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
+        # products with the weights [R, N, d], when key, GELU, gate and value are gone
+        gate = max(2 * s.rows, 3 * s.products - 3 * s.rows)
+        moments["feed-forward"] = made + s.element * gate
         moments["attention"] = sum(statistic_terms(s).values()) + _attending_back(s)
     elif s.keyed:
         moments["convolution"] = s.element * 4 * s.rows
