@@ -123,3 +123,13 @@ def test_the_shape_of_a_module_is_read_from_its_structure() -> None:
     assert shape.decoder.distances == (0, 1, 2, 3)
     assert describe(nn.Linear(3, 4), batch_size=5).decoder is None
     assert describe(nn.Linear(3, 4), batch_size=5).parameter_bytes == 64
+
+
+def test_the_wide_layers_are_those_outside_the_decoder() -> None:
+    model = Model()
+    features = sum(len(stratum.nodes) for stratum in model.decoders["hic"].strata)
+    model.decoders["hic"].head = nn.Linear(features, 3)
+    model.encoder = nn.Sequential(nn.Linear(features, 4), nn.Linear(4, features))
+    shape = describe(model, batch_size=5)
+    assert shape.wide_layers == ("encoder.0",)
+    assert shape.wide_weight_bytes == 4 * 4 * features

@@ -22,7 +22,7 @@ def describe(
     found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
     shapes = [_decoder_shape(fqn, decoder) for fqn, decoder in found.items()]
     decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=None)
-    wide = {} if decoder is None else _wide_layers(module, sum(decoder.features))
+    wide = {} if decoder is None else _wide_layers(module, decoder)
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
     return ModelShape(
         decoder=decoder,
@@ -37,10 +37,15 @@ def describe(
     )
 
 
-def _wide_layers(module: nn.Module, n_features: int) -> dict[str, nn.Linear]:
-    """Linear layers that read all features: the first of an encoder."""
+def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linear]:
+    """Linear layers that read all features: the first of an encoder. Those of the decoder read its channels."""
     layers = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
-    return {fqn: layer for fqn, layer in layers.items() if layer.in_features == n_features}
+    inside, features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
+    return {
+        fqn: layer
+        for fqn, layer in layers.items()
+        if layer.in_features == features and not fqn.startswith(inside)
+    }
 
 
 def _describable(decoder: DecomposedDecoder) -> bool:
