@@ -3,8 +3,8 @@
     python -m benchmarks.epm_grid
 
 Sizes are those of 500 kb and 100 kb data, and of the ablation of Zhang et al. (2026), whose 113,505 anchors run with
-one cell. Column `strata` is the ratio of the stratum that is farthest off, of the bytes above those that are there before
-the decoder runs. Takes about 15 minutes on one core.
+one cell. Column `strata` is the ratio of the stratum that is farthest off, of the bytes above those that are there
+before the decoder runs. Takes about 17 minutes on one core that others use too.
 """
 
 import time

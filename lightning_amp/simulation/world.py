@@ -1,5 +1,6 @@
 """One rank's place among any number of ranks, of which the others do not exist."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,9 +29,11 @@ def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
             " already; a fake process group cannot stand beside a real one: simulate before training starts, or in"
             " a process of its own"
         )
-    ranks = shape.data * shape.model
+    ranks, hook = shape.data * shape.model, sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield init_device_mesh("cpu", (shape.data, shape.model), mesh_dim_names=("data", "model"))
     finally:
         dist.destroy_process_group()
+        # torch puts "[rank0]:" before every line of a traceback from now on, once more for every world
+        sys.excepthook = hook
