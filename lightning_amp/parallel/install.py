@@ -19,6 +19,7 @@ from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.chunked_attention import chunk_attention
 from lightning_amp.parallel.feature_parallel import share_features
 from lightning_amp.parallel.hidden_parallel import share_hidden
+from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.key_first import key_first
 from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
@@ -203,12 +204,7 @@ def _check_parameters(
 
 def _check_hooks(fqn: str, old: nn.Module | None) -> None:
     """A replacement may not call the module at all, or with a part of what it would see."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = (
-        [kind.strip("_") for kind in kinds if any(getattr(part, kind) for part in old.modules())]
-        if old
-        else []
-    )
+    found = [kind.strip("_") for kind in hooks_within(old)] if old is not None else []
     if found:
         raise InstallError(
             f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"

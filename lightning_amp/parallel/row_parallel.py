@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.change import Change
+from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.runs import join_runs, own_run
 from lightning_amp.parallel.sharded_parameter import shard_parameter
 from lightning_amp.planning.specs import RowParallelLinear
@@ -112,8 +113,7 @@ def _problem(linear: nn.Module) -> str:
         return f"is a {type(linear).__name__!r}"
     if linear._parameters.get("weight") is None:
         return "computes its weight from other parameters"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = [name for name in hooks if getattr(linear, name)]
+    found = hooks_within(linear)
     weight = linear.get_parameter("weight")
     # on the parameter itself, which is replaced by the shard
     found += [

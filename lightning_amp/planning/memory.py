@@ -19,7 +19,6 @@ Legend: stratum_sizes.py.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lightning_amp.planning.chunks import chunk_buckets as chunk_buckets
 from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.stratum_memory import kept_bytes
