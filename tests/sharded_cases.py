@@ -21,10 +21,16 @@ from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
 from lightning_amp.planning.specs import (
     ChunkedAttention,
+    DomainParallel,
     FeatureParallel,
+    FusedAttention,
     HiddenParallel,
     KeyFirstDecode,
+    RecomputeStrata,
+    SparseLikelihood,
     Spec,
+    StrataParallel,
+    StreamStrata,
 )
 
 RTOL = 1e-10
@@ -36,7 +42,15 @@ TARGETS: dict[str, tuple[str, Spec]] = {
     "S3": ("decoder.strata.*.key.attention", ChunkedAttention(buckets=2)),
     "S4": ("decoder.strata.*.decode", KeyFirstDecode()),
     "S5": ("decoder", HiddenParallel()),
+    "fused": ("decoder.strata.*.key.attention", FusedAttention()),
+    "sparse": ("decoder.strata.*.likelihood", SparseLikelihood()),
+    "nodes": ("decoder", DomainParallel()),
+    "recompute": ("decoder", RecomputeStrata()),
+    "stream": ("decoder", StreamStrata(cells=3)),
+    "strata": ("decoder", StrataParallel(ends="")),
 }
+STRATA_ENDS = {1: (3,), 2: (1, 3), 3: (1, 2, 3), 4: (1, 2, 2, 3)}
+"""Runs of the three strata of a case, by the number of ranks; one of four has none."""
 Results = dict[str, Tensor]
 
 
@@ -131,6 +145,8 @@ def model_mesh(world_size: int) -> DeviceMesh:
 def make_plan(strategies: Sequence[str], ranks: int, specs: Mapping[str, Spec] | None = None) -> Plan:
     """A plan for `Model` with one rule per strategy, in their order; `specs` replaces a strategy's usual spec."""
     chosen = {s: (TARGETS[s][0], (specs or {}).get(s, TARGETS[s][1])) for s in strategies}
+    if chosen.get("strata", ("", None))[1] == StrataParallel(ends=""):
+        chosen["strata"] = ("decoder", StrataParallel(ends=",".join(map(str, STRATA_ENDS[ranks]))))
     return Plan(
         policy="strategies",
         signals=(),

@@ -65,7 +65,7 @@ def test_s5_is_added_when_the_epm_under_the_others_exceeds_the_budget() -> None:
 
 
 def test_rules_are_installed_in_the_order_of_the_paper() -> None:
-    assert in_order({"S5", "S4", "S10", "S2", "S1"}) == ("S1", "S2", "S4", "S5", "S10")
+    assert in_order({"stream", "S5", "S4", "S2", "S1"}) == ("S1", "S2", "S4", "S5", "stream")
     made = plan(profile(), devices=2, strategies="S5,S4,S3,S2")
     order = [rule.strategy for rule in made.rules]
     assert order == sorted(order)
@@ -82,8 +82,13 @@ def test_every_spec_belongs_to_one_strategy() -> None:
 
 def test_axes_follow_from_the_strategies() -> None:
     assert Axes.of(()) == Axes.of(("S1",)) == Axes()
-    every = Axes.of(STRATEGIES)
-    assert every == Axes(placement="hidden", features="sharded", attention="chunked", decode="key-first")
+    paper = Axes.of(("S1", "S2", "S3", "S4", "S5"))
+    assert paper == Axes(placement="hidden", features="sharded", attention="chunked", decode="key-first")
+    ours = Axes.of(("S1", "S2", "S4", "fused", "sparse", "stream", "strata"))
+    # S2 is left with the layers outside the decoder
+    assert ours == Axes(
+        placement="strata", attention="fused", decode="key-first", likelihood="sparse", activations="stream"
+    )
 
 
 @pytest.mark.parametrize(

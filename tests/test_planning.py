@@ -127,7 +127,7 @@ def test_bad_requests_are_refused(request_, message) -> None:
 
 def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
     with pytest.raises(
-        PlanError, match="S3 chunks attention, but 'decoders.hic' builds its keys without attention"
+        PlanError, match="S3 change attention, but 'decoders.hic' builds its keys without attention"
     ):
         plan(profile(hic(attention=False), rna()), devices=2, strategies="S3")
     with pytest.raises(PlanError, match="S4 change a decomposed decoder, and none was recognised"):

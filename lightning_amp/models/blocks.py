@@ -8,7 +8,7 @@
 No Linear of a key has a bias. Key modules return the key and the latent that a chained decoder hands on.
 """
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -61,6 +61,10 @@ class AttentionKey(nn.Module):
         key = val + self.attention(qk, qk, p if self.variant == "higlue" else val)
         gated = geglu(self.ff(self.postnorm(key)))
         return (key + gated if self.variant == "higlue" else gated), val
+
+    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+        """The projected anchors alone: what a chained decoder hands on."""
+        return cast(Tensor, self.value(self.prenorm(v)))
 
 
 class ConvolutionKey(nn.Module):

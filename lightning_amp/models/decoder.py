@@ -21,6 +21,7 @@ from lightning_amp.models.blocks import AttentionKey, ConvolutionKey, Variant
 from lightning_amp.models.stratum import Decode as Decode
 from lightning_amp.models.stratum import KeyModule
 from lightning_amp.models.stratum import Stratum as Stratum
+from lightning_amp.models.walk import EveryStratum
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -108,6 +109,7 @@ class StratifiedDecoder(nn.Module):
             for i in range(self.n_strata)
         )
         self.region = Region()
+        self.walk = EveryStratum()
         self.strata_weights = nn.Parameter(torch.zeros(self.n_strata))
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
@@ -130,13 +132,7 @@ class StratifiedDecoder(nn.Module):
         """
         self._check_inputs(v, x)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
-        total = u.new_zeros(())
-        for i, module in enumerate(self.strata):
-            start, stop = cast(Stratum, module).columns
-            nll, v = module(
-                v, u, batch=batch, library=library, x=x[:, start:stop], log_weight=log_weights[:, i : i + 1]
-            )
-            total = total + nll
+        total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
         total = self.region.leave(total)
         return total / x.numel()
 

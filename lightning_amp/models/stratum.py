@@ -6,6 +6,8 @@
 Legend: cell, anchor (N), dim (D), stratum_feature (F_k), experiment (row of the tables, one per batch).
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
@@ -58,6 +60,36 @@ class AllFeatures(nn.Module):
         return values
 
 
+class ZINB(nn.Module):
+    """Log-probability of a stratum's counts; a leaf, so that it can be replaced."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "cell own_feature"],
+        log_mu: Float[Tensor, "cell own_feature"],
+        log_theta: Float[Tensor, "#cell own_feature"],
+        zi_logits: Float[Tensor, "#cell own_feature"],
+    ) -> Float[Tensor, ""]:
+        """Sum over cells and features."""
+        return zinb(x, log_mu, log_theta, zi_logits).sum()
+
+
+class AllCells(nn.Module):
+    """What a device does with the cells of a stratum: all of them at once; a leaf, so that it can be replaced."""
+
+    def forward(
+        self,
+        nll: Callable[..., Float[Tensor, ""]],
+        key: Float[Tensor, "anchor dim"],
+        u: Float[Tensor, "cell dim"],
+        *,
+        parameters: Iterable[nn.Parameter],
+        **cells: Tensor,
+    ) -> Float[Tensor, ""]:
+        """Sum over cells of `nll(key, u, **cells)`, which reads no other parameters than these."""
+        return nll(key, u, **cells)
+
+
 class Stratum(nn.Module):
     """One stratum: key, decode and likelihood of its features.
 
@@ -88,6 +120,8 @@ class Stratum(nn.Module):
         self.key = key
         self.decode = Decode()
         self.features = AllFeatures()
+        self.likelihood = ZINB()
+        self.cells = AllCells()
         self.distance = distance
         self.columns = columns
         self.chained = chained
@@ -110,13 +144,54 @@ class Stratum(nn.Module):
         log_weight: Float[Tensor, "#cell 1"],
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "anchor dim"]]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum."""
-        logits, v_next = self._logits(v, u, batch)
+        key, v_next = self._keys(v)
+        nll = self.cells(
+            self.nll,
+            key,
+            u,
+            parameters=self.parameters(recurse=False),
+            batch=batch,
+            library=library,
+            x=x,
+            log_weight=log_weight,
+        )
+        return nll, v_next
+
+    def arguments(
+        self,
+        k: int,
+        log_weights: Float[Tensor, "#cell stratum"],
+        *,
+        x: Float[Tensor, "cell feature"],
+        **cells: Tensor,
+    ) -> dict[str, Tensor]:
+        """What this stratum, the decoder's k-th, is called with beside v and u, from what the decoder was given."""
+        start, stop = self.columns
+        return {**cells, "x": x[:, start:stop], "log_weight": log_weights[:, k : k + 1]}
+
+    def nll(
+        self,
+        key: Float[Tensor, "anchor dim"],
+        u: Float[Tensor, "cell dim"],
+        *,
+        batch: Int[Tensor, " cell"],
+        library: Float[Tensor, "cell 1"],
+        x: Float[Tensor, "cell stratum_feature"],
+        log_weight: Float[Tensor, "#cell 1"],
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood of some cells, given the key; reads the stratum's tables and no other parameters."""
+        logits = self._logits(key, u, batch)
         x = self.features.own(x)
         if self.binarized:
-            return -bernoulli((x > 0).to(logits.dtype), logits).sum(), v_next
+            return -bernoulli((x > 0).to(logits.dtype), logits).sum()
         log_mu = self._log_mean(logits, library, log_weight)
         log_theta, zi_logits = self._table(self.log_theta, batch), self._table(self.zi_logits, batch)
-        return -zinb(x, log_mu, log_theta, zi_logits).sum(), v_next
+        total: Tensor = self.likelihood(x, log_mu, log_theta, zi_logits)
+        return -total
+
+    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+        """v for the next stratum alone."""
+        return self.key.spine(v) if self.chained and isinstance(self.key, AttentionKey) else v
 
     def mean(
         self,
@@ -128,15 +203,18 @@ class Stratum(nn.Module):
         log_weight: Float[Tensor, "#cell 1"],
     ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
         """Expected contacts without zero inflation (probabilities if binarized), and the next v."""
-        logits, v_next = self._logits(v, u, batch)
+        key, v_next = self._keys(v)
+        logits = self._logits(key, u, batch)
         mean = logits.sigmoid() if self.binarized else self._log_mean(logits, library, log_weight).exp()
         return self.features.whole(mean), v_next
 
-    def _logits(self, v: Tensor, u: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key, val = (v, v) if self.key is None else self.key(v)
+        return key, (val if self.chained else v)
+
+    def _logits(self, key: Tensor, u: Tensor, batch: Tensor) -> Tensor:
         decoded = self.features.scores(self.decode, u, key, self.nodes)
-        logits = F.softplus(self._table(self.scale, batch)) * decoded + self._table(self.bias, batch)
-        return logits, (val if self.chained else v)
+        return F.softplus(self._table(self.scale, batch)) * decoded + self._table(self.bias, batch)
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
         return self.features.log_softmax(logits) + library.log() + log_weight

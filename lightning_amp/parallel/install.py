@@ -21,8 +21,11 @@ from lightning_amp.parallel.feature_parallel import share_features
 from lightning_amp.parallel.hidden_parallel import share_hidden
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.key_first import key_first
+from lightning_amp.parallel.recompute import recompute_strata
 from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.strata_parallel import share_strata
+from lightning_amp.parallel.stream import stream_strata
 from lightning_amp.planning.plan import Plan, Rule
 from lightning_amp.planning.specs import (
     BalanceCells,
@@ -31,8 +34,11 @@ from lightning_amp.planning.specs import (
     FeatureParallel,
     HiddenParallel,
     KeyFirstDecode,
+    RecomputeStrata,
     RowParallelLinear,
     ShareBatchStatistics,
+    StrataParallel,
+    StreamStrata,
 )
 from lightning_amp.planning.strategies import STRATEGIES
 
@@ -63,6 +69,9 @@ register(KeyFirstDecode, lambda old, spec, mesh: Change({"": key_first(old)}))
 register(HiddenParallel, share_hidden)
 register(FeatureParallel, share_features)
 register(RowParallelLinear, share_rows)
+register(RecomputeStrata, recompute_strata)
+register(StreamStrata, stream_strata)
+register(StrataParallel, share_strata)
 
 
 def _technique(spec: type) -> Technique | None:

@@ -1,4 +1,7 @@
-"""How many buckets of local attention S3 takes at a time; the memory model counts with the same number."""
+"""How much of a stratum exists at a time: buckets of attention under S3, cells under stream.
+
+The memory model counts with the same numbers.
+"""
 
 CHUNK_QUERIES = 128
 """Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
@@ -7,3 +10,17 @@ CHUNK_QUERIES = 128
 def chunk_buckets(window: int) -> int:
     """Buckets of `window` queries in one chunk: about `CHUNK_QUERIES` queries, one bucket at least."""
     return max(1, CHUNK_QUERIES // window)
+
+
+BLOCK_SCORES = 2**20
+"""Scores [cells, F_k] that exist at a time: 4 MiB of each tensor of the likelihood stay in a CPU's cache."""
+
+
+def block_cells(features: int, *, anchors: int) -> int:
+    """Cells in one block: about `BLOCK_SCORES` scores of the largest stratum, 8 cells at least.
+
+    Args:
+        features: F_k of the largest stratum.
+        anchors: N; without S4 the scores of all anchors are made.
+    """
+    return max(8, BLOCK_SCORES // max(features, anchors))

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.specs import BalanceCells
 from lightning_amp.planning.strategies import STRATEGIES
 
@@ -51,6 +52,7 @@ def _contradictions(plan: "Plan") -> Iterator[str]:
             " imported first)"
         )
         return
+    yield from conflicts(plan.strategies)
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):
         yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"

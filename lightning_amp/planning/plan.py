@@ -5,7 +5,7 @@ Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after str
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Axes:
     features: str = "all"
     attention: str = "eager"
     decode: str = "full"
+    likelihood: str = "dense"
     activations: str = "retain"
 
     @classmethod
@@ -69,7 +70,9 @@ class Axes:
             specs: What their rules ask for, where that may not be the usual.
         """
         choices = [*(STRATEGIES[strategy].choice for strategy in strategies), *map(special_choice, specs)]
-        return cls(**dict(choice for choice in choices if choice is not None))
+        axes = cls(**dict(choice for choice in choices if choice is not None))
+        # where strata or anchors are split, S2 is left with the layers outside the decoder
+        return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
+from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.request import check_request
@@ -200,9 +201,16 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
             f"{', '.join(needing)} change a decomposed decoder, and none was recognised in the module; use S1, or"
             " give the module a decoder with the protocol in docs/architecture.md"
         )
-    if shape.decoder is not None and "S3" in chosen and not shape.decoder.attention:
+    attending = [s for s in ("S3", "fused", "nodes") if s in chosen]
+    if shape.decoder is not None and attending and not shape.decoder.attention:
         raise PlanError(
-            f"S3 chunks attention, but {shape.decoder.fqn!r} builds its keys without attention; leave S3 out"
+            f"{', '.join(attending)} change attention, but {shape.decoder.fqn!r} builds its keys without attention;"
+            f" leave {', '.join(attending)} out"
+        )
+    found = list(conflicts(chosen))
+    if found:
+        raise PlanError(
+            f"strategies {', '.join(chosen)} were asked for: {'; '.join(found)}. Leave one of them out"
         )
 
 

@@ -4,10 +4,17 @@ from dataclasses import replace
 
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import MeshShape, Plan, Rule
+from lightning_amp.planning.placement import settle
+from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.specs import (
+    BalanceCells,
+    DataParallel,
+    FeatureParallel,
+    ShareBatchStatistics,
+    Spec,
+)
 from lightning_amp.planning.strategies import STRATEGIES, targets_of
 
 
@@ -34,10 +41,11 @@ def build_rules(
         PlanError: A strategy finds nothing to change in a model of this shape.
     """
     rules = _data_rules(mesh, balance=balance) if "S1" in chosen else []
+    axes = Axes.of(chosen)
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
-        targets = targets_of(strategy, shape)
+        targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
         if not targets:
             raise PlanError(
                 f"{strategy} ({STRATEGIES[strategy].title}) was asked for and finds nothing to change in this model;"
@@ -48,7 +56,7 @@ def build_rules(
             rules.append(
                 Rule(
                     fqn=fqn,
-                    spec=spec,
+                    spec=settle(spec, shape, axes, mesh),
                     strategy=strategy,
                     why=f"asked for by the user ({why})" if user else why,
                     # of the strategy as a whole, shown once
@@ -56,6 +64,11 @@ def build_rules(
                 )
             )
     return tuple(rules)
+
+
+def _belongs(spec: Spec, axes: Axes) -> bool:
+    """Whether a rule has work to do: where strata or anchors are split, a decoder's features are not dealt again."""
+    return not isinstance(spec, FeatureParallel) or axes.features == "sharded"
 
 
 def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:

@@ -64,3 +64,45 @@ class HiddenParallel:
     """
 
     gather: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedAttention:
+    """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseLikelihood:
+    """Likelihood of all features as if their counts were zero, and a correction for those that are not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainParallel:
+    """The anchors of the decoder are split over the model axis, in whole buckets of attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeStrata:
+    """Nothing of a stratum is kept for the backward pass, where it is computed again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamStrata:
+    """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice.
+
+    Attributes:
+        cells: Cells of a batch whose scores of one stratum exist at the same time.
+    """
+
+    cells: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrataParallel:
+    """The strata of the decoder are split over the model axis, in runs.
+
+    Attributes:
+        ends: One past the last stratum of every rank, separated by commas, such as "14,24,32".
+    """
+
+    ends: str

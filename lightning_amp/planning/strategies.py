@@ -1,14 +1,21 @@
-"""The strategy library by number: AMP's five (Zhang et al. 2026, Table 4), then those registered from outside.
+"""The strategy library in the order of installation: AMP's five, ours, then those registered from outside.
 
-    signal                      strategy   asks for
-    (always)                    S1         DataParallel, ShareBatchStatistics, BalanceCells
-    HIGH_INPUT_DIMENSIONALITY   S2         FeatureParallel, RowParallelLinear
-    ATTENTION_DECODER           S3         ChunkedAttention
-    HIGH_INPUT_DIMENSIONALITY   S4         KeyFirstDecode
-    HEAVY_DECOMPOSITION         S5         HiddenParallel
+    signal                      strategy    asks for
+    (always)                    S1          DataParallel, ShareBatchStatistics, BalanceCells
+    HIGH_INPUT_DIMENSIONALITY   S2          FeatureParallel, RowParallelLinear
+    ATTENTION_DECODER           S3          ChunkedAttention
+    HIGH_INPUT_DIMENSIONALITY   S4          KeyFirstDecode
+    HEAVY_DECOMPOSITION         S5          HiddenParallel
+    none: chosen by cost        fused       FusedAttention
+                                sparse      SparseLikelihood
+                                nodes       DomainParallel
+                                recompute   RecomputeStrata
+                                stream      StreamStrata
+                                strata      StrataParallel
 
-All that planning knows of a strategy stands in its row of `STRATEGIES`; how a policy reads the signals is in
-`policy.py`, how a spec is installed in `parallel/install.py`.
+S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. All that planning knows of a strategy stands in its
+row of `STRATEGIES`, which cannot be together in `conflicts.py`; how a policy reads the signals is in `policy.py`, how a
+spec is installed in `parallel/install.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,17 +24,23 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.chunks import chunk_buckets
+from lightning_amp.planning.chunks import block_cells, chunk_buckets
 from lightning_amp.planning.specs import (
     BalanceCells,
     ChunkedAttention,
     DataParallel,
+    DomainParallel,
     FeatureParallel,
+    FusedAttention,
     HiddenParallel,
     KeyFirstDecode,
+    RecomputeStrata,
     RowParallelLinear,
     ShareBatchStatistics,
+    SparseLikelihood,
     Spec,
+    StrataParallel,
+    StreamStrata,
 )
 
 if TYPE_CHECKING:
@@ -91,6 +104,33 @@ def _key_first(shape: "ModelShape") -> list[Target]:
     return [(f"{_decoder(shape).fqn}.strata.*.decode", KeyFirstDecode())]
 
 
+def _fused_attention(shape: "ModelShape") -> list[Target]:
+    return [(f"{_decoder(shape).fqn}.strata.*.key.attention", FusedAttention())]
+
+
+def _sparse_likelihood(shape: "ModelShape") -> list[Target]:
+    return [(f"{_decoder(shape).fqn}.strata.*.likelihood", SparseLikelihood())]
+
+
+def _domain_parallel(shape: "ModelShape") -> list[Target]:
+    return [(_decoder(shape).fqn, DomainParallel())]
+
+
+def _recompute(shape: "ModelShape") -> list[Target]:
+    return [(_decoder(shape).fqn, RecomputeStrata())]
+
+
+def _stream(shape: "ModelShape") -> list[Target]:
+    decoder = _decoder(shape)
+    spec = StreamStrata(cells=block_cells(max(decoder.features), anchors=decoder.anchors))
+    return [(decoder.fqn, spec)]
+
+
+def _strata_parallel(shape: "ModelShape") -> list[Target]:
+    # the ranks' runs depend on the mesh and on the other choices: see placement.py
+    return [(_decoder(shape).fqn, StrataParallel(ends=""))]
+
+
 def _hidden_parallel(shape: "ModelShape") -> list[Target]:
     return [(_decoder(shape).fqn, HiddenParallel())]
 
@@ -135,6 +175,50 @@ STRATEGIES: dict[str, StrategyInfo] = {
         choice=("placement", "hidden"),
         model_axis=True,
     ),
+    "fused": StrategyInfo(
+        title="fused attention",
+        shrinks="[N, 3 w] to [C, 3 w], and all copies of keys and values",
+        specs=(FusedAttention,),
+        targets=_fused_attention,
+        choice=("attention", "fused"),
+    ),
+    "sparse": StrategyInfo(
+        title="sparse likelihood",
+        shrinks="tensors [B, F_k] of the likelihood to its gradients",
+        specs=(SparseLikelihood,),
+        targets=_sparse_likelihood,
+        choice=("likelihood", "sparse"),
+    ),
+    "nodes": StrategyInfo(
+        title="domain parallel",
+        shrinks="[N, D] to [N / R, D]",
+        specs=(DomainParallel,),
+        targets=_domain_parallel,
+        choice=("placement", "nodes"),
+        model_axis=True,
+    ),
+    "recompute": StrategyInfo(
+        title="recomputed strata",
+        shrinks="K strata to one, computed twice",
+        specs=(RecomputeStrata,),
+        targets=_recompute,
+        choice=("activations", "recompute"),
+    ),
+    "stream": StrategyInfo(
+        title="streamed strata",
+        shrinks="K strata to one, computed once",
+        specs=(StreamStrata,),
+        targets=_stream,
+        choice=("activations", "stream"),
+    ),
+    "strata": StrategyInfo(
+        title="strata parallel",
+        shrinks="K strata to those of a rank",
+        specs=(StrataParallel,),
+        targets=_strata_parallel,
+        choice=("placement", "strata"),
+        model_axis=True,
+    ),
 }
 
 
@@ -149,8 +233,8 @@ def special_choice(spec: Spec) -> tuple[str, str] | None:
 
 
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
-    """Ids by number, each once: the order of installation, in which S2 comes before S4 (Section 3.4.6)."""
-    return tuple(sorted(set(strategies), key=lambda strategy: int(strategy[1:])))
+    """Ids in the order of the library, each once: that of installation, in which S2 comes before S4 (Section 3.4.6)."""
+    return tuple(sorted(set(strategies), key=list(STRATEGIES).index))
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
@@ -164,7 +248,9 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
             f"strategies={asked!r} was asked for; allowed is a list such as ['S1', 'S3'], or 'S1,S3'"
         )
     parts = asked.split(",") if isinstance(asked, str) else list(asked)
-    ids = [str(part).strip().upper() for part in parts if str(part).strip()]
+    known = {strategy.lower(): strategy for strategy in STRATEGIES}
+    texts = [str(part).strip() for part in parts if str(part).strip()]
+    ids = [known.get(text.lower(), text) for text in texts]
     unknown = [i for i in ids if i not in STRATEGIES]
     if unknown or not ids:
         raise PlanError(

@@ -1,0 +1,43 @@
+"""How a decoder goes through its strata: a module of its own, so that a technique can replace it."""
+
+from typing import cast
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.models.stratum import Stratum
+
+
+class EveryStratum(nn.Module):
+    """One stratum after the other, all kept for the backward pass; a leaf, so that it can be replaced."""
+
+    def forward(
+        self,
+        strata: nn.ModuleList,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        log_weights: Float[Tensor, "#cell stratum"],
+        *,
+        own: range | None = None,
+        **cells: Tensor,
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood summed over cells and features.
+
+        Args:
+            strata: the decoder's.
+            u: latents of the cells.
+            v: latents of the anchors.
+            log_weights: logarithms of the strata's weights.
+            own: strata to run, all of them when None; of those before them the spine is run, of those after nothing.
+            cells: `batch`, `library` and `x` of the cells.
+        """
+        own = range(len(strata)) if own is None else own
+        total = u.new_zeros(())
+        for k, module in enumerate(strata[: own.stop] if len(own) else ()):
+            stratum = cast(Stratum, module)
+            if k < own.start:
+                v = stratum.spine(v)
+                continue
+            nll, v = stratum(v, u, **stratum.arguments(k, log_weights, **cells))
+            total = total + nll
+        return total

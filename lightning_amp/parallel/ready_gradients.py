@@ -1,0 +1,125 @@
+"""A scalar whose gradients are computed together with it, so that nothing but them waits for the backward pass.
+
+    forward     total, and d total / d input for every input that needs it
+    backward    these gradients, times the gradient of the total
+
+The gradients are handed out once and scaled in place: a second backward pass is refused, and so is a second derivative.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lightning_amp.errors import InstallError
+
+Gradients = list[Tensor | None]
+Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
+
+
+def with_gradients(compute: Compute, inputs: Sequence[Tensor]) -> Float[Tensor, ""]:
+    """The total that `compute` returns, as a function of the inputs.
+
+    Args:
+        compute: Which inputs need gradients -> the total, detached, and the gradients of all inputs, None for those
+            that need none or are not used. Called once, with gradients enabled.
+        inputs: What the gradients are of.
+
+    Raises:
+        InstallError: In the backward pass, when it is run twice or for a second derivative.
+    """
+    return cast(Tensor, _Ready.apply(compute, *inputs))  # type: ignore[no-untyped-call]
+
+
+def wants_gradients(inputs: Iterable[Tensor]) -> bool:
+    """Whether autograd would record what is computed from the inputs."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+
+
+def leaf(tensor: Tensor, needed: bool) -> Tensor:
+    """The same values as an input of a graph of its own."""
+    return tensor.detach().requires_grad_(needed)
+
+
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
+) -> Gradients:
+    """Gradients that share no memory, so that they can be added to and scaled in place; frees the graph.
+
+    Args:
+        outputs: Of the graph.
+        inputs: Leaves of the graph; of those that need no gradient it is None.
+        seeds: Gradients of the outputs, None for a scalar's 1.
+    """
+    known = {id(tensor) for tensor in inputs}
+    strangers = [found for output in outputs for found in _leaves(output) if id(found) not in known]
+    if strangers:
+        shapes = sorted({tuple(found.shape) for found in strangers})
+        raise InstallError(
+            f"strata were to be streamed, and read tensors of the shapes {shapes!r} that need gradients and are neither"
+            " their own parameters nor handed to them (u, v, log_weights, library); their gradients would be lost: make"
+            " them parameters of the stratum, detach them, or leave 'stream' out"
+        )
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    # the pass of a loss under autocast runs outside of it too
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        found = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True) if wanted else ())
+    seen: set[int] = set()
+    return [_apart(next(found), seen) if tensor.requires_grad else None for tensor in inputs]
+
+
+def add(so_far: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """The sum of two gradients in the memory of the first."""
+    if so_far is None or more is None:
+        return more if so_far is None else so_far
+    return so_far.add_(more)
+
+
+def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:
+    """The gradient, as a copy if it shares its memory: with another one, or with itself where it was expanded."""
+    if grad is None:
+        return None
+    storage = grad.untyped_storage()
+    shared = id(storage) in seen or storage.nbytes() != grad.nbytes
+    seen.add(id(storage))
+    return grad.clone(memory_format=torch.contiguous_format) if shared else grad
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    seen: set[Node] = set()
+    found: list[Node | None] = [output.grad_fn]
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        tensor = getattr(node, "variable", None)
+        if isinstance(tensor, Tensor):
+            yield tensor
+        found += [before for before, _ in node.next_functions]
+
+
+class _Ready(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Compute, *inputs: Tensor) -> Tensor:
+        with torch.enable_grad():
+            total, ctx.ready = compute(ctx.needs_input_grad[1:])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InstallError(
+                "a second derivative of a loss was asked for (create_graph=True), and its strata are streamed: their"
+                " gradients are numbers by then; leave 'stream' out, which 'recompute' can stand in for"
+            )
+        ready, ctx.ready = ctx.ready, None
+        if ready is None:
+            raise InstallError(
+                "a second backward pass through a loss was asked for, and its strata are streamed: their gradients were"
+                " handed out by the first; compute the loss again, or leave 'stream' out"
+            )
+        return None, *(None if own is None else own.mul_(grad.to(own.dtype)) for own in ready)

@@ -1,0 +1,100 @@
+"""strata: every rank of the model axis runs a run of the strata, and the losses are added up.
+
+    rank r      nll_r = sum over its own strata of nll_k         loss = sum over ranks of nll_r
+
+Exact: strata do not read each other; the softmax of a stratum runs over its features, all of which its rank has. In a
+chained decoder every rank runs the spine up to its last stratum, and takes its own strata's gradients down to v:
+backward is linear, so the sum over ranks is the whole.
+
+    collectives of a step      forward                        backward
+    the whole decoder          1 all-reduce of the loss       1 all-reduce of the gradients of u, v and log_weights
+    parameters of the strata                                  in the reduction of gradients, once (`Change.partial`)
+
+No stratum communicates. What shrinks to a part: strata, and with them time. `mean` runs all strata on every rank.
+
+Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D + B K, and those of the parameters.
+"""
+
+from typing import Any, cast
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.change import Change
+from lightning_amp.parallel.region import share_region
+from lightning_amp.parallel.walks import walk_of
+from lightning_amp.planning.specs import StrataParallel
+
+
+def share_strata(decoder: nn.Module, spec: StrataParallel, mesh: DeviceMesh | None) -> Change:
+    """Deal the strata of a decoder to the ranks of the model axis.
+
+    Args:
+        decoder: A decomposed decoder.
+        spec: The ranks' runs.
+        mesh: Device mesh with the axis "model".
+
+    Raises:
+        InstallError: No mesh, runs that do not fit the strata and the ranks, or a decoder whose way through the strata
+            or whose border is its own.
+    """
+    if mesh is None:
+        raise InstallError(
+            "strata was asked for on one device, found no mesh; strata are shared by the ranks of a model axis: set"
+            " model_parallel_size to 2 or more, or leave 'strata' out"
+        )
+    axis = mesh["model"]
+    walk = walk_of(decoder, "strata", stacked=True)
+    ends = _ends(spec.ends, n_strata=len(cast(Any, decoder).strata), ranks=axis.size())
+    rank = axis.get_local_rank()
+    own = range(ends[rank - 1] if rank else 0, ends[rank])
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(getattr(decoder, "region", None), axis, features=True),
+        "walk": OwnStrata(walk, own),
+    }
+    return Change(swaps, partial=list(cast(Any, decoder).strata.parameters()))
+
+
+class OwnStrata(nn.Module):
+    """The way through this rank's strata; made by `share_strata`.
+
+    Args:
+        inner: The way that is taken.
+        own: The strata.
+    """
+
+    is_technique = True
+
+    def __init__(self, inner: nn.Module, own: range) -> None:
+        super().__init__()
+        self.inner = inner
+        self.own = own
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"strata [{self.own.start}, {self.own.stop})"
+
+    def forward(
+        self,
+        strata: nn.ModuleList,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        log_weights: Float[Tensor, "#cell stratum"],
+        **cells: Tensor,
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood summed over cells and the own strata's features."""
+        return cast(Tensor, self.inner(strata, u, v, log_weights, own=self.own, **cells))
+
+
+def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
+    parts = text.split(",")
+    ends = [int(part) if part.strip().isdigit() else -1 for part in parts]
+    if len(ends) != ranks or ends[-1] != n_strata or ends != sorted(ends) or ends[0] < 0:
+        raise InstallError(
+            f"strata was asked for with ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past"
+            f" the last stratum of every rank, in order, the last {n_strata!r}: such as"
+            f" {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
+        )
+    return ends

@@ -1,0 +1,84 @@
+"""What techniques that change the way through a decoder's strata ask of the decoder, and of that way.
+
+walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
+stratum.arguments(k, log_weights, **cells)             what a stratum is called with beside v and u
+stratum.spine(v)                                       v for the next stratum alone
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.protocol import is_decomposed
+
+
+def walk_of(decoder: nn.Module, strategy: str, *, stacked: bool = False) -> nn.Module:
+    """The child `walk` of a decoder, checked.
+
+    Args:
+        decoder: The module that a rule names.
+        strategy: Who asks, for the message.
+        stacked: Whether a way that another technique has put there will do.
+
+    Raises:
+        InstallError: No decomposed decoder, or one whose way through the strata a technique could not stand in for.
+    """
+    if not is_decomposed(decoder):
+        raise InstallError(
+            f"{strategy} was asked for on {type(decoder).__name__!r}, which is no decomposed decoder (`strata`,"
+            f" `chained`, `n_anchors`, `dim`); name the decoder in the rule, or leave {strategy} out"
+        )
+    walk = getattr(decoder, "walk", None)
+    problem = _problem(walk, stacked=stacked)
+    if problem:
+        raise InstallError(
+            f"{strategy} was asked for on {type(decoder).__name__!r}, whose child `walk` {problem}; only a module"
+            " without state that adds up what its strata return, and hands each one's v to the next, can be replaced:"
+            f" see docs/architecture.md, or leave {strategy} out"
+        )
+    for k, stratum in enumerate(decoder.strata):
+        missing = [name for name in ("arguments", "spine") if not callable(getattr(stratum, name, None))]
+        if missing:
+            raise InstallError(
+                f"{strategy} was asked for on {type(decoder).__name__!r}, whose stratum {k!r} lacks {missing!r}; add"
+                f" these methods (docs/architecture.md), or leave {strategy} out"
+            )
+    return cast(nn.Module, walk)
+
+
+def _problem(walk: object, *, stacked: bool) -> str:
+    if not isinstance(walk, nn.Module):
+        return f"is {walk!r}"
+    if getattr(walk, "is_technique", False):
+        return "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
+    names = sorted(walk.state_dict())
+    if names:
+        return f"has the state {names!r}"
+    one = torch.ones(1, 1)
+    strata = nn.ModuleList(_Example() for _ in range(4))
+    try:
+        # strata add 1 to v along the spine and return v + k
+        totals = {
+            own: float(walk(strata, one, one, one, own=own)) for own in (None, range(1, 3), range(2, 2))
+        }
+    except Exception as error:
+        return f"fails on a small example with {error!r}"
+    expected = {None: 16.0, range(1, 3): 8.0, range(2, 2): 0.0}
+    return (
+        "" if totals == expected else f"returns {totals!r} for an example whose strata add up to {expected!r}"
+    )
+
+
+class _Example(nn.Module):
+    """A stratum with v + k for a loss and v + 1 for the next one."""
+
+    def arguments(self, k: int, log_weights: Tensor, **cells: Any) -> dict[str, Any]:
+        return {"k": k}
+
+    def spine(self, v: Tensor) -> Tensor:
+        return v + 1
+
+    def forward(self, v: Tensor, u: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+        return v.sum() + k, v + 1
