@@ -15,6 +15,7 @@ No stratum communicates. What shrinks to a part: strata, and with them time. `me
 Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D + B K, and those of the parameters.
 """
 
+from itertools import pairwise
 from typing import Any, cast
 
 from jaxtyping import Float
@@ -91,10 +92,12 @@ class OwnStrata(nn.Module):
 def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
     parts = text.split(",")
     ends = [int(part) if part.strip().isdigit() else -1 for part in parts]
-    if len(ends) != ranks or ends[-1] != n_strata or ends != sorted(ends) or ends[0] < 0:
+    # a rank without strata would not take part in the backward pass, and the others would wait for it
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
         raise InstallError(
             f"strata was asked for with ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past"
-            f" the last stratum of every rank, in order, the last {n_strata!r}: such as"
-            f" {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
+            f" the last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or fewer, and"
+            f" ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
         )
     return ends

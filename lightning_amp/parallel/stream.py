@@ -121,8 +121,11 @@ class _Stream:
             self._chain(own)
         else:
             for k in own:
-                self._stratum(k, self.v, None)
+                self._add_v(self._stratum(k, self.v, None))
         return self.total
+
+    def _add_v(self, grad: Tensor | None) -> None:
+        self.shared[1] = add(self.shared[1], grad)
 
     def _chain(self, own: range) -> None:
         """From the last stratum down to the first; those before the own ones hand the gradient down only."""
@@ -131,6 +134,7 @@ class _Stream:
             v = self.v if k == 0 else leaf(before, True)
             run = self._stratum if k >= own.start else self._spine_back
             handed = run(k, v, handed)
+        self._add_v(handed)
 
     def _spine_backwards(self, stop: int) -> Iterator[tuple[int, Tensor]]:
         """v of every stratum before `stop`, from the last on; every s-th is kept, the others computed again."""
@@ -176,16 +180,15 @@ class _Stream:
     def _collect(
         self, k: int, outputs: list[Tensor], seeds: list[Tensor], v: Tensor, copies: dict[str, Tensor]
     ) -> Tensor | None:
-        """Add up the gradients; returns that of v where it is to be handed down."""
-        shared = [self.u, v, self.log_weights, self.library]
-        found = gradients(outputs, [*shared, *copies.values()], seeds)
+        """Add up the gradients of all but v; returns that of v."""
+        inputs = [self.u, v, self.log_weights, self.library, *copies.values()]
+        found = gradients(outputs, inputs, seeds)
         parameters = dict(self.strata[k].named_parameters())
         for name, grad in zip(copies, found[4:], strict=True):
             self.ready[id(parameters[name])] = add(self.ready.get(id(parameters[name])), grad)
-        handed = None if v is self.v else found[1]
-        rest = [found[0], None if handed is not None else found[1], *found[2:4]]
+        rest = [found[0], None, *found[2:4]]
         self.shared = [add(a, b) for a, b in zip(self.shared, rest, strict=True)]
-        return handed
+        return found[1]
 
 
 class _Spine(nn.Module):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.partition import partition
 from lightning_amp.planning.plan import Axes, MeshShape
 from lightning_amp.planning.shape import DecoderShape, ModelShape
@@ -17,6 +18,16 @@ def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
 
 
 def strata_ends(decoder: DecoderShape, *, ranks: int) -> tuple[int, ...]:
-    """One past the last stratum of every rank, balanced by the cost of the strata."""
+    """One past the last stratum of every rank, balanced by the cost of the strata.
+
+    Raises:
+        PlanError: More ranks than strata.
+    """
+    if ranks > len(decoder.distances):
+        raise PlanError(
+            f"strata was asked for with {ranks!r} ranks on the model axis, and {len(decoder.distances)!r} strata can be"
+            f" dealt to {len(decoder.distances)!r} ranks at most; choose a smaller model_parallel_size, or leave"
+            " 'strata' out"
+        )
     costs = [1.0 if distance else 0.05 for distance in decoder.distances]
     return partition(costs, [1.0] * ranks)
