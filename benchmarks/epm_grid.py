@@ -75,7 +75,7 @@ def compare(decoder: DecoderShape, asked: str, *, ranks: int, batch_size: int) -
     predicted = predict(shape, made.strategies, model_ranks=made.mesh.model, axes=made.axes)
     simulation = simulate_plan(lambda: decoder_subject(decoder, batch_size=batch_size), made)
     held = shape.parameter_bytes * (2 + shape.optimizer_slots) + shape.buffer_bytes + batch_bytes
-    return _ratios(predicted, max(simulation.peak_bytes), simulation.worst.strata_bytes, held)
+    return _ratios(predicted, max(simulation.peak_bytes), simulation.strata_bytes, held)
 
 
 def in_forms(usual: Plan, forms: list[str]) -> Plan:

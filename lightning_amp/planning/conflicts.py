@@ -6,6 +6,11 @@ ONE_PLACEMENT = "both split the decoder over the model axis, which has room for 
 
 CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("S3", "fused", "both say how attention is computed; fused needs less memory and is faster"),
+    (
+        "S3",
+        "recompute",
+        "chunks keep what they are computed from, also in strata that are; use stream, or fused",
+    ),
     ("S5", "fused", "under S5 the scores are sums over the ranks, which fused attention never holds; use S3"),
     ("S5", "strata", ONE_PLACEMENT),
     ("S5", "nodes", ONE_PLACEMENT),

@@ -17,11 +17,13 @@ Legend: stratum_sizes.py.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
+from math import isqrt
 
+from lightning_amp.planning.placement import strata_ends
 from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.stratum_memory import kept_bytes
+from lightning_amp.planning.stratum_memory import alive_bytes, left_bytes
 from lightning_amp.planning.stratum_peaks import backward_moments, forward_moments
 from lightning_amp.planning.stratum_sizes import StratumSizes, widest
 
@@ -30,33 +32,61 @@ NODE_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StratumBytes:
+    """Bytes of one stratum on the rank that runs it.
+
+    Attributes:
+        left: What there is of it when the next one starts: Delta M_k.
+        spine: What is kept of other strata's spine, in a chained decoder, when it runs.
+        alive: What there is of it right after its forward pass.
+        forward: The most that it holds in its forward pass, with what is alive after it.
+        backward: The same for its backward pass.
+    """
+
+    left: int
+    spine: int
+    alive: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """Predicted bytes of one rank.
 
     Attributes:
         base_bytes: M_base: weights, optimiser state, gradients and base activations.
-        stratum_bytes: Delta M_k of every stratum.
-        forward_bytes: The most that every stratum holds in its forward pass, Delta M_k included.
-        backward_bytes: The same for its backward pass.
+        strata: Every stratum.
+        runs: Strata of every rank: one run, or under strata parallelism several.
+        activations: What is kept of a stratum: "retain", "recompute" or "stream".
+        backwards: Whether strata run from the last to the first.
         other_decoder_bytes: The most that the decoders hold which come after the strata.
-        gradient_bytes: Gradients, which are gone when the backward pass starts.
-        border_bytes: Gradients of what enters the strata, at the end of the backward pass.
+        gradient_bytes: The last step's gradients, which are gone when the backward pass starts.
+        entered_bytes: Gradients of what enters the strata, which under stream exist from the first stratum on.
+        border_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
     """
 
     base_bytes: int
-    stratum_bytes: tuple[int, ...] = ()
-    forward_bytes: tuple[int, ...] = ()
-    backward_bytes: tuple[int, ...] = ()
+    strata: tuple[StratumBytes, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
+    activations: str = "retain"
+    backwards: bool = False
     other_decoder_bytes: int
     gradient_bytes: int
+    entered_bytes: int = 0
     border_bytes: int
     edge_bytes: int
 
     @property
+    def stratum_bytes(self) -> tuple[int, ...]:
+        """Delta M_k of every stratum."""
+        return tuple(s.left for s in self.strata)
+
+    @property
     def strata_bytes(self) -> tuple[int, ...]:
-        """Bytes held after every stratum of the forward pass."""
-        return tuple(accumulate(self.stratum_bytes, initial=self.base_bytes))[1:]
+        """Bytes held right after every stratum of the forward pass, on the rank that runs it."""
+        return tuple(n + self.strata[k].alive for k, n in enumerate(self._before()))
 
     @property
     def mean_stratum_bytes(self) -> int:
@@ -65,16 +95,50 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step."""
-        before = (self.base_bytes, *self.strata_bytes)
-        forward = map(sum, zip(before, self.forward_bytes, strict=False))
-        backward = map(sum, zip(before, self.backward_bytes, strict=False))
+        """Peak of the step, of the rank that has most."""
+        before = self._before()
+        after = max((sum(self.stratum_bytes[slice(*run)]) for run in self.runs), default=0)
+        end = self.base_bytes + after + (self.entered_bytes if self.strata else 0)
+        forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
         return max(
-            before[-1] + self.other_decoder_bytes,
+            end + self.other_decoder_bytes,
             max(forward, default=0),
-            max(backward, default=0) - self.gradient_bytes,
-            self.base_bytes + max(self.border_bytes, self.edge_bytes),
+            max(self._backward(before), default=0),
+            (end if self.activations == "stream" else self.base_bytes)
+            + self.border_bytes
+            - self.entered_bytes,
+            self.base_bytes + self.edge_bytes,
         )
+
+    def _backward(self, before: list[int]) -> list[int]:
+        """Peaks of the strata's backward passes."""
+        if self.activations == "stream":
+            # inside the loss, where the last step's gradients may still be there
+            return [n + s.backward for n, s in zip(before, self.strata, strict=True)]
+        if self.activations == "recompute":
+            # nothing reads what the last stratum hands on
+            kept = [
+                sum(self.stratum_bytes[start : stop - 1])
+                for start, stop in self.runs
+                for _ in range(start, stop)
+            ]
+            whole = [self.base_bytes + n for n in kept]
+            again = [max(s.forward, s.backward) for s in self.strata]
+            return [n + m - self.gradient_bytes for n, m in zip(whole, again, strict=True)]
+        return [n + s.backward - self.gradient_bytes for n, s in zip(before, self.strata, strict=True)]
+
+    def _before(self) -> list[int]:
+        """Bytes held by others when a stratum starts."""
+        found = []
+        for start, stop in self.runs:
+            order = range(stop - 1, start - 1, -1) if self.backwards else range(start, stop)
+            held, before = self.base_bytes, {}
+            for k in order:
+                before[k] = held + self.strata[k].spine
+                # the first stratum makes the gradients that the others add to
+                held += self.strata[k].left + (self.entered_bytes if k == order[0] else 0)
+            found += [before[k] for k in range(start, stop)]
+        return found
 
 
 def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate:
@@ -83,7 +147,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
     Args:
         shape: The model, with the cells of one rank's batch.
         axes: The decoder's choices.
-        model_ranks: R, over which hidden and feature parallelism split.
+        model_ranks: Ranks of the model axis.
     """
     strata = _strata(shape, axes, model_ranks)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, 0
@@ -92,20 +156,71 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
         buffers += NODE_BYTES * sum(s.features for s in strata)
     entered, border = _border(shape, axes, model_ranks)
+    runs = _runs(shape, axes, model_ranks)
     return Estimate(
         base_bytes=buffers
         + parameters * (2 + shape.optimizer_slots)
         + shape.base_activation_bytes
         + inputs
         + entered,
-        stratum_bytes=tuple(kept_bytes(s) for s in strata),
-        forward_bytes=tuple(max(forward_moments(s).values()) for s in strata),
-        backward_bytes=tuple(max(backward_moments(s).values()) for s in strata),
+        strata=tuple(_stratum(s, spine) for s, spine in zip(strata, _spines(strata, runs), strict=True)),
+        runs=runs,
+        activations=axes.activations,
+        backwards=_backwards(strata),
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
+        entered_bytes=_ready(shape, axes, model_ranks),
         border_bytes=border,
         edge_bytes=shape.edge_bytes,
     )
+
+
+def _backwards(strata: list[StratumSizes]) -> bool:
+    return any(s.streamed and s.decoder.chained for s in strata)
+
+
+def _spines(strata: list[StratumSizes], runs: tuple[tuple[int, int], ...]) -> list[int]:
+    """What is kept, in bytes, of other strata's rows of a chained decoder's spine when a stratum runs."""
+    if not strata or not strata[0].decoder.chained:
+        return [0] * len(strata)
+    row = strata[0].element * strata[0].rows
+    if not _backwards(strata):
+        # of those before a rank's own strata the anchors, normalised and projected
+        return [
+            row * 2 * sum(s.keyed for s in strata[:start]) for start, stop in runs for _ in range(start, stop)
+        ]
+    step, same = isqrt(len(strata) - 1) + 1, 1 - strata[0].keyed
+    # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
+    return [row * (k // step + k % step if k >= step else max(0, k - same)) for k in range(len(strata))]
+
+
+def _stratum(s: StratumSizes, spine: int) -> StratumBytes:
+    return StratumBytes(
+        left=left_bytes(s),
+        spine=spine,
+        alive=alive_bytes(s) if s.axes.activations != "recompute" else left_bytes(s),
+        forward=max(forward_moments(s).values()),
+        backward=max(backward_moments(s).values()),
+    )
+
+
+def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, int], ...]:
+    """The strata of every rank, where ranks have strata of their own; else all of them."""
+    decoder = shape.decoder
+    if decoder is None:
+        return ()
+    if axes.placement != "strata":
+        return ((0, len(decoder.features)),)
+    return tuple(pairwise((0, *strata_ends(decoder, ranks=model_ranks))))
+
+
+def _ready(shape: ModelShape, axes: Axes, model_ranks: int) -> int:
+    """Gradients of u and v that grow from stratum to stratum under stream."""
+    sizes = _strata(shape, axes, model_ranks)
+    if not sizes or axes.activations != "stream":
+        return 0
+    s = sizes[0]
+    return s.element * (s.rows + s.cells * s.width)
 
 
 def _strata(shape: ModelShape, axes: Axes, model_ranks: int) -> list[StratumSizes]:
@@ -131,9 +246,10 @@ def _border(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[int, int]:
     if decoder is None:
         return 0, 0
     rows = shape.element_bytes * (decoder.anchors + shape.batch_size)
-    if axes.placement != "replicated":
+    if axes.placement.startswith("hidden"):
         own = rows * widest(decoder.dim, model_ranks)
         # the gradients take the place of the copies, are gathered as [R, N + B, d], and joined
         return own, 2 * model_ranks * own
     # under S2 joined and summed, in copies
-    return 0, rows * decoder.dim * (3 if axes.features == "sharded" else 1)
+    summed = axes.features == "sharded" or axes.placement in ("strata", "nodes")
+    return 0, rows * decoder.dim * (3 if summed else 1)

@@ -4,9 +4,16 @@ The factors count the tensors of the reference decoder; tests compare the sums w
 Legend: stratum_sizes.py.
 """
 
+from lightning_amp.planning.shape import TABLES_PER_FEATURE
 from lightning_amp.planning.stratum_sizes import StratumSizes
 
 Terms = dict[str, int]
+
+KEY, FEATURES_KEYS = "key [N, d]", "keys of the features [F_k, d]"
+
+DENSE_KEPT = {True: (9, 4), False: (15, 0)}
+SPARSE_KEPT = {True: (3, 4), False: (7, 0)}
+"""Tensors [B, f_k] and rows [f_k] that a likelihood keeps, with one experimental batch and with several."""
 
 
 def kept_bytes(s: StratumSizes) -> int:
@@ -14,23 +21,64 @@ def kept_bytes(s: StratumSizes) -> int:
     return sum((likelihood_terms(s) | key_terms(s)).values())
 
 
+def alive_bytes(s: StratumSizes) -> int:
+    """What there is of a stratum right after its forward pass; under stream its cells have had their backward pass."""
+    if not s.streamed:
+        return kept_bytes(s)
+    made = key_terms(s)
+    for of_cells in (KEY, FEATURES_KEYS):
+        made.pop(of_cells, None)
+    return sum((ready_terms(s) | made).values())
+
+
+def left_bytes(s: StratumSizes) -> int:
+    """What there is of a stratum when the next one starts."""
+    if s.streamed:
+        return sum(parameter_terms(s).values())
+    if s.axes.activations == "recompute":
+        # v, which the next stratum of a chained decoder starts from
+        return s.element * s.rows if s.decoder.chained and s.keyed else 0
+    return kept_bytes(s)
+
+
+def parameter_terms(s: StratumSizes) -> Terms:
+    """Gradients of a stratum's parameters, which under stream are ready before the backward pass."""
+    dim, block = s.decoder.dim, 0
+    if s.keyed:
+        block = (4 * dim + (2 if s.paper else 4)) * dim if s.attends else 3 * dim
+    return {"gradients of a stratum's block": s.element * block} | table_terms(s)
+
+
+def table_terms(s: StratumSizes) -> Terms:
+    """Gradients of a stratum's tables."""
+    whole = TABLES_PER_FEATURE * s.decoder.n_batches * s.decoder.features[s.k]
+    return {"gradients of the tables [n_batches, F_k]": s.element * whole}
+
+
+def ready_terms(s: StratumSizes) -> Terms:
+    """What the backward pass of a stratum's cells leaves."""
+    latents = s.rows + s.cells * s.width
+    return {"gradients of the key and of u [N + B, d]": s.element * latents} | table_terms(s)
+
+
 def likelihood_terms(s: StratumSizes) -> Terms:
-    """From the decoded scores to the loss."""
+    """From the decoded scores to the loss, of one block of cells."""
     # With one experimental batch a table's row is broadcast, with several every cell has a copy of its own.
-    copies, rows = (9, 4) if s.decoder.n_batches == 1 else (15, 0)
-    return {
+    one = s.decoder.n_batches == 1
+    copies, rows = SPARSE_KEPT[one] if s.sparse else DENSE_KEPT[one]
+    terms = {
         "decoded scores and likelihood [B, f_k]": s.element * copies * s.scores,
-        "x == 0 [B, f_k]": s.scores,
         "rows of the tables [f_k]": s.element * rows * s.features,
     }
+    return terms if s.sparse else terms | {"x == 0 [B, f_k]": s.scores}
 
 
 def key_terms(s: StratumSizes) -> Terms:
     """The key, and all that it is made of."""
     if s.copies_keys:
-        terms = {"keys of the features [F_k, d]": s.element * s.decoded * s.width}
+        terms = {FEATURES_KEYS: s.element * s.decoded * s.width}
     else:
-        terms = {"key [N, d]": s.element * s.rows} if s.keyed else {}
+        terms = {KEY: s.element * s.rows} if s.keyed else {}
     if s.attends:
         return terms | layer_terms(s) | statistic_terms(s) | attention_terms(s)
     if s.keyed:
@@ -41,25 +89,27 @@ def key_terms(s: StratumSizes) -> Terms:
 def layer_terms(s: StratumSizes) -> Terms:
     """Norms, projections and feed-forward: p, qk, attended key, its norm, twice gate and value, GELU.
 
-    The paper's form has no second norm, under `gather` qk is kept gathered, and a chained decoder keeps val.
+    The paper's form has no second norm, under `gather` qk is kept gathered, and a chained decoder keeps val, as fused attention does where it is the value.
     """
-    tensors = 7 - s.paper - s.gathered + s.decoder.chained
+    tensors = 7 - s.paper - s.gathered + (s.decoder.chained or (s.fused and s.paper))
     return {"norms, projections, feed-forward [N, d]": s.element * tensors * s.rows}
 
 
 def statistic_terms(s: StratumSizes) -> Terms:
     """What the layers keep beside tensors [N, d]."""
-    terms = {"means, deviations and norms [N]": s.element * (4 if s.paper else 6) * s.decoder.anchors}
+    terms = {"means, deviations and norms [N]": s.element * ((4 if s.paper else 6) - 2 * s.fused) * s.anchors}
     if s.ranks > 1:
         terms["own columns of four square weights [D, d]"] = s.element * 4 * s.decoder.dim * s.width
     if s.gathered:
-        terms["gathered keys and values [2 N, D]"] = s.element * 2 * s.decoder.anchors * s.decoder.dim
+        terms["gathered keys and values [2 N, D]"] = s.element * 2 * s.anchors * s.decoder.dim
     return terms
 
 
 def attention_terms(s: StratumSizes) -> Terms:
     """What attention keeps by itself."""
     p, w, a = s.padded, s.decoder.window, s.attended
+    if s.fused:
+        return {}
     terms = {"rotation [3 w, a]": s.element * 3 * w * a}
     if s.axes.attention == "chunked":
         return terms | {"queries, keys, values of the buckets [P, a]": s.element * 3 * p * a}

@@ -12,9 +12,16 @@ from lightning_amp.planning.stratum_memory import (
     attention_terms,
     kept_bytes,
     key_terms,
+    likelihood_terms,
     statistic_terms,
+    table_terms,
 )
 from lightning_amp.planning.stratum_sizes import StratumSizes
+
+FUSED_SCORES = 2**20
+"""Scores at a time of fused attention (parallel/banded_softmax.py)."""
+SPARSE_NUMBERS, SPARSE_COLUMNS = 2**16, 64
+"""Numbers of a chunk of a sparse likelihood, and the fewest columns (parallel/sparse_likelihood.py)."""
 
 
 def forward_moments(s: StratumSizes) -> Terms:
@@ -22,10 +29,8 @@ def forward_moments(s: StratumSizes) -> Terms:
     made = sum(key_terms(s).values())
     # val, and under `gather` the own part of qk: dropped when the key is made
     parts = (not s.decoder.chained) + s.gathered if s.attends else 0
-    # tensors [B, f_k] that the sum of log-probabilities makes and drops
-    passing = 5 if s.decoder.n_batches == 1 else 7
     moments = {
-        "likelihood": kept_bytes(s) + s.element * passing * s.scores,
+        "likelihood": made + _cells(s),
         "decode": made + s.element * (parts * s.rows + _decoding(s)),
     }
     if not s.attends:
@@ -39,35 +44,78 @@ def forward_moments(s: StratumSizes) -> Terms:
 
 
 def backward_moments(s: StratumSizes) -> Terms:
-    """Moments of the backward pass."""
+    """Moments of the backward pass; under stream that of the cells is over before."""
     made = sum(key_terms(s).values())
-    # gradients [B, f_k]
-    passing = 7 if s.decoder.n_batches == 1 else 6
-    moments = {"likelihood": kept_bytes(s) + s.element * passing * s.scores}
+    ready = sum(table_terms(s).values()) if s.streamed else 0
+    moments = {} if s.streamed else {"likelihood": kept_bytes(s) + s.element * _passing_back(s)}
     if s.attends:
         # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
         # products with the weights [R, N, d], when key, GELU, gate and value are gone
         gate = max(2 * s.rows, 3 * s.products - 3 * s.rows)
-        moments["feed-forward"] = made + s.element * gate
-        moments["attention"] = sum(statistic_terms(s).values()) + _attending_back(s)
+        moments["feed-forward"] = ready + made + s.element * gate
+        moments["attention"] = ready + sum(statistic_terms(s).values()) + _attending_back(s)
     elif s.keyed:
-        moments["convolution"] = s.element * 4 * s.rows
-    return moments
+        moments["convolution"] = ready + s.element * 4 * s.rows
+    return moments or {"gradient of the key": ready + s.element * s.rows}
+
+
+def _cells(s: StratumSizes) -> int:
+    """From the key to the loss of all cells; under stream there and back, block by block."""
+    kept = sum(likelihood_terms(s).values())
+    forward = kept + s.element * _passing(s)
+    if not s.streamed:
+        return forward
+    # the gradients of the tables, and of the key: that of the block, and the sum so far
+    blocks = -(-s.cells // s.block)
+    keys = s.element * s.rows * min(2, blocks)
+    backward = kept + s.element * _passing_back(s)
+    return sum(table_terms(s).values()) + max(forward + keys - s.element * s.rows, backward, keys)
+
+
+def _passing(s: StratumSizes) -> int:
+    """What the sum of log-probabilities makes and drops."""
+    one = s.decoder.n_batches == 1
+    if s.sparse:
+        return (7 if one else 14) * s.scores // 4 + _entries(s) + (3 if one else 6) * _sparse_chunk(s)
+    return (5 if one else 7) * s.scores
+
+
+def _passing_back(s: StratumSizes) -> int:
+    """Gradients in the backward pass of the likelihood."""
+    one = s.decoder.n_batches == 1
+    if s.sparse:
+        return (2 if one else 3) * s.scores
+    return (7 if one else 6) * s.scores
+
+
+def _sparse_chunk(s: StratumSizes) -> int:
+    """Numbers of the columns that a sparse likelihood computes at a time (parallel/sparse_likelihood.py)."""
+    columns = max(SPARSE_COLUMNS, SPARSE_NUMBERS // max(1, s.block))
+    return s.block * min(s.features, columns)
+
+
+def _entries(s: StratumSizes) -> int:
+    """What a sparse likelihood makes for the counts that are not zero, taken as one in 20."""
+    return 15 * s.scores // 20
 
 
 def _decoding(s: StratumSizes) -> int:
     """Scores on their way: without S4 of all anchors, and in copies where each goes to its owner."""
-    everything = s.cells * s.decoder.anchors if s.axes.decode == "full" else 0
-    return everything + (3 if s.scattered else 1) * s.cells * s.decoded
+    everything = s.block * s.anchors if s.axes.decode == "full" else 0
+    return everything + (3 if s.scattered else 1) * s.block * s.decoded
 
 
 def _attending(s: StratumSizes) -> int:
     """Attention with its inputs and outputs, at its last chunk."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
+    inputs = 3 * s.rows
+    if s.fused:
+        # the turned keys, and the output
+        return s.element * (inputs + 2 * s.near * a + s.rows + _fused_work(s))
     # of all channels, before the own ones are taken
     products = r * a if s.gathered else 0
     tensors = {
-        "p, qk, val [N, d]": 3 * s.rows,
+        "p, qk, val [N, d]": inputs,
         "queries, keys, values of the buckets [P, a]": 3 * p * a,
         "scores [r, 3 w], or keys while they are rotated": max(3 * r * w + products, 2 * r * a),
         "outputs [P, d]": p * s.width,
@@ -80,6 +128,9 @@ def _attending_back(s: StratumSizes) -> int:
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
     # p, qk, and the gradients of key and val
     inputs = (4 - s.gathered) * s.rows
+    if s.fused:
+        # turned keys, and the gradients of queries, keys and values
+        return s.element * (inputs - s.rows + s.rows + 3 * s.near * a + _fused_work(s))
     # gradients of queries, keys and values, from the chunks done before
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
@@ -89,3 +140,11 @@ def _attending_back(s: StratumSizes) -> int:
         softmax = so_far + chunk + 3 * r * w
         return kept + 3 * w * w + s.element * (inputs + max(softmax, summed))
     return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))
+
+
+def _fused_work(s: StratumSizes) -> int:
+    """Scores and weights of some rows of a group of buckets, these rows, and tables of the rotation."""
+    w, a = s.decoder.window, s.attended
+    group = min(max(1, FUSED_SCORES // (3 * w * w)), max(1, s.padded // w - 2))
+    chunk = -(-w // -(-group * 3 * w * w // FUSED_SCORES))
+    return 2 * group * chunk * (3 * w + 1) + 2 * group * w * a + (w + s.near // w) * a

@@ -1,14 +1,14 @@
 """The sizes of one stratum's tensors on one rank, in numbers of elements.
 
-Legend: B cells, N anchors, P = N padded to whole buckets of w, D latent dimension, d channels of a rank (D, or under
+Legend: B cells (of a block under stream), N anchors (the own ones under nodes), P = N padded to whole buckets of w, D latent dimension, d channels of a rank (D, or under
 S5 those of the widest), a channels that attention reads (d, or D where keys and values are gathered), R ranks that
-share the channels, F_k features of the stratum, f_k those of a rank (F_k, or under S2 the first rank's), C chunks of
-attention, r queries of a chunk (without S3 one chunk of all P).
+share the channels, F_k features of the stratum, f_k those of a rank (F_k, under S2 the first rank's, under nodes those
+of the own anchors), C chunks of attention, r queries of a chunk (without S3 one chunk of all P).
 """
 
 from dataclasses import dataclass
 
-from lightning_amp.planning.chunks import chunk_buckets
+from lightning_amp.planning.chunks import block_cells, chunk_buckets
 from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import DecoderShape
 
@@ -65,9 +65,49 @@ class StratumSizes:
         return self.axes.decode == "key-first" and not run
 
     @property
+    def fused(self) -> bool:
+        """Whether attention keeps nothing but what it is given."""
+        return self.axes.attention == "fused"
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the likelihood is computed from the counts that are not zero."""
+        return self.axes.likelihood == "sparse"
+
+    @property
+    def streamed(self) -> bool:
+        """Whether cells come in blocks."""
+        return self.axes.activations == "stream"
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether anchors are split."""
+        return self.axes.placement == "nodes" and self.model_ranks > 1
+
+    @property
+    def anchors(self) -> int:
+        """N."""
+        anchors, window = self.decoder.anchors, self.decoder.window
+        buckets = -(-anchors // window)
+        return min(anchors, -(-buckets // self.model_ranks) * window) if self.by_nodes else anchors
+
+    @property
+    def near(self) -> int:
+        """Keys that the own anchors meet: themselves and, under nodes, a bucket of each neighbour."""
+        sides = min(2, self.model_ranks - 1) if self.by_nodes else 0
+        return self.anchors + sides * self.decoder.window
+
+    @property
+    def block(self) -> int:
+        """B."""
+        if not self.streamed:
+            return self.cells
+        return min(self.cells, block_cells(max(self.decoder.features), anchors=self.decoder.anchors))
+
+    @property
     def ranks(self) -> int:
         """R, 1 without S5."""
-        return 1 if self.axes.placement == "replicated" else self.model_ranks
+        return self.model_ranks if self.axes.placement.startswith("hidden") else 1
 
     @property
     def width(self) -> int:
@@ -82,7 +122,7 @@ class StratumSizes:
     @property
     def rows(self) -> int:
         """N d, the size of most tensors of a key."""
-        return self.decoder.anchors * self.width
+        return self.anchors * self.width
 
     @property
     def products(self) -> int:
@@ -93,6 +133,8 @@ class StratumSizes:
     def features(self) -> int:
         """f_k."""
         features = self.decoder.features[self.k]
+        if self.by_nodes:
+            return min(features, self.anchors)
         return features if self.axes.features == "all" else -(-features // self.model_ranks)
 
     @property
@@ -103,12 +145,12 @@ class StratumSizes:
     @property
     def scores(self) -> int:
         """B f_k."""
-        return self.cells * self.features
+        return self.block * self.features
 
     @property
     def padded(self) -> int:
         """P."""
-        return -(-self.decoder.anchors // self.decoder.window) * self.decoder.window
+        return -(-self.anchors // self.decoder.window) * self.decoder.window
 
     @property
     def chunk(self) -> int:

@@ -41,6 +41,13 @@ class Simulation:
         return "ok" if failed_at is None else f"out of memory at {failed_at}"
 
     @property
+    def strata_bytes(self) -> tuple[int, ...]:
+        """Bytes alive after each stratum of the forward pass: of the worst rank, or of those that run the strata."""
+        if self.plan.axes.placement != "strata":
+            return self.worst.strata_bytes
+        return tuple(held for result in self.ranks[: self.plan.mesh.model] for held in result.strata_bytes)
+
+    @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Every rank's peak."""
         return tuple(result.peak_bytes for result in self.ranks)
@@ -56,7 +63,7 @@ class Simulation:
             "peak_bytes": list(self.peak_bytes),
             "rank": worst.rank,
             "breakdown": worst.breakdown,
-            "strata_bytes": list(worst.strata_bytes),
+            "strata_bytes": list(self.strata_bytes),
             "comm_bytes": worst.comm_bytes,
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,

@@ -78,7 +78,7 @@ def measure_step(
         rank=rank,
         peak_bytes=step.meter.peak,
         breakdown=step.meter.breakdown,
-        strata_bytes=tuple(step.strata_bytes),
+        strata_bytes=tuple(held for _, held in sorted(step.strata_bytes.items())),
         comm_bytes=dict(step.meter.sent),
         failed_at=step.meter.phase if failure is not None else None,
         requested_bytes=failure,
@@ -121,7 +121,7 @@ class _Step:
         numbers = itertools.count()
         apart = tuple((next(numbers), p.nbytes) if p.requires_grad else None for p in planned.parameters)
         self.assumed = apart if assumed is None else assumed
-        self.strata_bytes: list[int] = []
+        self.strata_bytes: dict[int, int] = {}
         self.meter = StepMeter(budget_bytes=budget_bytes)
         self._on_stratum = on_stratum
         self._place = "the encoders and the graph"
@@ -196,7 +196,7 @@ class _Step:
                 latent.register_hook(after_strata)  # type: ignore[no-untyped-call]
 
     def _after_stratum(self, k: int, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        self.strata_bytes.append(self.meter.current)
+        self.strata_bytes[k] = self.meter.current
         self._on_stratum()
         self._place = "the other decoders"
         self._go_on()
