@@ -121,8 +121,10 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("asked", "ranks", "cells", "sizes"), CASES)
 def test_decoder_alone(asked: str, ranks: int, cells: int, sizes: dict[str, Any]) -> None:
     found = compare(decoder(**sizes), asked, ranks=ranks, batch_size=cells)
-    assert found.peak == pytest.approx(1, abs=WITHIN)
-    if "recompute" not in asked:  # what it keeps of a stratum is next to nothing
+    if "recompute" in asked:  # its forward pass, of which nothing is kept, is counted as any other
+        assert 1 - WITHIN < found.peak < 1 + 2 * WITHIN
+    else:
+        assert found.peak == pytest.approx(1, abs=WITHIN)
         assert found.strata == pytest.approx([1] * len(found.strata), abs=WITHIN)
 
 

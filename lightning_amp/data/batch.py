@@ -5,11 +5,13 @@ from typing import TypeAlias, TypedDict
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from lightning_amp.data.sparse_counts import SparseCounts
+
 
 class CellRows(TypedDict):
     """Cells of one modality as they lie in its file."""
 
-    x: Float[Tensor, "cell feature"]
+    x: Float[Tensor, "cell feature"] | SparseCounts
     library: Float[Tensor, "cell 1"]
     batch: Int64[Tensor, " cell"]
     index: Int64[Tensor, " cell"]

@@ -1,6 +1,7 @@
 """A directory of single-cell files as a LightningDataModule."""
 
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,6 +16,12 @@ from lightning_amp.data.keys import hash_integers, hash_text
 from lightning_amp.data.layout import FeatureLayout, read_layout
 from lightning_amp.data.sampler import CellRowsOf, StepLoader, StepSampler
 from lightning_amp.errors import DataError
+
+HIC = "hic"
+MANY_FEATURES = 20_000
+FEW_ENTRIES = 0.1
+"""Share of the counts up to which their entries take half the memory of a dense matrix, and less time; at twice this
+share they take as much of both (64 and 256 cells of 172,800 features, one core of a CPU)."""
 
 
 class SingleCellDataModule(pl.LightningDataModule):
@@ -36,6 +43,8 @@ class SingleCellDataModule(pl.LightningDataModule):
         seed: of order, held-out cells and random draws; must be the same on every rank
         modalities: which of the directory's modalities to take, by default all
         val_fraction: share of each modality's cells that is held out for validation, in [0, 1)
+        sparse: give x of Hi-C by its entries (`SparseCounts`), so that a dense [cell, feature] never exists; "auto"
+            does so for many features of which few are counted, where the model takes such counts
 
     Raises:
         DataError: an argument is out of range, or, from `setup`, the directory does not hold what is asked
@@ -53,6 +62,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         seed: int = 0,
         modalities: list[str] | None = None,
         val_fraction: float = 0.1,
+        sparse: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -63,6 +73,8 @@ class SingleCellDataModule(pl.LightningDataModule):
             raise DataError(
                 f"val_fraction={val_fraction!r} was asked; it is a share of the cells in [0, 1), 0 to hold none out"
             )
+        if not isinstance(sparse, bool) and sparse != "auto":
+            raise DataError(f"sparse={sparse!r} was asked; allowed are True, False and 'auto'")
         self.data_dir = Path(data_dir)
         self.batch_size = batch_size
         self.setting = setting
@@ -71,6 +83,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         self.seed = seed
         self.modalities = modalities
         self.val_fraction = val_fraction
+        self.sparse = sparse
         self.directory: DataDirectory | None = None
         self.tables: dict[str, CellTable] = {}
         self.layout: FeatureLayout | None = None
@@ -83,7 +96,12 @@ class SingleCellDataModule(pl.LightningDataModule):
         directory = find(self.data_dir, setting=self.setting)
         paths = self._chosen(directory)
         graph = self._read_graph(directory, paths)
-        layout = read_layout(paths["hic"]) if "hic" in paths else None
+        if self.sparse is True and HIC not in paths:
+            raise DataError(
+                f"{self.data_dir}: sparse=True was asked, which is for {HIC!r}; loaded are {sorted(paths)!r}: leave"
+                " sparse out"
+            )
+        layout = read_layout(paths[HIC]) if HIC in paths else None
         self.tables = {modality: CellTable(path, modality) for modality, path in paths.items()}
         self.directory, self.layout, self.graph = directory, layout, graph
 
@@ -91,7 +109,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         """Cycle through the cells that are not held out; Lightning saves and restores the position."""
         overfit = bool(getattr(self.trainer, "overfit_batches", 0))
         sampler = self._sampler(self._split()[0], cycle=True, shuffle=not overfit)
-        return StepLoader(MultiModalDataset(self.tables), sampler, num_workers=self.num_workers)
+        return StepLoader(self._dataset(), sampler, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Take every held-out cell once, or every cell when none is held out."""
@@ -119,7 +137,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         if self.graph is None:
             raise DataError(_no_graph(self.data_dir, list(self.tables)))
         row_of = {name: row for row, name in enumerate(self.graph.vertices.tolist())}
-        if modality == "hic" and self.layout is not None:
+        if modality == HIC and self.layout is not None:
             names = self.layout.anchor_names.tolist()
         else:
             names = self.tables[modality].feature_names()
@@ -166,11 +184,25 @@ class SingleCellDataModule(pl.LightningDataModule):
     def _once(self, cells: CellRowsOf | None) -> DataLoader[Batch]:
         # A plain DataLoader: Lightning builds the one for prediction anew from its attributes.
         return DataLoader(
-            MultiModalDataset(self.tables),
+            self._dataset(),
             batch_size=None,
             sampler=self._sampler(cells, cycle=False, shuffle=False),
             num_workers=self.num_workers,
         )
+
+    def _dataset(self) -> MultiModalDataset:
+        return MultiModalDataset(
+            self.tables, sparse=[HIC] if HIC in self.tables and self._is_sparse() else []
+        )
+
+    def _is_sparse(self) -> bool:
+        if self.sparse != "auto":
+            return bool(self.sparse)
+        table = self.tables[HIC]
+        model = getattr(self.trainer, "lightning_module", None)
+        # a model of the user's own reads x as it always did
+        takes = getattr(model, "takes_sparse_counts", False) is True
+        return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
         replicas = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}

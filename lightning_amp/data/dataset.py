@@ -1,12 +1,13 @@
 """Cells of every modality as training batches, read from h5ad files.
 
 A data set item is a whole step: the sampler says which rows of each modality the step holds (`StepIndices`),
-and the item is the batch. Counts stay sparse; only the rows of one step are ever dense.
+and the item is the batch. Counts stay sparse; at most the rows of one step are ever dense, and in modalities that are
+asked for as sparse not even these.
 
 Words: cell, feature = rows and columns of one modality's matrix.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_amp.data.batch import Batch, CellBatch, CellRows
 from lightning_amp.data.hdf5 import index_of, open_h5ad, read_strings
 from lightning_amp.data.header import read_header
 from lightning_amp.data.keys import draw_keys
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
 try:
@@ -84,14 +86,21 @@ class CellTable:
         with open_h5ad(self.path) as file:
             return read_strings(index_of(file["var"]))
 
-    def rows(self, indices: NDArray[np.int64]) -> CellRows:
-        """Return some cells as dense tensors, in the order asked.
+    @property
+    def share(self) -> float:
+        """Part of the counts that are not zero."""
+        return float(self.counts.nnz / (self.n_cells * self.n_features))
+
+    def rows(self, indices: NDArray[np.int64], *, sparse: bool = False) -> CellRows:
+        """Return some cells as tensors, in the order asked.
 
         Args:
             indices: int64 [cell], rows of the file; repeats are allowed
+            sparse: give x by its entries instead of dense
         """
+        counts = self.counts[indices]
         return CellRows(
-            x=torch.from_numpy(self.counts[indices].toarray()),
+            x=SparseCounts.from_csr(counts) if sparse else torch.from_numpy(counts.toarray()),
             library=torch.from_numpy(self.contacts[indices].astype(np.float32)[:, None]),
             batch=torch.from_numpy(self.batch[indices]),
             index=torch.from_numpy(np.array(indices, dtype=np.int64)),
@@ -119,17 +128,20 @@ class MultiModalDataset(Dataset[Batch]):
 
     Args:
         tables: modality -> its cells
+        sparse: modalities whose x is given by its entries
     """
 
-    def __init__(self, tables: Mapping[str, CellTable]) -> None:
+    def __init__(self, tables: Mapping[str, CellTable], *, sparse: Collection[str] = ()) -> None:
         self.tables = dict(tables)
+        self.sparse = frozenset(sparse)
 
     def __getitem__(self, step: StepIndices) -> Batch:
         return {modality: self._cells(modality, rows, step.draw_key) for modality, rows in step.rows.items()}
 
     def _cells(self, modality: str, rows: NDArray[np.int64], draw_key: int) -> CellBatch:
         draw = torch.from_numpy(draw_keys(draw_key, modality, rows))
-        return CellBatch(**self.tables[modality].rows(rows), draw=draw)
+        cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
+        return CellBatch(**cells, draw=draw)
 
 
 def _as_csr(counts: Any) -> sparse.csr_matrix:

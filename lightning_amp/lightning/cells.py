@@ -3,21 +3,22 @@
 w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce, get_world_size
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.batch_parts import parts_in
 
 
 def count_cells(batch: object) -> int | None:
     """Cells in a batch.
 
     The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but
-    tensors, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
+    tensors, sparse counts, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
     modalities' counts are the answer when they agree, else their sum.
 
     Returns:
@@ -38,22 +39,7 @@ def _one_size(batch: object) -> int | None:
 
 
 def _sizes(batch: object) -> set[int]:
-    return {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
-
-
-def tensors_in(batch: object) -> Iterator[Tensor]:
-    """The tensors in any nesting of mappings, lists, tuples and dataclasses."""
-    parts: list[object] = []
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        parts = list(batch.values())
-    elif isinstance(batch, list | tuple):
-        parts = list(batch)
-    elif is_dataclass(batch):
-        parts = [getattr(batch, field.name) for field in fields(batch)]
-    for part in parts:
-        yield from tensors_in(part)
+    return {len(part) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts) and part.shape}
 
 
 class CellWeight:

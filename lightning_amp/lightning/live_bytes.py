@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_amp.lightning.batch_parts import tensors_in
+
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 
@@ -62,8 +64,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = self.current
 
     def watch(self, values: Any) -> None:
-        """Count tensors that already exist, in any nesting of lists, tuples and dicts, from now on."""
-        self._count(tensors_of(values))
+        """Count tensors that already exist, in any nesting of the containers of a batch, from now on."""
+        self._count(tensors_in(values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -100,7 +102,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
-    """The tensors in any nesting of lists, tuples and dicts."""
+    """The tensors among the arguments of an operator: in any nesting of lists, tuples and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):

@@ -11,7 +11,7 @@ class Meter(Protocol):
     """Something that knows the bytes in use."""
 
     def start(self, held: Any) -> None:
-        """Begin, with tensors that are alive already, in any nesting of lists, tuples and dicts."""
+        """Begin, with tensors that are alive already, in any nesting of the containers of a batch."""
         ...
 
     def read(self) -> tuple[int, int]:

@@ -11,8 +11,7 @@ differing devices' ones, is its own affair.
 
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -20,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.cells import tensors_in
+from lightning_amp.lightning.batch_parts import parts_in
 from lightning_amp.lightning.replicas import share_random_state
 
 COMPARED = 4096
@@ -74,30 +74,21 @@ def _print_of(batch: object) -> int:
     return seen
 
 
-def _compared(part: object, seen: set[int]) -> Iterator[Tensor]:
+def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
     """All tensors and arrays of numbers in a batch, those of objects of the user's own too."""
-    if id(part) in seen or isinstance(part, type):
-        return
-    seen.add(id(part))
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, np.ndarray):
-        if part.dtype.kind in "biuf":
-            yield torch.from_numpy(np.ascontiguousarray(part))
-    else:
-        for inner in _inside(part):
-            yield from _compared(inner, seen)
-
-
-def _inside(part: object) -> Iterable[object]:
-    if isinstance(part, Mapping):
-        return part.values()
-    if isinstance(part, list | tuple):
-        return part
-    if is_dataclass(part):
-        return [getattr(part, field.name) for field in fields(part)]
-    attributes: dict[str, object] = getattr(part, "__dict__", {})
-    return attributes.values()
+    for part in parts_in(batch):
+        if id(part) in seen or isinstance(part, type):
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, SparseCounts):
+            yield from part.tensors()
+        elif isinstance(part, np.ndarray):
+            if part.dtype.kind in "biuf":
+                yield torch.from_numpy(np.ascontiguousarray(part))
+        else:
+            yield from _compared(getattr(part, "__dict__", {}), seen)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -124,4 +115,4 @@ def _print_of_generators(device: torch.device) -> int:
 
 
 def _shapes(batch: object) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in tensors_in(batch)]
+    return [tuple(part.shape) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]

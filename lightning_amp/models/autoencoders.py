@@ -27,6 +27,8 @@ class LinkedAutoencoders(BuiltFromData):
 
     encoders: nn.ModuleDict
     decoders: nn.ModuleDict
+    takes_sparse_counts = True
+    """Read by the data module: x of Hi-C may come by its entries."""
 
     @property
     def settings(self) -> Any:

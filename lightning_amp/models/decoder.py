@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
 from lightning_amp.models.blocks import AttentionKey, ConvolutionKey, Variant
 from lightning_amp.models.stratum import Decode as Decode
@@ -123,7 +124,7 @@ class StratifiedDecoder(nn.Module):
         *,
         batch: Int[Tensor, " cell"],
         library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"],
+        x: Float[Tensor, "cell feature"] | SparseCounts,
     ) -> Float[Tensor, ""]:
         """Minus the mean log-likelihood over all cells and features; library must be positive.
 
@@ -166,7 +167,7 @@ class StratifiedDecoder(nn.Module):
             return ConvolutionKey(self.dim, stratum)
         return AttentionKey(self.dim, self.window, variant=self.variant)
 
-    def _check_inputs(self, v: Tensor, x: Tensor) -> None:
+    def _check_inputs(self, v: Tensor, x: Tensor | SparseCounts) -> None:
         if x.shape[1] != self.n_features:
             raise ModelError(
                 f"StratifiedDecoder got x with {x.shape[1]!r} columns, but its strata have "

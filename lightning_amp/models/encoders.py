@@ -3,6 +3,8 @@
     x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
     loc = Linear(h)      std = softplus(Linear(h)) + 1e-7
 
+Zero counts stay zero up to the first Linear, which takes them by their entries alone (data/sparse_product.py).
+
 Legend: cell, feature, dim (of the latent).
 """
 
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.draws import KeyedDropout
 
 LEAK = 0.2
@@ -51,12 +54,20 @@ class Encoder(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "cell feature"],
+        x: Float[Tensor, "cell feature"] | SparseCounts,
         library: Float[Tensor, "cell 1"],
         draw: Int[Tensor, " cell"] | None = None,
     ) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "cell dim"]]:
         """Mean and standard deviation of u; library must be positive."""
-        h = x if self.total is None else (x * (self.total / library)).log1p()
+        h = x if self.total is None else _normalised(x, self.total / library)
         for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
             h = dropout(norm(F.leaky_relu(layer(h), LEAK)), draw)
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
+
+
+def _normalised(
+    x: Float[Tensor, "cell feature"] | SparseCounts, scale: Float[Tensor, "cell 1"]
+) -> Float[Tensor, "cell feature"] | SparseCounts:
+    if isinstance(x, SparseCounts):
+        return x.with_values((x.value * scale[x.row, 0]).log1p())
+    return (x * scale).log1p()

@@ -7,12 +7,14 @@ Legend: cell, anchor (N), dim (D), stratum_feature (F_k), experiment (row of the
 """
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.blocks import AttentionKey, ConvolutionKey
 from lightning_amp.models.likelihoods import bernoulli, zinb
 from lightning_amp.models.tables import table_rows
@@ -65,13 +67,25 @@ class ZINB(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "cell own_feature"],
+        x: Float[Tensor, "cell own_feature"] | SparseCounts,
         log_mu: Float[Tensor, "cell own_feature"],
         log_theta: Float[Tensor, "#cell own_feature"],
         zi_logits: Float[Tensor, "#cell own_feature"],
     ) -> Float[Tensor, ""]:
         """Sum over cells and features."""
-        return zinb(x, log_mu, log_theta, zi_logits).sum()
+        return zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
+
+
+class Bernoulli(nn.Module):
+    """Log-probability of which of a stratum's counts are positive; a leaf, so that it can be replaced."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "cell own_feature"] | SparseCounts,
+        logits: Float[Tensor, "cell own_feature"],
+    ) -> Float[Tensor, ""]:
+        """Sum over cells and features."""
+        return bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
 
 
 class AllCells(nn.Module):
@@ -120,7 +134,7 @@ class Stratum(nn.Module):
         self.key = key
         self.decode = Decode()
         self.features = AllFeatures()
-        self.likelihood = ZINB()
+        self.likelihood = Bernoulli() if binarized else ZINB()
         self.cells = AllCells()
         self.distance = distance
         self.columns = columns
@@ -140,7 +154,7 @@ class Stratum(nn.Module):
         *,
         batch: Int[Tensor, " cell"],
         library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell stratum_feature"],
+        x: Float[Tensor, "cell stratum_feature"] | SparseCounts,
         log_weight: Float[Tensor, "#cell 1"],
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "anchor dim"]]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum."""
@@ -162,9 +176,9 @@ class Stratum(nn.Module):
         k: int,
         log_weights: Float[Tensor, "#cell stratum"],
         *,
-        x: Float[Tensor, "cell feature"],
+        x: Float[Tensor, "cell feature"] | SparseCounts,
         **cells: Tensor,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor | SparseCounts]:
         """What this stratum, the decoder's k-th, is called with beside v and u, from what the decoder was given."""
         start, stop = self.columns
         return {**cells, "x": x[:, start:stop], "log_weight": log_weights[:, k : k + 1]}
@@ -176,17 +190,18 @@ class Stratum(nn.Module):
         *,
         batch: Int[Tensor, " cell"],
         library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell stratum_feature"],
+        x: Float[Tensor, "cell stratum_feature"] | SparseCounts,
         log_weight: Float[Tensor, "#cell 1"],
     ) -> Float[Tensor, ""]:
         """Negative log-likelihood of some cells, given the key; reads the stratum's tables and no other parameters."""
         logits = self._logits(key, u, batch)
-        x = self.features.own(x)
-        if self.binarized:
-            return -bernoulli((x > 0).to(logits.dtype), logits).sum()
-        log_mu = self._log_mean(logits, library, log_weight)
-        log_theta, zi_logits = self._table(self.log_theta, batch), self._table(self.zi_logits, batch)
-        total: Tensor = self.likelihood(x, log_mu, log_theta, zi_logits)
+        # a tensor or what can be cut like one
+        own: Tensor | SparseCounts = self.features.own(cast(Tensor, x))
+        arguments = [logits]
+        if not self.binarized:
+            tables = [self._table(table, batch) for table in (self.log_theta, self.zi_logits)]
+            arguments = [self._log_mean(logits, library, log_weight), *tables]
+        total: Tensor = self.likelihood(own, *arguments)
         return -total
 
     def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
@@ -221,3 +236,8 @@ class Stratum(nn.Module):
 
     def _table(self, table: Tensor, batch: Tensor) -> Tensor:
         return table_rows(self.features.own(table), batch)
+
+
+def _dense(x: Tensor | SparseCounts, like: Tensor) -> Tensor:
+    """All numbers of a stratum, sparse counts in a type as exact as what they are compared with."""
+    return x.to_dense(torch.promote_types(x.dtype, like.dtype)) if isinstance(x, SparseCounts) else x

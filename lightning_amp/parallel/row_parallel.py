@@ -9,7 +9,7 @@ only; the bias is whole and has equal gradients on all ranks. Features are dealt
     always           1 all-reduce [B, h]     none: all ranks go on with y alike
     x needs one                              1 all-gather of its gradient [B, F]
 
-Kept for the backward pass: the own columns of x, [B, F / R].
+Kept for the backward pass: the own columns of x, [B, F / R], or of sparse counts their entries.
 
 Legend: cell (B), feature (F), hidden (h), R ranks.
 Known limits: in bf16 the ranks' products are rounded before they are added. The update of an optimiser must be
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.change import Change
@@ -87,11 +88,16 @@ class SharedLinear(nn.Module):
         """Shown by `print(module)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, ranks={self.mesh.size()}"
 
-    def forward(self, x: Float[Tensor, "*cell feature"]) -> Float[Tensor, "*cell hidden"]:
+    def forward(self, x: Float[Tensor, "*cell feature"] | SparseCounts) -> Float[Tensor, "*cell hidden"]:
         """The layer's output for all features, equal on all ranks."""
-        own = cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
-        y = collectives.leave(self.mesh, F.linear(own, self.weight))
+        y = collectives.leave(self.mesh, F.linear(self._own(x), self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _own(self, x: Tensor | SparseCounts) -> Tensor:
+        if isinstance(x, SparseCounts):
+            # not a tensor, but what F.linear takes
+            return cast(Tensor, x[..., own_run(x.shape[-1], self.mesh)])
+        return cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
 
 
 class _TakeColumns(torch.autograd.Function):

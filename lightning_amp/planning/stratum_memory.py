@@ -89,7 +89,8 @@ def key_terms(s: StratumSizes) -> Terms:
 def layer_terms(s: StratumSizes) -> Terms:
     """Norms, projections and feed-forward: p, qk, attended key, its norm, twice gate and value, GELU.
 
-    The paper's form has no second norm, under `gather` qk is kept gathered, and a chained decoder keeps val, as fused attention does where it is the value.
+    The paper's form has no second norm, and under `gather` qk is kept gathered. A chained decoder keeps val, and so
+    does fused attention where val is its value.
     """
     tensors = 7 - s.paper - s.gathered + (s.decoder.chained or (s.fused and s.paper))
     return {"norms, projections, feed-forward [N, d]": s.element * tensors * s.rows}

@@ -1,9 +1,10 @@
 """The sizes of one stratum's tensors on one rank, in numbers of elements.
 
-Legend: B cells (of a block under stream), N anchors (the own ones under nodes), P = N padded to whole buckets of w, D latent dimension, d channels of a rank (D, or under
-S5 those of the widest), a channels that attention reads (d, or D where keys and values are gathered), R ranks that
-share the channels, F_k features of the stratum, f_k those of a rank (F_k, under S2 the first rank's, under nodes those
-of the own anchors), C chunks of attention, r queries of a chunk (without S3 one chunk of all P).
+Legend: B cells (of a block under stream), N anchors (the own ones under nodes), P = N padded to whole buckets of w, D
+latent dimension, d channels of a rank (D, or under S5 those of the widest), a channels that attention reads (d, or D
+where keys and values are gathered), R ranks that share the channels, F_k features of the stratum, f_k those of a rank
+(F_k, under S2 the first rank's, under nodes those of the own anchors), C chunks of attention, r queries of a chunk
+(without S3 one chunk of all P).
 """
 
 from dataclasses import dataclass

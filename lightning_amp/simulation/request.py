@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_amp.lightning.live_bytes import tensors_of
+from lightning_amp.lightning.batch_parts import tensors_in
 from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.parallel.describe import describe
 from lightning_amp.planning.plan import Plan
@@ -41,7 +41,7 @@ def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> 
     shape = describe(
         subject.module,
         batch_size=batch_size,
-        base_activation_bytes=sum(t.nbytes for t in tensors_of(subject.batch)),
+        base_activation_bytes=sum(t.nbytes for t in tensors_in(subject.batch)),
     )
     made = plan(profile_of_module(shape), batch_size=batch_size, shape=shape, **request)
     return Request(make=make, plan=made)
