@@ -103,6 +103,13 @@ def test_a_plan_deals_the_strata_by_their_cost() -> None:
     assert rule.spec == StrataParallel(ends="5,9")
 
 
+def test_every_rank_gets_a_stratum() -> None:
+    for ranks in range(1, 5):
+        made = plan(profile(hic(strata=4), rna()), devices=ranks, strategies="strata") if ranks > 1 else None
+        ends = (0, 4) if made is None else (0, *map(int, made.rules[-1].spec.ends.split(",")))
+        assert all(a < b for a, b in zip(ends, ends[1:], strict=False)), ends
+
+
 @pytest.mark.parametrize(
     ("strategies", "message"),
     [

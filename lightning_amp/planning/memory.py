@@ -211,7 +211,7 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
         return ()
     if axes.placement != "strata":
         return ((0, len(decoder.features)),)
-    return tuple(pairwise((0, *strata_ends(decoder, ranks=model_ranks))))
+    return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
 
 
 def _ready(shape: ModelShape, axes: Axes, model_ranks: int) -> int:

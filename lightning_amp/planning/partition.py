@@ -81,6 +81,21 @@ def partition(
     return (*(problem.tasks - start for start in reversed(starts[:-1])), problem.tasks)
 
 
+def deal(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Deal tasks to equal ranks, at least one to each: one past the last task of every rank.
+
+    Where `partition` leaves a rank without a task, it gets one from its neighbours, whose time shrinks; a single task
+    never takes longer than the slowest run, so this is optimal too.
+
+    Args:
+        costs: c_k of every task.
+        ranks: No more than there are tasks.
+    """
+    assert ranks <= len(costs), "the caller has refused more ranks than tasks"
+    ends = partition(costs, [1.0] * ranks)
+    return tuple(min(max(end, r + 1), len(costs) - (ranks - 1 - r)) for r, end in enumerate(ends))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
     """Whole numbers: sums of costs and weights before every task, speeds, and limits (None for no limit)."""

@@ -3,31 +3,36 @@
 from dataclasses import replace
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.partition import partition
+from lightning_amp.planning.partition import deal
 from lightning_amp.planning.plan import Axes, MeshShape
-from lightning_amp.planning.shape import DecoderShape, ModelShape
+from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.specs import Spec, StrataParallel
+from lightning_amp.planning.work import stratum_seconds
 
 
 def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
     """The spec with its open settings decided; one that has none, or has them set, as it is."""
     if not isinstance(spec, StrataParallel) or spec.ends:
         return spec
-    assert shape.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
-    return replace(spec, ends=",".join(map(str, strata_ends(shape.decoder, ranks=mesh.model))))
+    return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
 
 
-def strata_ends(decoder: DecoderShape, *, ranks: int) -> tuple[int, ...]:
-    """One past the last stratum of every rank, balanced by the cost of the strata.
+def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]:
+    """One past the last stratum of every rank, balanced by the modelled time of the strata.
+
+    Args:
+        shape: A model with a decoder.
+        axes: Its choices.
+        ranks: Ranks of the model axis.
 
     Raises:
         PlanError: More ranks than strata.
     """
-    if ranks > len(decoder.distances):
+    assert shape.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
+    strata = len(shape.decoder.distances)
+    if ranks > strata:
         raise PlanError(
-            f"strata was asked for with {ranks!r} ranks on the model axis, and {len(decoder.distances)!r} strata can be"
-            f" dealt to {len(decoder.distances)!r} ranks at most; choose a smaller model_parallel_size, or leave"
-            " 'strata' out"
+            f"strata was asked for with {ranks!r} ranks on the model axis, and {strata!r} strata can be dealt to"
+            f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
-    costs = [1.0 if distance else 0.05 for distance in decoder.distances]
-    return partition(costs, [1.0] * ranks)
+    return deal(stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks), ranks)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.consistency import check_consistency
 from lightning_amp.planning.specs import Spec
 from lightning_amp.planning.strategies import STRATEGIES, special_choice, specs_by_name
@@ -95,6 +96,8 @@ class Plan:
         budget_bytes: Memory of one device, None when unknown.
         balance_cells: Whether to balance contacts over the ranks.
         notes: Everything else a person should know, one sentence each.
+        predicted_step_seconds: Predicted time of the decoder's part of a step, None without a decoder.
+        candidates: What policy "auto" has compared, the chosen one first.
     """
 
     policy: str
@@ -112,6 +115,8 @@ class Plan:
     budget_bytes: int | None
     balance_cells: bool = False
     notes: tuple[str, ...] = ()
+    predicted_step_seconds: float | None = None
+    candidates: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -186,6 +191,8 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
     typed = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
     typed["mesh"] = MeshShape(**plain["mesh"])
     typed["axes"] = Axes(**plain["axes"])
+    candidates = plain.get("candidates", ())
+    typed["candidates"] = tuple(Candidate(**c | {"strategies": tuple(c["strategies"])}) for c in candidates)
     typed["rules"] = tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain["rules"])
     return typed
 

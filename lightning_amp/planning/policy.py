@@ -1,4 +1,7 @@
-"""Diagnosis and hardware -> Plan: AMP's fixed mapping (Zhang et al. 2026, Section 3.3 and Table 4).
+"""Diagnosis and hardware -> Plan.
+
+Policy "auto" compares all legal plans (auto.py). Policy "paper" is AMP's fixed mapping (Zhang et al. 2026, Section 3.3
+and Table 4):
 
     one device                     single-device execution, nothing is installed
     no 3D modality                 S1
@@ -18,15 +21,19 @@ from collections.abc import Collection
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.auto import candidates
 from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
+from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.prediction import predict
+from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.request import check_request
 from lightning_amp.planning.rules import build_rules
 from lightning_amp.planning.shape import ModelShape, reference_shape
 from lightning_amp.planning.strategies import STRATEGIES, in_order, parse_strategies, targets_of
+from lightning_amp.planning.work import step_seconds
 from lightning_amp.profiling.profile import Profile
 
 
@@ -40,6 +47,7 @@ def plan(
     batch_size: int = 64,
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
+    rates: Rates = CPU_CORE,
 ) -> Plan:
     """Decide what to install.
 
@@ -47,11 +55,12 @@ def plan(
         profile: The data.
         devices: Ranks in all, over all nodes.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown.
-        policy: "paper" is AMP's fixed mapping; "auto" follows it in this version.
+        policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: The user's own choice from the library instead of the policy's; still checked and predicted.
         batch_size: Cells per rank and modality.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: The model; None means the reference model with its default sizes.
+        rates: What one device reaches, for the predicted times.
 
     Raises:
         PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
@@ -68,14 +77,22 @@ def plan(
     diagnosis = diagnose(profile)
     shape = shape or reference_shape(profile, batch_size=batch_size)
     notes: list[str] = []
+    compared: tuple[Candidate, ...] = ()
     if strategies is not None:
         chosen = parse_strategies(strategies)
+    elif policy == "auto" and shape.decoder is not None:
+        size = model_parallel_size if isinstance(model_parallel_size, int) else None
+        own, notes = _registered(diagnosis, shape, devices=devices)
+        base = frozenset(own | ({"S1"} if devices > 1 else set()))
+        compared = candidates(
+            shape, devices=devices, budget=budget, rates=rates, own=base, model_parallel_size=size
+        )
     else:
         chosen, notes = _mapped(
             diagnosis, shape, devices=devices, budget=budget, model_parallel_size=model_parallel_size
         )
-        if policy == "auto":
-            notes.append('policy "auto" follows the paper\'s fixed mapping in this version')
+    if compared:
+        chosen, model_parallel_size = compared[0].strategies, compared[0].model
     mesh = _mesh(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
     _check_decoder(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
@@ -97,6 +114,21 @@ def plan(
         budget_bytes=budget,
         balance_cells=balance,
         notes=tuple(notes),
+        predicted_step_seconds=_step_seconds(shape, chosen, mesh, rates),
+        candidates=compared,
+    )
+
+
+def _step_seconds(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> float | None:
+    if shape.decoder is None:
+        return None
+    return step_seconds(
+        shape.decoder,
+        Axes.of(chosen),
+        mesh,
+        cells=shape.batch_size,
+        rates=rates,
+        element_bytes=shape.element_bytes,
     )
 
 

@@ -33,6 +33,7 @@ class DecoderShape:
         chained: Every stratum reads the values of the one before.
         variant: "higlue" or "paper".
         n_batches: Experimental batches, the rows of the decoder's tables.
+        unsupported: Strategies that the decoder's modules refuse.
     """
 
     fqn: str
@@ -45,6 +46,7 @@ class DecoderShape:
     chained: bool = False
     variant: str = "higlue"
     n_batches: int = 1
+    unsupported: tuple[str, ...] = ()
 
     @property
     def hidden_parts(self) -> int:

@@ -1,0 +1,143 @@
+"""policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest.
+
+    1. every combination of a choice on each axis of the decoder, for every split of the devices into data and model
+    2. without those that contradict each other, the model or the number of ranks
+    3. without those whose predicted peak exceeds the memory of a device (memory.py)
+    4. the least predicted time per cell (work.py); within `TIE` of it the fewest techniques, then the library's order
+
+Nothing is drawn and nothing is measured, so the same request gets the same plan. If none fits, the one that needs the
+least memory is taken, and the plan says that it does not fit.
+
+The batch of a rank is given, so more ranks of the data axis mean more cells in a step; plans are compared by the time
+of a cell. Keys cost the same for one cell as for many: ranks of the model axis share them, ranks of the data axis
+repeat them.
+
+Known limit: the time is that of the decoder; what lies outside of it is the same in all candidates with as many ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.planning.candidate import Candidate
+from lightning_amp.planning.conflicts import conflicts
+from lightning_amp.planning.plan import Axes, MeshShape
+from lightning_amp.planning.prediction import predict
+from lightning_amp.planning.rates import Rates
+from lightning_amp.planning.shape import DecoderShape, ModelShape
+from lightning_amp.planning.strategies import STRATEGIES, in_order
+from lightning_amp.planning.work import step_seconds
+
+PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
+ATTENTIONS = ((), ("S3",), ("fused",))
+DECODES = ((), ("S4",))
+LIKELIHOODS = ((), ("sparse",))
+ACTIVATIONS = ((), ("recompute",), ("stream",))
+NEEDS_ATTENTION = {"S3", "fused", "nodes"}
+TIE = 1.02
+"""Times this much apart count as the same: the model is no better than that."""
+
+
+def candidates(
+    shape: ModelShape,
+    *,
+    devices: int,
+    budget: int | None,
+    rates: Rates,
+    own: frozenset[str] = frozenset(),
+    model_parallel_size: int | None = None,
+) -> tuple[Candidate, ...]:
+    """All legal plans, the chosen one first, then by what speaks for them.
+
+    Args:
+        shape: A model with a decoder.
+        devices: Ranks in all.
+        budget: Memory of one device in bytes, None when unknown.
+        rates: What a device reaches.
+        own: Strategies that every plan has: S1 on several devices, and those from outside whose signal is raised.
+        model_parallel_size: Ranks of the model axis, None for any number.
+    """
+    found = [
+        _candidate(shape, chosen, MeshShape(data=devices // model, model=model), rates)
+        for model in range(1, devices + 1)
+        if devices % model == 0 and model_parallel_size in (None, model)
+        for chosen in _legal(shape, own, model)
+    ]
+    fitting = [c for c in found if budget is None or c.peak_bytes <= budget]
+    if not fitting:
+        best = min(found, key=lambda c: (c.peak_bytes, _simplicity(c)))
+    else:
+        fastest = min(c.cell_seconds for c in fitting)
+        best = min((c for c in fitting if c.cell_seconds <= TIE * fastest), key=_simplicity)
+    judged = [replace(c, verdict=_verdict(c, best, budget)) for c in found]
+    return tuple(sorted(judged, key=lambda c: _order(c, best, budget)))
+
+
+def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple[str, ...]]:
+    decoder = shape.decoder
+    assert decoder is not None, "without a decoder there is nothing to choose"
+    placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
+    for choices in product(placements, ATTENTIONS, DECODES, LIKELIHOODS, ACTIVATIONS):
+        chosen = own.union(*choices)
+        splits = any(STRATEGIES[s].model_axis for s in chosen)
+        if splits == (model > 1) and not _problem(decoder, shape, chosen, model):
+            yield in_order(chosen)
+
+
+def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
+    """Whether strategies cannot be together, in this decoder or on so many ranks of the model axis."""
+    # whole copies of the scores are chunked where they cannot be fused
+    pointless = "S3" in chosen and "S5" not in chosen and "fused" not in decoder.unsupported
+    return (
+        pointless
+        or bool(chosen & set(decoder.unsupported))
+        or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
+        or ("S5" in chosen and model > decoder.hidden_parts)
+        or ("strata" in chosen and model > len(decoder.features))
+        or ("nodes" in chosen and model > -(-decoder.anchors // decoder.window))
+        or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
+        or any(conflicts(chosen))
+    )
+
+
+def _candidate(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> Candidate:
+    assert shape.decoder is not None, "without a decoder there is nothing to choose"
+    seconds = step_seconds(
+        shape.decoder,
+        Axes.of(chosen),
+        mesh,
+        cells=shape.batch_size,
+        rates=rates,
+        element_bytes=shape.element_bytes,
+    )
+    return Candidate(
+        strategies=chosen,
+        data=mesh.data,
+        model=mesh.model,
+        peak_bytes=predict(shape, chosen, model_ranks=mesh.model).peak_bytes,
+        step_seconds=seconds,
+        cell_seconds=seconds / (mesh.data * shape.batch_size),
+    )
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, tuple[int, ...], int]:
+    order = list(STRATEGIES)
+    places = tuple(order.index(s) for s in candidate.strategies)
+    return len(candidate.strategies), places, candidate.model
+
+
+def _verdict(candidate: Candidate, best: Candidate, budget: int | None) -> str:
+    if candidate == best:
+        return "chosen"
+    if budget is not None and candidate.peak_bytes > budget:
+        return f"exceeds {format_bytes(budget)}"
+    ratio = candidate.cell_seconds / best.cell_seconds
+    if ratio < TIE:
+        return "no faster, more techniques"
+    return f"{ratio:.2f} x the time"
+
+
+def _order(candidate: Candidate, best: Candidate, budget: int | None) -> tuple[object, ...]:
+    exceeds = budget is not None and candidate.peak_bytes > budget
+    return candidate != best, exceeds, candidate.cell_seconds, _simplicity(candidate)

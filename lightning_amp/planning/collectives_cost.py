@@ -1,0 +1,121 @@
+"""Seconds of ring collectives over links whose bandwidth depends on where the ranks are.
+
+A group of G ranks, alpha seconds per message, beta bytes per second to the next rank of the ring:
+
+    all-gather      (G - 1) n / beta + (G - 1) alpha             n = the bytes that each rank contributes
+    reduce-scatter  (G - 1) / G n / beta + (G - 1) alpha         n = the bytes that each rank puts in
+    all-reduce      2 (G - 1) / G n / beta + 2 (G - 1) alpha     n = the bytes that each rank puts in
+    exchange        n / beta + alpha                             n = the bytes to its neighbours that each rank puts in
+
+These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN), with the latency that their third assumption leaves out: strata send
+many small messages. Bandwidth is placement-aware (their Eq. 10). Groups of an axis nest inside those of the next; with
+I ranks in the axes nested inside this one, and P ranks per node:
+
+    beta = beta_intra                     where I G <= P: the group lies in a node
+    beta = beta_inter / min(P, I)         elsewhere: that many rings cross the same link at once
+
+A group of one rank sends nothing. Known limits: rings only, no overlap with computation, all links alike.
+"""
+
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from lightning_amp.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """How devices are connected.
+
+    Attributes:
+        intra_bandwidth: Bytes per second between two ranks of a node, one way.
+        inter_bandwidth: Bytes per second between two nodes, one way.
+        latency: Seconds to start a message.
+        ranks_per_node: Ranks of a node.
+    """
+
+    intra_bandwidth: float
+    inter_bandwidth: float
+    latency: float
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        """Refuse links that cannot be.
+
+        Raises:
+            PlanError: A number is out of range.
+        """
+        speeds = (self.intra_bandwidth, self.inter_bandwidth)
+        if not (all(0 < s <= inf for s in speeds) and isfinite(self.latency) and self.latency >= 0):
+            raise PlanError(
+                f"{self!r} was asked for; bandwidths are above 0 bytes per second, the latency is 0 seconds or more"
+            )
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise PlanError(f"{self!r} was asked for; ranks_per_node is a whole number of 1 or more")
+
+    def bandwidth(self, ranks: int, *, inner: int = 1) -> float:
+        """Bytes per second between neighbours in a ring.
+
+        Args:
+            ranks: Ranks of the group.
+            inner: Ranks in the axes nested inside this group's.
+        """
+        if inner * ranks <= self.ranks_per_node:
+            return self.intra_bandwidth
+        return self.inter_bandwidth / min(self.ranks_per_node, inner)
+
+
+def all_gather_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
+    """Seconds until every rank has what all contribute.
+
+    Args:
+        n_bytes: Contributed by each rank.
+        ranks: Ranks of the group.
+        links: How they are connected.
+        inner: Ranks in the axes nested inside this group's.
+    """
+    return _passes(1, n_bytes * ranks, ranks, links, inner)
+
+
+def reduce_scatter_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
+    """Seconds until every rank has its part of the sum.
+
+    Args:
+        n_bytes: Put in by each rank.
+        ranks: Ranks of the group.
+        links: How they are connected.
+        inner: Ranks in the axes nested inside this group's.
+    """
+    return _passes(1, n_bytes, ranks, links, inner)
+
+
+def all_reduce_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
+    """Seconds until every rank has the sum.
+
+    Args:
+        n_bytes: Put in by each rank.
+        ranks: Ranks of the group.
+        links: How they are connected.
+        inner: Ranks in the axes nested inside this group's.
+    """
+    return _passes(2, n_bytes, ranks, links, inner)
+
+
+def exchange_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
+    """Seconds until every rank has what its neighbours on either side hand over.
+
+    Args:
+        n_bytes: Put in by each rank, for all of its neighbours.
+        ranks: Ranks of the group.
+        links: How they are connected.
+        inner: Ranks in the axes nested inside this group's.
+    """
+    if ranks == 1:
+        return 0.0
+    return n_bytes / links.bandwidth(ranks, inner=inner) + links.latency
+
+
+def _passes(passes: int, n_bytes: float, ranks: int, links: Links, inner: int) -> float:
+    """Rounds of a ring, each of which hands (G - 1) parts of `n_bytes` / G on."""
+    hops = passes * (ranks - 1)
+    return hops * (n_bytes / ranks / links.bandwidth(ranks, inner=inner) + links.latency)

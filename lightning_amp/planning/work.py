@@ -1,0 +1,208 @@
+"""What a training step of a decoder costs: operations, bytes, kernels and collectives, and from these its seconds.
+
+    seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
+    seconds of a stratum   its parts (operators.py), a second forward pass under recompute, its collectives (traffic.py)
+    seconds of a step      those of all strata that the slowest rank has, the border's and the parameters' collectives
+
+Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
+add up: the roofline is taken operator by operator. Under strata parallelism a rank's strata are those that
+`deal` gives it; in a chained decoder it also passes the strata before, there and back.
+
+Known limits: the decoder only, without optimiser; collectives do not overlap with computation; the rank with most of
+everything stands for all. The rates come from `rates.py`; comparisons between plans need no calibrated ones.
+Legend: work_sizes.py.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_amp.planning.operators import Part, parts, spine
+from lightning_amp.planning.partition import deal
+from lightning_amp.planning.plan import Axes, MeshShape
+from lightning_amp.planning.rates import CPU_CORE, Rates
+from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.planning.traffic import (
+    Collective,
+    Traffic,
+    border_traffic,
+    gradient_numbers,
+    stratum_traffic,
+)
+from lightning_amp.planning.work_sizes import WorkSizes
+
+ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one rank does.
+
+    Attributes:
+        flops: Operations of matrix products.
+        bytes: Bytes that operators read and write.
+        kernels: Operators.
+        sent_bytes: Bytes handed to collectives.
+        collectives: Calls of collectives.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+    sent_bytes: float = 0.0
+    collectives: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            flops=self.flops + other.flops,
+            bytes=self.bytes + other.bytes,
+            kernels=self.kernels + other.kernels,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            collectives=self.collectives + other.collectives,
+        )
+
+
+def stratum_work(
+    decoder: DecoderShape,
+    axes: Axes,
+    *,
+    k: int,
+    cells: int,
+    ranks: int = 1,
+    element_bytes: int = ELEMENT_BYTES,
+) -> Work:
+    """Forward and backward pass of one stratum on the rank that has most of it.
+
+    Args:
+        decoder: The decoder.
+        axes: Its choices.
+        k: The stratum, 0 to K - 1; under strata parallelism it is a rank's own.
+        cells: B.
+        ranks: Ranks of the model axis.
+        element_bytes: Bytes per number.
+    """
+    s = WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks)
+    total = _sent(stratum_traffic(s), element_bytes)
+    for work in _computed(s, element_bytes).values():
+        total += work
+    return total
+
+
+def stratum_seconds(
+    decoder: DecoderShape,
+    axes: Axes,
+    *,
+    cells: int,
+    ranks: int = 1,
+    rates: Rates = CPU_CORE,
+    element_bytes: int = ELEMENT_BYTES,
+) -> tuple[float, ...]:
+    """Seconds of every stratum's forward and backward pass; what strata parallelism balances.
+
+    Args:
+        decoder: The decoder.
+        axes: Its choices.
+        cells: B.
+        ranks: Ranks of the model axis.
+        rates: What a device reaches.
+        element_bytes: Bytes per number.
+    """
+    found = []
+    for k in range(len(decoder.features)):
+        s = WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks)
+        computing = sum(_seconds(n, w, rates) for n, w in _computed(s, element_bytes).items())
+        sending = sum(c.seconds(ranks, rates.links, element_bytes=element_bytes) for c in stratum_traffic(s))
+        found.append(computing + sending)
+    return tuple(found)
+
+
+def step_seconds(
+    decoder: DecoderShape,
+    axes: Axes,
+    mesh: MeshShape,
+    *,
+    cells: int,
+    rates: Rates = CPU_CORE,
+    element_bytes: int = ELEMENT_BYTES,
+) -> float:
+    """Seconds of a training step of the decoder on the slowest rank.
+
+    Args:
+        decoder: The decoder.
+        axes: Its choices.
+        mesh: Ranks per axis.
+        cells: B, of one rank.
+        rates: What a device reaches.
+        element_bytes: Bytes per number.
+    """
+    costs = stratum_seconds(
+        decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
+    )
+    passing = _spine_seconds(decoder, axes, mesh.model, cells=cells, rates=rates, element_bytes=element_bytes)
+    if axes.placement == "strata":
+        runs = pairwise((0, *deal(costs, mesh.model)))
+        strata = max(sum(costs[start:end]) + sum(passing[:start]) for start, end in runs)
+    else:
+        strata = sum(costs)
+    border = border_traffic(decoder, axes, cells=cells, ranks=mesh.model)
+    return (
+        strata
+        + sum(c.seconds(mesh.model, rates.links, element_bytes=element_bytes) for c in border)
+        + _gradient_seconds(decoder, axes, mesh, rates=rates, element_bytes=element_bytes)
+    )
+
+
+def _computed(s: WorkSizes, element_bytes: int) -> dict[str, Work]:
+    found = {name: _work(part, element_bytes, forwards=1 + s.recomputed) for name, part in parts(s).items()}
+    if s.axes.activations == "stream":
+        # a chained decoder's spine runs forward before its branches do, and again from the kept strata
+        forward, backward = spine(s)
+        found["spine"] = _work(
+            (forward, backward._replace(flops=0, numbers=0, kernels=0)), element_bytes, forwards=2
+        )
+    return found
+
+
+def _work(part: Part, element_bytes: int, *, forwards: int) -> Work:
+    forward, backward = part
+    return Work(
+        flops=forwards * forward.flops + backward.flops,
+        bytes=element_bytes * (forwards * forward.numbers + backward.numbers),
+        kernels=forwards * forward.kernels + backward.kernels,
+    )
+
+
+def _sent(traffic: Traffic, element_bytes: int) -> Work:
+    return Work(
+        sent_bytes=element_bytes * sum(c.numbers for c in traffic), collectives=sum(c.calls for c in traffic)
+    )
+
+
+def _seconds(name: str, work: Work, rates: Rates) -> float:
+    share = rates.attention_share if name == "attention" else 1.0
+    products = work.flops / (share * rates.matmul_flops)
+    return products + work.bytes / rates.memory_bytes + work.kernels * rates.overhead_seconds
+
+
+def _spine_seconds(
+    decoder: DecoderShape, axes: Axes, ranks: int, *, cells: int, rates: Rates, element_bytes: int
+) -> list[float]:
+    """What it takes a rank to pass every stratum without its branch, there and back."""
+    sizes = (
+        WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks)
+        for k in range(len(decoder.features))
+    )
+    return [_seconds("spine", _work(spine(s), element_bytes, forwards=1), rates) for s in sizes]
+
+
+def _gradient_seconds(
+    decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int
+) -> float:
+    partial, whole = gradient_numbers(decoder, axes)
+    groups = ((partial, mesh.data * mesh.model, 1), (whole, mesh.data, mesh.model))
+    return sum(
+        Collective(kind="all_reduce", numbers=numbers).seconds(
+            ranks, rates.links, element_bytes=element_bytes, inner=inner
+        )
+        for numbers, ranks, inner in groups
+        if numbers
+    )

@@ -1,0 +1,126 @@
+"""Claim: rates survive JSON, name the devices they are for, and after a calibration predict what was measured."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.collectives_cost import Links
+from lightning_amp.planning.plan import Axes, MeshShape
+from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates, calibrated, rates_for
+from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.planning.work import step_seconds
+
+
+def predicted(rates: Rates, mesh: MeshShape) -> float:
+    decoder = DecoderShape(
+        fqn="decoder",
+        anchors=500,
+        dim=32,
+        features=(500, 499),
+        distances=(0, 1),
+        attention=True,
+        window=40,
+    )
+    return step_seconds(decoder, Axes(), mesh, cells=8, rates=rates)
+
+
+@pytest.mark.parametrize("rates", DEVICES.values(), ids=DEVICES)
+def test_json_round_trip(rates: Rates) -> None:
+    assert Rates.from_json(rates.to_json()) == rates
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("nvidia h200", "H200"),
+        ("cpu", "cpu"),
+        ("CPU core", "cpu"),
+    ],
+)
+def test_names_of_devices(name: str, known: str) -> None:
+    assert rates_for(name) is DEVICES[known]
+
+
+def test_tf32_is_asked_for() -> None:
+    plain, tf32 = rates_for("A100"), rates_for("A100", tf32=True)
+    assert tf32 == replace(plain, matmul_flops=8 * plain.matmul_flops)
+    assert rates_for("cpu", tf32=True) is CPU_CORE
+
+
+def test_faster_devices_are_predicted_to_be_faster() -> None:
+    one = MeshShape(data=1, model=1)
+    times = [predicted(replace(rates_for(n), overhead_seconds=0.0), one) for n in ("cpu", "A100", "H100")]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_calibrated_prediction_is_what_was_measured() -> None:
+    one, two = MeshShape(data=1, model=1), MeshShape(data=2, model=1)
+    before = predicted(CPU_CORE, one)
+    fitted = calibrated(CPU_CORE, before, 3 * before)
+    assert predicted(fitted, one) == pytest.approx(3 * before, rel=1e-12)
+    # what is sent takes as long as before
+    sending = predicted(CPU_CORE, two) - before
+    assert predicted(fitted, two) == pytest.approx(3 * before + sending, rel=1e-9)
+    assert fitted.links == CPU_CORE.links
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"
+    ):
+        rates_for("TPU v4")
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [(0.0, r"measured_seconds=0\.0; both have to be above 0"), (float("nan"), "measured_seconds=nan")],
+)
+def test_a_calibration_needs_times(measured: float, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        calibrated(CPU_CORE, 1.0, measured)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"matmul_flops": 0.0}, r"matmul_flops=0\.0.*rates are above 0"),
+        ({"memory_bytes": float("inf")}, "memory_bytes=inf.*rates are above 0"),
+        ({"attention_share": 1.5}, r"attention_share=1\.5.*no more than 1"),
+        ({"matmul_flops": "fast"}, "matmul_flops='fast'.*rates are above 0"),
+        ({"overhead_seconds": -1.0}, r"overhead_seconds=-1\.0.*0 or more"),
+    ],
+)
+def test_rates_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(CPU_CORE, **changes)
+
+
+def edited(**changes: Any) -> str:
+    return json.dumps(json.loads(CPU_CORE.to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "here is not JSON"),
+        ("[1]", r"schema 1 were asked for, here has schema \[1\]"),
+        (edited(schema=2), "here has schema 2; calibrate again"),
+        (edited(speed=1), "here does not read as rates: .*'speed'.*their fields are"),
+        (edited(links=None), "here does not read as rates"),
+        (edited(links={"latency": 1.0}), "here does not read as rates: .*intra_bandwidth"),
+        (edited(memory_bytes=-1), "memory_bytes=-1.*rates are above 0"),
+    ],
+)
+def test_json_that_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Rates.from_json(text, source="here")
+
+
+def test_links_are_read_as_links() -> None:
+    assert isinstance(Rates.from_json(CPU_CORE.to_json()).links, Links)
