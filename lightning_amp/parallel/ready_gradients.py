@@ -64,8 +64,9 @@ def gradients(
             " them parameters of the stratum, detach them, or leave 'stream' out"
         )
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    # the pass of a loss under autocast runs outside of it too
-    with torch.autocast(outputs[0].device.type, enabled=False):
+    # the pass of a loss under autocast runs outside of it too; the meta device has no autocast of its own
+    device = outputs[0].device.type
+    with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
         found = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True) if wanted else ())
     seen: set[int] = set()
     return [_apart(next(found), seen) if tensor.requires_grad else None for tensor in inputs]

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.entries import Entries, entries
+from lightning_amp.parallel.probes import problem_of
 from lightning_amp.parallel.ready_gradients import wants_gradients
 
 CACHED, LAUNCHED = 2**16, 2**20
@@ -51,7 +52,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
         InstallError: The module has state of its own, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
             log-probabilities of a zero-inflated negative binomial.
     """
-    problem = _problem(leaf)
+    problem = problem_of(leaf, _problem)
     if problem:
         raise InstallError(
             f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"

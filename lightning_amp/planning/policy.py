@@ -96,16 +96,17 @@ def plan(
     mesh = _mesh(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
     _check_decoder(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
+    asked = "strategies" if strategies is not None else policy
     balance, balance_note = decide_balance(profile, mesh, batch_size)
     notes += _notes(chosen, shape) + balance_note
     return Plan(
-        policy="strategies" if strategies is not None else policy,
+        policy=asked,
         signals=diagnosis.signals,
         evidence=tuple(f"{f.signal}: {f.evidence}" for f in diagnosis.findings),
         strategies=chosen,
         mesh=mesh,
         axes=Axes.of(chosen),
-        rules=build_rules(chosen, shape, mesh, diagnosis, balance=balance, user=strategies is not None),
+        rules=build_rules(chosen, shape, mesh, diagnosis, balance=balance, policy=asked),
         batch_size=shape.batch_size,
         predicted_base_bytes=predicted.base_bytes,
         predicted_stratum_bytes=predicted.mean_stratum_bytes,

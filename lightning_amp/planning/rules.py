@@ -25,7 +25,7 @@ def build_rules(
     diagnosis: Diagnosis,
     *,
     balance: bool,
-    user: bool,
+    policy: str,
 ) -> tuple[Rule, ...]:
     """The rules of a plan in the order of installation: data axis first, then modules, by the strategies' numbers.
 
@@ -35,7 +35,7 @@ def build_rules(
         mesh: Ranks per axis.
         diagnosis: The findings that asked for the strategies.
         balance: Whether contacts are balanced over the ranks.
-        user: Whether the user named the strategies.
+        policy: Who chose them: "auto", "paper", or "strategies" when the user did.
 
     Raises:
         PlanError: A strategy finds nothing to change in a model of this shape.
@@ -45,6 +45,8 @@ def build_rules(
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
+        if policy == "auto" and STRATEGIES[strategy].install is None:
+            why = "part of the fastest plan that fits"
         targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
         if not targets:
             raise PlanError(
@@ -58,7 +60,7 @@ def build_rules(
                     fqn=fqn,
                     spec=settle(spec, shape, axes, mesh),
                     strategy=strategy,
-                    why=f"asked for by the user ({why})" if user else why,
+                    why=f"asked for by the user ({why})" if policy == "strategies" else why,
                     # of the strategy as a whole, shown once
                     saves_bytes=0 if n else saved,
                 )

@@ -1,0 +1,100 @@
+"""Which techniques a module's decoder would refuse, found by trying: installed on it, and undone.
+
+Only techniques without a mesh are tried; of the others the parts are looked at that they replace. One that a module
+refuses after all is an InstallError, and nothing is installed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_amp.errors import AmpError
+from lightning_amp.parallel.install import install
+from lightning_amp.parallel.protocol import ATTENTION_KEY, CONVOLUTION_KEY
+from lightning_amp.parallel.walks import walk_of
+from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
+from lightning_amp.planning.shape import ModelShape
+from lightning_amp.planning.strategies import STRATEGIES, targets_of
+
+LOCAL = ("S3", "S4", "fused", "sparse", "recompute", "stream")
+
+
+def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
+    """The shape of a module with what its decoder refuses.
+
+    Args:
+        module: The LightningModule; is left as it was.
+        shape: Its shape, with the decoder's name.
+    """
+    if shape.decoder is None:
+        return shape
+    return replace(shape, decoder=replace(shape.decoder, unsupported=_unsupported(module, shape)))
+
+
+def _unsupported(module: nn.Module, shape: ModelShape) -> tuple[str, ...]:
+    assert shape.decoder is not None, "the caller has looked"
+    decoder: Any = module.get_submodule(shape.decoder.fqn) if shape.decoder.fqn else module
+    refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
+    refused |= {strategy for strategy, parts in _needed(decoder).items() if not parts}
+    return tuple(strategy for strategy in STRATEGIES if strategy in refused)
+
+
+def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
+    assert shape.decoder is not None, "the caller has looked"
+    if strategy in ("S3", "fused") and not shape.decoder.attention:
+        return False
+    try:
+        rules = tuple(
+            Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried")
+            for fqn, spec in targets_of(strategy, shape)
+        )
+        install(module, _plan(strategy, rules)).undo()
+    except AmpError:
+        return False
+    return True
+
+
+def _plan(strategy: str, rules: tuple[Rule, ...]) -> Plan:
+    return Plan(
+        policy="strategies",
+        signals=(),
+        evidence=(),
+        strategies=(strategy,),
+        mesh=MeshShape(data=1, model=1),
+        axes=Axes.of((strategy,), (rule.spec for rule in rules)),
+        rules=rules,
+        batch_size=1,
+        predicted_base_bytes=0,
+        predicted_stratum_bytes=0,
+        predicted_peak_bytes=0,
+        strata_bytes=(),
+        budget_bytes=None,
+    )
+
+
+def _needed(decoder: Any) -> dict[str, bool]:
+    """Whether a decoder has the parts that techniques with a mesh replace."""
+    strata = list(decoder.strata)
+    region = hasattr(decoder, "region")
+    features = region and all(hasattr(stratum, "features") for stratum in strata)
+    keys = [key for key in (getattr(stratum, "key", None) for stratum in strata) if key is not None]
+    return {
+        "S2": features,
+        "S5": region and all(_has(key, ATTENTION_KEY) or _has(key, CONVOLUTION_KEY) for key in keys),
+        "nodes": features and bool(keys) and all(hasattr(key, "attention") for key in keys),
+        "strata": region and _walks(decoder),
+    }
+
+
+def _has(module: nn.Module, children: Iterable[str]) -> bool:
+    return all(hasattr(module, name) for name in children)
+
+
+def _walks(decoder: nn.Module) -> bool:
+    try:
+        walk_of(decoder, "strata")
+    except AmpError:
+        return False
+    return True

@@ -1,0 +1,214 @@
+"""Claim: stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum.
+
+Ranks, S2 to S5 and the other techniques beside them are in test_exactness_matrix.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.errors import InstallError
+from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.parallel.install import install
+from lightning_amp.planning.specs import StreamStrata
+from tests.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
+
+FIVE = Case(distances=(0, 1, 3, 4, 5))
+FORMS = {
+    "independent": FIVE,
+    "chained": replace(FIVE, chained=True),
+    "chained, all with keys": replace(FIVE, chained=True, distances=(1, 2, 3, 4, 5, 6, 7)),
+    "one row for all cells": replace(FIVE, n_batches=1, head=False),
+    "one cell": replace(FIVE, cells=1, n_batches=1),
+    "convolution": replace(FIVE, key="convolution"),
+    "binarized": replace(FIVE, binarized=True, chained=True),
+    "paper": replace(FIVE, variant="paper", chained=True),
+}
+
+
+def installed(case: Case, strategy: str, cells: int = 3) -> Model:
+    model = Model(case)
+    install(model, make_plan((strategy,), 1, {"stream": StreamStrata(cells=cells)}))
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("strategy", "cells"), [("stream", 1), ("stream", 3), ("stream", 9), ("recompute", 0)]
+)
+def test_equals_the_eager_decoder(form: str, strategy: str, cells: int) -> None:
+    expected = reference(FORMS[form])
+    assert_same(train(installed(FORMS[form], strategy, cells), 3), expected, rtol=1e-12)
+
+
+def gradients_of(model: Model, run: Callable[[Model], Any]) -> dict[str, Tensor]:
+    run(model)
+    return {name: gradient(p).clone() for name, p in model.named_parameters()}
+
+
+def compare(run: Callable[[Model], Any], case: Case = FIVE, strategy: str = "stream") -> None:
+    found, expected = gradients_of(installed(case, strategy), run), gradients_of(Model(case), run)
+    assert_same(found, expected, rtol=1e-12)
+
+
+def accumulate(model: Model) -> None:
+    for scale in (1.0, 0.5):
+        (scale * model()).backward()
+
+
+def twice_in_one_loss(model: Model) -> None:
+    other = {name: t.flip(0) for name, t in model.batch.items()}
+    loss = model() + 2 * model.decoder(model.u.flip(0), model.v, **other) + model.v.sin().sum()
+    loss.backward()
+
+
+def scaled(model: Model) -> None:
+    (model() * 2.0**16).backward()
+
+
+def with_frozen_parts(model: Model) -> None:
+    model.u.requires_grad_(False)
+    model.decoder.strata[1].requires_grad_(False)
+    model.decoder.strata[2].scale.requires_grad_(False)
+    model().backward()
+
+
+def with_frozen_anchors(model: Model) -> None:
+    model.v.requires_grad_(False)
+    model().backward()
+
+
+def with_a_learned_library(model: Model) -> None:
+    library = nn.Parameter(model.batch["library"].clone())
+    model.decoder(model.u, model.v, **model.batch | {"library": library}).backward()
+    # shown as the gradient of what is compared
+    model.u.grad = model.u.grad + library.grad
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+@pytest.mark.parametrize(
+    "run",
+    [accumulate, twice_in_one_loss, scaled, with_frozen_parts, with_frozen_anchors, with_a_learned_library],
+)
+def test_in_a_training_loop(run: Callable[[Model], Any], strategy: str, chained: bool) -> None:
+    compare(run, replace(FIVE, chained=chained), strategy)
+
+
+def test_half_precision_products() -> None:
+    results = []
+    for model in (Model(FIVE), installed(FIVE, "stream")):
+        model.float()
+        model.batch = {n: t.float() if t.is_floating_point() else t for n, t in model.batch.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model()
+        loss.backward()
+        assert model.v.grad.dtype == torch.float32
+        results.append((loss.detach(), model.v.grad))
+    (loss, grad), (found, found_grad) = results
+    assert float((found - loss).abs() / loss.abs()) < 1e-3
+    assert float((found_grad - grad).norm() / grad.norm()) < 0.03
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+def test_without_gradients_nothing_is_recorded(strategy: str) -> None:
+    model, expected = installed(FIVE, strategy), Model(FIVE)()
+    with torch.no_grad():
+        loss = model()
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    frozen = installed(FIVE, strategy).requires_grad_(False)
+    assert not frozen().requires_grad
+
+
+def test_second_derivatives_and_second_backward_passes_are_refused() -> None:
+    model = installed(FIVE, "stream")
+    with pytest.raises(InstallError, match=r"second derivative .*create_graph=True.* leave 'stream' out"):
+        torch.autograd.grad(model(), model.v, create_graph=True)
+    loss = model()
+    loss.backward(retain_graph=True)
+    with pytest.raises(InstallError, match="second backward pass .* compute the loss again"):
+        loss.backward()
+
+
+class Outsider(nn.Module):
+    """A likelihood that reads a tensor from elsewhere."""
+
+    def __init__(self, inner: nn.Module, other: Tensor) -> None:
+        super().__init__()
+        self.inner, self.others = inner, [other]
+
+    def forward(self, *args: Tensor) -> Tensor:
+        result: Tensor = self.inner(*args)
+        return result * self.others[0].sum()
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    model = installed(FIVE, "stream")
+    stratum = model.decoder.strata[1]
+    stratum.likelihood = Outsider(stratum.likelihood, nn.Parameter(torch.ones(7, dtype=torch.float64)))
+    with pytest.raises(InstallError, match=r"shapes \[\(7,\)\] .* their gradients would be lost"):
+        model()
+    model.batch["x"].requires_grad_()
+    with pytest.raises(InstallError, match="gradients would be lost"):
+        installed(FIVE, "stream").decoder(model.u, model.v, **model.batch)
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+def test_hooks_on_parameters_and_strata_run_once(strategy: str) -> None:
+    model, seen = installed(FIVE, strategy), []
+    stratum = model.decoder.strata[2]
+    stratum.scale.register_hook(lambda grad: seen.append("gradient"))
+    stratum.scale.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    stratum.register_forward_hook(lambda *_: seen.append("forward"))
+    model().backward()
+    assert sorted(seen) == ["accumulated", "forward", "gradient"]
+
+
+def peak(case: Case, strategies: tuple[str, ...], cells: int = 3) -> int:
+    model = Model(case)
+    install(model, make_plan(strategies, 1, {"stream": StreamStrata(cells=cells)}))
+    with LiveBytes() as live:
+        model().backward()
+    return live.peak
+
+
+def test_memory_does_not_grow_with_the_strata() -> None:
+    few, many = (replace(FIVE, anchors=200, window=20, distances=tuple(range(k))) for k in (4, 16))
+    for strategy in ("stream", "recompute"):
+        growth = peak(many, (strategy,)) - peak(few, (strategy,))
+        assert growth < 0.1 * (peak(many, ()) - peak(few, ()))
+
+
+def test_scores_of_all_cells_never_exist() -> None:
+    case = replace(FIVE, anchors=400, window=4, dim=4, cells=64, n_batches=1)
+    whole, blocks = (peak(case, ("S4", "stream"), cells) for cells in (64, 4))
+    assert blocks < 0.35 * whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("stream", "cells"), ("stream", "walk"), ("recompute", "walk")]
+)
+def test_what_a_decoder_does_in_its_own_way_is_not_replaced(strategy: str, name: str) -> None:
+    class Own(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return torch.zeros(())
+
+    model = Model(FIVE)
+    holder = model.decoder if name == "walk" else model.decoder.strata[1]
+    setattr(holder, name, Own())
+    with pytest.raises(InstallError, match=f"child `{name}` .*for an? example"):
+        install(model, make_plan((strategy,), 1))
+    delattr(holder, name)
+    with pytest.raises(InstallError, match=f"child `{name}` is None"):
+        install(model, make_plan((strategy,), 1))
+
+
+def test_stream_is_installed_once() -> None:
+    model = installed(FIVE, "stream")
+    with pytest.raises(InstallError, match="which another technique has put there"):
+        install(model, make_plan(("recompute",), 1))
