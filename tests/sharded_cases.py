@@ -47,10 +47,8 @@ TARGETS: dict[str, tuple[str, Spec]] = {
     "nodes": ("decoder", DomainParallel()),
     "recompute": ("decoder", RecomputeStrata()),
     "stream": ("decoder", StreamStrata(cells=3)),
-    "strata": ("decoder", StrataParallel(ends="")),
+    "strata": ("decoder", StrataParallel(ends="1,3")),
 }
-STRATA_ENDS = {1: (3,), 2: (1, 3), 3: (1, 2, 3), 4: (1, 2, 2, 3)}
-"""Runs of the three strata of a case, by the number of ranks; one of four has none."""
 Results = dict[str, Tensor]
 
 
@@ -145,8 +143,6 @@ def model_mesh(world_size: int) -> DeviceMesh:
 def make_plan(strategies: Sequence[str], ranks: int, specs: Mapping[str, Spec] | None = None) -> Plan:
     """A plan for `Model` with one rule per strategy, in their order; `specs` replaces a strategy's usual spec."""
     chosen = {s: (TARGETS[s][0], (specs or {}).get(s, TARGETS[s][1])) for s in strategies}
-    if chosen.get("strata", ("", None))[1] == StrataParallel(ends=""):
-        chosen["strata"] = ("decoder", StrataParallel(ends=",".join(map(str, STRATA_ENDS[ranks]))))
     return Plan(
         policy="strategies",
         signals=(),
@@ -178,8 +174,10 @@ def sharded(
     specs: Mapping[str, Spec] | None = None,
 ) -> Results:
     """Results with strategies installed; every rank of the mesh must call it."""
-    model = Model(case)
-    plan = make_plan(strategies, mesh["model"].size(), specs)
+    model, ranks = Model(case), mesh["model"].size()
+    ends = [len(case.distances) * (r + 1) // ranks for r in range(ranks)]
+    dealt: dict[str, Spec] = {"strata": StrataParallel(ends=",".join(map(str, ends)))}
+    plan = make_plan(strategies, ranks, dealt | dict(specs or {}))
     return train(model, steps, install(model, plan, mesh), mesh)
 
 

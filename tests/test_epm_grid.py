@@ -88,7 +88,7 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("S1", 1, 64, CONVOLUTION | {"strata": 1, "dim": 16}),
     ("S1,S5", 2, 1, PAPER | {"strata": 2, "anchors": 200, "dim": 64, "window": 8}),
     ("S1,S5", 8, 1, CONVOLUTION | {"strata": 2, "dim": 64}),
-    ("S1,S2,S4,S5", 4, 1, CONVOLUTION | {"features": (290, 290, 290)}),
+    ("S1,S2,S4,S5", 4, 1, CONVOLUTION | {"features": (290, 290, 290), "dim": 64}),
     ("S1,S5 gather", 8, 1, {"strata": 2, "anchors": 200, "dim": 128, "window": 8}),
     ("S1,S5 gather", 8, 8, PAPER | {"strata": 2, "window": 8}),
     (ALL, 8, 1, PAPER | {"strata": 2, "anchors": 2000, "dim": 64, "window": 8}),

@@ -8,7 +8,9 @@ from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.hardware import device_budget
 from lightning_amp.lightning.replicas import decide_on_rank_zero
 from lightning_amp.models.glue import GLUE
+from lightning_amp.parallel.capabilities import with_unsupported
 from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan as make_plan
@@ -22,7 +24,7 @@ from lightning_amp.planning.shape import (
     NetworkShape,
     outside_strata,
 )
-from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read import profile as read_profile
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, Mode
             f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
         )
     slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
-    shape = describe(module, batch_size=batch_size or 1, optimizer_slots=slots)
+    shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
     if data_dir is None:
         return profile_of_module(shape), shape, notes
     attention = None if shape.decoder is None else shape.decoder.attention
@@ -160,33 +162,6 @@ def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape
         parts = None if decoder is None else modality.decomposition
         modalities.append(replace(modality, scale=scale, decomposition=parts))
     return replace(profile, modalities=tuple(modalities))
-
-
-def profile_of_module(shape: ModelShape) -> Profile:
-    """A profile of what the module itself says, when no data directory is known."""
-    modalities = () if shape.decoder is None else (_modality(shape.decoder),)
-    return Profile(
-        data_dir="(no data directory: planned from the module alone)", modalities=modalities, graph=None
-    )
-
-
-def _modality(decoder: DecoderShape) -> ModalityProfile:
-    return ModalityProfile(
-        name=decoder.fqn.rpartition(".")[2],
-        file="",
-        probability_model="HiCZINB",
-        cells=0,
-        features=sum(decoder.features),
-        nonzero=None,
-        scale=None,
-        contact_spread=None,
-        decomposition=DecompositionProfile(
-            anchors=decoder.anchors,
-            features=decoder.features,
-            distances=decoder.distances,
-            attention=decoder.attention,
-        ),
-    )
 
 
 def _with_base(shape: ModelShape, profile: Profile, module: GLUE) -> ModelShape:

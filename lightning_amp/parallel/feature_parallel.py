@@ -59,7 +59,7 @@ def share_features(decoder: nn.Module, spec: FeatureParallel, mesh: DeviceMesh |
             " `n_anchors`, `dim`); name the decoder in the rule, or leave S2 out"
         )
     for k, stratum in enumerate(decoder.strata):
-        problem = _problem(stratum)
+        problem = features_problem(stratum)
         if problem:
             raise InstallError(
                 f"S2 was asked for on {type(decoder).__name__!r}, whose stratum {k!r} {problem}; S2 replaces a"
@@ -136,7 +136,8 @@ class _AllColumns(torch.autograd.Function):
         return grad[:, ctx.run], None, None
 
 
-def _problem(stratum: nn.Module) -> str:
+def features_problem(stratum: nn.Module) -> str:
+    """Why a stratum's features cannot be dealt, as what follows its name; "" if they can."""
     features = getattr(stratum, "features", None)
     if isinstance(features, ShardedFeatures):
         return "has its features shared already"

@@ -17,13 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.chunked_attention import chunk_attention
+from lightning_amp.parallel.domain_parallel import share_anchors
 from lightning_amp.parallel.feature_parallel import share_features
+from lightning_amp.parallel.fused_attention import fuse_attention
 from lightning_amp.parallel.hidden_parallel import share_hidden
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.key_first import key_first
 from lightning_amp.parallel.recompute import recompute_strata
 from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.sparse_likelihood import sparse_likelihood
 from lightning_amp.parallel.strata_parallel import share_strata
 from lightning_amp.parallel.stream import stream_strata
 from lightning_amp.planning.plan import Plan, Rule
@@ -31,12 +34,15 @@ from lightning_amp.planning.specs import (
     BalanceCells,
     ChunkedAttention,
     DataParallel,
+    DomainParallel,
     FeatureParallel,
+    FusedAttention,
     HiddenParallel,
     KeyFirstDecode,
     RecomputeStrata,
     RowParallelLinear,
     ShareBatchStatistics,
+    SparseLikelihood,
     StrataParallel,
     StreamStrata,
 )
@@ -66,9 +72,12 @@ register(
     lambda old, spec, mesh: Change({"": chunk_attention(old, buckets=spec.buckets, retain=spec.retain)}),
 )
 register(KeyFirstDecode, lambda old, spec, mesh: Change({"": key_first(old)}))
+register(FusedAttention, lambda old, spec, mesh: Change({"": fuse_attention(old)}))
+register(SparseLikelihood, lambda old, spec, mesh: Change({"": sparse_likelihood(old)}))
 register(HiddenParallel, share_hidden)
 register(FeatureParallel, share_features)
 register(RowParallelLinear, share_rows)
+register(DomainParallel, share_anchors)
 register(RecomputeStrata, recompute_strata)
 register(StreamStrata, stream_strata)
 register(StrataParallel, share_strata)

@@ -8,6 +8,7 @@ from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_amp.parallel.anchor_rows import AnchorRows
 from lightning_amp.parallel.batch_norm import share_batch_statistics
 from lightning_amp.parallel.channels import Channels
 from lightning_amp.parallel.gradients import GradientSync
@@ -49,8 +50,11 @@ class PlannedRank:
         """What the memory of ranks of one plan can differ by: equal sizes, equal memory."""
         module = cast(nn.Module, self.module)
         tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
-        channels = (vars(child).get("channels") for child in module.modules())
-        return (*tensors, *(c.width for c in channels if isinstance(c, Channels)))
+        shares = [share for child in module.modules() for share in vars(child).values()]
+        channels = (share.width for share in shares if isinstance(share, Channels))
+        rows = ((len(s.own), s.before, s.after) for s in shares if isinstance(s, AnchorRows))
+        strata = (share for share in shares if isinstance(share, range))
+        return (*tensors, *channels, *rows, *strata)
 
     def decoder(self) -> DecomposedDecoder | None:
         """The largest decomposed decoder."""
@@ -59,9 +63,11 @@ class PlannedRank:
 
 
 class _SureSync(GradientSync):
-    """The reduction of gradients where all ranks are known to reach the same parameters."""
+    """The reduction of gradients where the ranks together are known to reach all partial parameters, and each of them
+    the same others.
+    """
 
     def _agree(self) -> list[int]:
         everyone = torch.empty(len(self._parameters), dtype=torch.uint8, device="meta")
         all_reduce(everyone, ReduceOp.MAX, group=self._everyone)
-        return sorted(self._reached)
+        return sorted(self._reached | self._partial)

@@ -1,0 +1,442 @@
+"""Claim: fused attention computes what LocalAttention computes, output and gradients, for any run of buckets, holds no
+scores of the whole sequence, keeps its inputs and nothing else for the backward pass, and replaces no other module.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp.errors import InstallError
+from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.models.blocks import AttentionKey
+from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.parallel import banded_softmax
+from lightning_amp.parallel.band import Band
+from lightning_amp.parallel.chunked_attention import chunk_attention
+from lightning_amp.parallel.fused_attention import FusedAttention, fuse_attention, fused_rows
+from lightning_amp.parallel.protocol import BucketedAttention, ShardableAttention
+
+DIM, WINDOW = 8, 5
+DOUBLE = 8
+Function = Callable[..., Tensor]
+
+
+def draw(n: int, dim: int = DIM, *, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    draws = [torch.randn(n, dim, dtype=torch.float64, generator=generator) for _ in range(3)]
+    return [values.to(dtype).requires_grad_() for values in draws]
+
+
+def results(attention: Function, leaves: list[Tensor]) -> list[Tensor]:
+    """Output, and gradients of a sum that weights every number of it differently."""
+    out = attention(*leaves)
+    # of few digits, to be the same number in every dtype
+    weight = torch.linspace(-1, 2, out.numel()).mul(64).round().div(64).view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest relative error, by norm."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def set_sizes(monkeypatch: pytest.MonkeyPatch, together: int, chunk: int) -> None:
+    monkeypatch.setattr(banded_softmax, "_sizes", lambda q, window: (together, chunk))
+
+
+@pytest.mark.parametrize(("together", "chunk"), [(1, 5), (1, 2), (2, 5), (3, 3), (100, 1)])
+@pytest.mark.parametrize("n", [60, 58, 21, 15, 12, 10, 7, 5, 2])
+def test_equals_eager(n: int, together: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, leaves = LocalAttention(DIM, WINDOW), draw(n)
+    expected = results(eager, leaves)
+    assert distance(results(fuse_attention(eager), leaves), expected) <= 1e-12
+    set_sizes(monkeypatch, together, chunk)
+    assert distance(results(fuse_attention(eager), leaves), expected) <= 1e-12
+
+
+def test_the_comparison_can_fail() -> None:
+    leaves = draw(58)
+    fused, expected = results(FusedAttention(DIM, WINDOW), leaves), results(LocalAttention(DIM, 6), leaves)
+    for found, other in zip(fused, expected, strict=True):
+        assert distance([found], [other]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("n", "dim", "window"), [(9, 2, 1), (1, 2, 1), (40, 6, 1), (300, 64, 100), (33, 4, 50)]
+)
+def test_other_sizes(n: int, dim: int, window: int) -> None:
+    leaves = draw(n, dim)
+    found, expected = (results(a(dim, window), leaves) for a in (FusedAttention, LocalAttention))
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm(), "one anchor alone has no gradient of its score"
+
+
+def run(attention: BucketedAttention, first: int, last: int, n_rows: int) -> Function:
+    """A run of buckets, without the rows that fill the last one."""
+    return lambda *leaves: attention.attend(attention.prepare(*leaves), first, last)[:n_rows]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (100, 5)])
+@pytest.mark.parametrize("n", [40, 37, 12])
+def test_any_run_of_buckets(n: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, *sizes)
+    eager, fused = LocalAttention(DIM, WINDOW), FusedAttention(DIM, WINDOW)
+    n_buckets = eager.n_buckets(n)
+    assert fused.n_buckets(n) == n_buckets
+    for first in range(n_buckets):
+        for last in range(first + 1, n_buckets + 1):
+            n_rows = min(last * WINDOW, n) - first * WINDOW
+            found, expected = (results(run(a, first, last, n_rows), draw(n)) for a in (fused, eager))
+            assert distance(found, expected) <= 1e-12
+    state = fused.prepare(*draw(n))
+    assert fused.attend(state, 1, 1).shape == (0, DIM), "a rank may own no bucket"
+    assert len(fused.attend(state, 0, n_buckets)) == n, "rows that fill the last bucket are not computed"
+
+
+@pytest.mark.parametrize("borders", [(0, 10, 25, 38), (0, 5, 35, 38), (0, 35, 38), (0, 15, 15, 38)])
+def test_runs_with_halos_add_up(borders: tuple[int, ...]) -> None:
+    leaves = draw(38)
+    wide = 2 * WINDOW
+
+    def parts(q: Tensor, k: Tensor, values: Tensor, halo: int) -> Tensor:
+        rows = []
+        for begin, end in pairwise(borders):
+            start, stop = max(begin - halo, 0), min(end + halo, 38)
+            near = slice(start, stop)
+            around = {"before": begin - start, "after": stop - end}
+            rows.append(fused_rows(q[begin:end], k[near], values[near], window=WINDOW, **around))
+        return torch.cat(rows)
+
+    expected = results(LocalAttention(DIM, WINDOW), leaves)
+    for halo in (WINDOW, wide):
+        found = results(lambda *x, halo=halo: parts(*x, halo), leaves)
+        assert distance(found, expected) <= 1e-12, "rows beyond the neighbouring bucket make no difference"
+
+
+def test_one_tensor_for_all_and_strange_strides() -> None:
+    eager, fused = LocalAttention(DIM, WINDOW), FusedAttention(DIM, WINDOW)
+    one = draw(23)[:1]
+    assert distance(results(lambda x: fused(x, x, x), one), results(lambda x: eager(x, x, x), one)) <= 1e-12
+    packed = [torch.cat([x.detach() for x in draw(23)], dim=1).T.contiguous().T.requires_grad_()]
+
+    def split(attention: nn.Module) -> Function:
+        return lambda x: attention(*x.chunk(3, dim=1)).expand(2, 23, DIM)
+
+    assert distance(results(split(fused), packed), results(split(eager), packed)) <= 1e-12
+    leaves = draw(23)
+    found, expected = (torch.autograd.grad(a(*leaves).sum(), leaves) for a in (fused, eager))
+    assert distance([found[2]], [expected[2]]) <= 1e-12, "the gradient of a sum has no memory of its own"
+
+
+def test_zero_keys_and_large_scores() -> None:
+    leaves = draw(23)
+    with torch.no_grad():
+        leaves[1][7] = 0
+        leaves[1][9] *= 1e-13
+    found, expected = (results(a(DIM, WINDOW), leaves) for a in (FusedAttention, LocalAttention))
+    assert distance(found, expected) <= 1e-12
+    assert expected[2][7].norm() > 1e8, "the slope of the normalisation at 0 is 1 / 1e-12"
+    large = [x.detach() * factor for x, factor in zip(draw(23), (1e4, 1, 1), strict=True)]
+    large = [x.requires_grad_() for x in large]
+    found, expected = (results(a(DIM, WINDOW), large) for a in (FusedAttention, LocalAttention))
+    assert distance(found[:1] + found[3:], expected[:1] + expected[3:]) <= 1e-10
+
+
+def test_a_weight_on_oneself_hands_no_gradient_on() -> None:
+    # a turn by one position multiplies this inner product by cos(1): the other anchor gets the score of oneself
+    far = -5e4 * 2**0.5 / torch.tensor(1.0, dtype=torch.float64).cos()
+    leaves = [x.detach() for x in draw(2, 2)]
+    leaves[0][0], leaves[1][1] = torch.tensor([far, 0.0]), torch.tensor([1.0, 0.0])
+    leaves = [x.requires_grad_() for x in leaves]
+    found, expected = (results(a(2, 2), leaves) for a in (FusedAttention, LocalAttention))
+    assert torch.allclose(expected[0][0], leaves[2].detach().mean(dim=0), rtol=1e-6), "half a weight each"
+    assert distance(found, expected) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("n", "before", "after", "fewest"),
+    [(60, 0, 0, 5), (58, 0, 0, 6), (60, 5, 5, 3), (35, 10, 3, 4), (2, 5, 0, 1), (60, 10, 10, 3)],
+)
+@pytest.mark.parametrize("together", [1, 2, 3, 100])
+def test_groups_take_every_bucket_once_and_do_not_overlap(
+    n: int, before: int, after: int, fewest: int, together: int
+) -> None:
+    band = Band(rows=n, keys=before + n + after, window=5, before=before, together=together)
+    keys, groups = torch.arange(band.keys)[:, None], list(band.groups())
+    assert sorted(torch.cat([band.own(keys[:n], g).flatten() for g in groups]).tolist()) == list(range(n))
+    for group in groups:
+        near = band.near(keys, group).flatten().tolist()
+        assert len(near) == len(set(near)), "sums into these rows would meet"
+    assert max(g.n_buckets for g in groups) == band.largest <= together
+    assert len(groups) >= fewest
+    assert together < 100 or len(groups) == fewest, "all buckets with 3w keys are in three groups"
+    assert torch.equal(torch.cat([slab.flatten() for _, slab in band.slabs(keys)]), keys.flatten())
+
+
+def test_float32_at_far_positions() -> None:
+    n, dim, window = 6000, 16, 40
+    expected = results(LocalAttention(dim, window), draw(n, dim))
+    single = draw(n, dim, dtype=torch.float32)
+    found, eager = (results(a(dim, window), single) for a in (FusedAttention, LocalAttention))
+    assert all(x.dtype == torch.float32 for x in found)
+    assert distance(found, expected) <= 1e-6
+    assert distance(found, eager) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    low = draw(60, dtype=dtype)
+    found = results(FusedAttention(DIM, WINDOW), low)
+    assert all(x.dtype == dtype for x in found)
+    rounded = [x.detach().double().requires_grad_() for x in low]
+    expected = results(LocalAttention(DIM, WINDOW), rounded)
+    # what is left is the rounding of the results, half a unit in the last place at most
+    assert distance(found, expected) <= torch.finfo(dtype).eps / 3
+    mixed = [low[0], low[1], rounded[2].detach().float().requires_grad_()]
+    found = results(FusedAttention(DIM, WINDOW), mixed)
+    assert [x.dtype for x in found] == [torch.float32, dtype, dtype, torch.float32]
+    assert distance(found, expected) <= torch.finfo(dtype).eps / 3
+    assert distance(found[:1] + found[3:], expected[:1] + expected[3:]) <= 1e-6, "float32 is not rounded"
+
+
+def test_autocast_changes_nothing() -> None:
+    fused, leaves = FusedAttention(DIM, WINDOW), draw(38, dtype=torch.float32)
+    expected = results(fused, leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(fused, leaves)
+        assert (leaves[0] @ leaves[0].T).dtype == torch.bfloat16, "autocast is on"
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_second_derivative_is_refused() -> None:
+    leaves = draw(12)
+    (grad,) = torch.autograd.grad(
+        FusedAttention(DIM, WINDOW)(*leaves).square().sum(), leaves[:1], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_changed_inputs_are_noticed() -> None:
+    leaves = draw(12)
+    out = FusedAttention(DIM, WINDOW)(*leaves)
+    with torch.no_grad():
+        leaves[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_without_gradients_recomputed_and_inside_another_pass() -> None:
+    fused, leaves = FusedAttention(DIM, WINDOW), draw(38)
+    expected = results(LocalAttention(DIM, WINDOW), leaves)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert distance([fused(*leaves)], expected[:1]) <= 1e-12
+    again = results(lambda *x: checkpoint(fused, *x, use_reentrant=False), leaves)
+    assert distance(again, expected) <= 1e-12
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return results(fused, [x.detach().requires_grad_() for x in inputs])[2]
+
+    assert distance([Inside.apply(*leaves).detach()], expected[2:3]) <= 1e-12  # type: ignore[no-untyped-call]
+
+
+def work(n: int, *, together: int, chunk: int, dim: int, w: int) -> int:
+    """The numbers that the docstring of banded_softmax.py calls the work."""
+    return 2 * together * chunk * (3 * w + 1) + 3 * together * w * dim + (w + n // w + 2) * dim
+
+
+def measure(attention: nn.Module, leaves: list[Tensor], grad: Tensor) -> tuple[int, int, int]:
+    """Bytes kept after the forward pass, its peak, and the peak of the backward pass."""
+    with LiveBytes() as live:
+        out = attention(*leaves)
+        kept, forward = live.current, live.peak
+        live.reset_peak()
+        torch.autograd.grad(out, leaves, grad)
+        return kept, forward, live.peak
+
+
+@pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 25), (2, 100)])
+def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, dim, w = 2350, 32, 100
+    set_sizes(monkeypatch, together, chunk)
+    leaves, whole = draw(n, dim), n * dim * DOUBLE
+    grad = torch.randn(n, dim, dtype=torch.float64)
+    kept, forward, backward = measure(FusedAttention(dim, w), leaves, grad)
+    assert kept == whole, "the output, and nothing for the backward pass"
+    beside = (n + work(n, together=together, chunk=chunk, dim=dim, w=w)) * DOUBLE
+    sums_of_rows = 2 * together * w * DOUBLE
+    assert abs(forward - 2 * whole - beside) <= sums_of_rows
+    assert abs(backward - 5 * whole - beside) <= sums_of_rows, "the output is still there"
+    eager = measure(LocalAttention(dim, w), leaves, grad)
+    assert eager[0] > n * 3 * w * DOUBLE
+    assert backward < eager[2] / 4
+
+
+@pytest.mark.parametrize("n", [2350, 2400, 150, 40])
+@pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 30), (4, 100)])
+def test_without_values_the_same_memory(
+    n: int, together: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, together, chunk)
+    fused, leaves = FusedAttention(8, 100), draw(n, dtype=torch.float32)
+    meta = [x.detach().to("meta").requires_grad_() for x in leaves]
+    real = measure(fused, leaves, torch.ones(n, 8))
+    assert measure(fused, meta, torch.ones(n, 8, device="meta")) == real
+    out = fused(*meta)
+    assert (out.shape, out.dtype, out.is_meta) == ((n, 8), torch.float32, True)
+
+
+def test_sizes_fit_the_cache() -> None:
+    for window in (1, 7, 200, 640, 5000):
+        for device, most in (("cpu", banded_softmax.CACHED_SCORES), ("meta", banded_softmax.CACHED_SCORES)):
+            together, chunk = banded_softmax._sizes(torch.empty(3, 2, device=device), window)
+            assert 1 <= chunk <= window
+            assert together >= 1
+            assert together * chunk * 3 * window <= most + 3 * window
+            assert together == 1 or chunk == window
+
+
+def test_state_dict_copies_and_undo() -> None:
+    key = AttentionKey(DIM, WINDOW)
+    names, eager = list(key.state_dict()), key.attention
+    v = draw(23, dtype=torch.float32)[0]
+    expected = key(v)[0]
+    key.attention = fuse_attention(eager)  # type: ignore[assignment]
+    assert list(key.state_dict()) == names
+    for module in (key, copy.deepcopy(key), pickle.loads(pickle.dumps(key))):
+        assert (module(v)[0] - expected).norm() <= 1e-5 * expected.norm()
+    assert "FusedAttention(dim=8, window=5)" in repr(key)
+    key.attention = eager
+    assert torch.equal(key(v)[0], expected)
+
+
+def test_part_of_the_protocol() -> None:
+    fused = fuse_attention(LocalAttention(DIM, WINDOW))
+    assert isinstance(fused, BucketedAttention)
+    assert not isinstance(fused, ShardableAttention), "S5 must not find channels to deal"
+
+
+class Dropping(LocalAttention):
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Tensor:
+        return nn.functional.dropout(super().attend(state, first, last), 0.1, self.training)
+
+
+class Unpadded(LocalAttention):
+    """Right where the last bucket is full."""
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        out = super().forward(q, k, values)
+        return out if len(q) % self.window == 0 else out * 1.001
+
+
+class Stopping(LocalAttention):
+    """Another gradient."""
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return super().forward(q, k.detach() + 0 * k, values)
+
+
+class Fixed(LocalAttention):
+    """Another window than it says."""
+
+    def n_buckets(self, n: int) -> int:
+        return -(-n // 7)
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return LocalAttention(self.dim, 7)(q, k, values)
+
+
+class Alone(LocalAttention):
+    """Another function where there is more than one bucket."""
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        buckets = zip(*(x.split(self.window) for x in (q, k, values)), strict=True)
+        return torch.cat([super(Alone, self).forward(*bucket) for bucket in buckets])
+
+
+class Failing(LocalAttention):
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+
+def with_attribute(name: str, value: object) -> LocalAttention:
+    attention = LocalAttention(DIM, WINDOW)
+    setattr(attention, name, value)
+    return attention
+
+
+def hooked() -> LocalAttention:
+    attention = LocalAttention(DIM, WINDOW)
+    attention.register_forward_hook(lambda module, args, out: None)
+    return attention
+
+
+def buffered() -> LocalAttention:
+    attention = LocalAttention(DIM, WINDOW)
+    attention.register_buffer("seen", torch.zeros(1), persistent=False)
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("attention", "found"),
+    [
+        (nn.Linear(2, 2), r"'Linear', which has the settings \['dim=None', 'window=None'\]"),
+        (
+            chunk_attention(LocalAttention(DIM, WINDOW), buckets=1),
+            r"'ChunkedAttention', which has the settings",
+        ),
+        (FusedAttention(DIM, 5.0), r"has the settings \['window=5.0'\]"),  # type: ignore[arg-type]
+        (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
+        (buffered(), r"has the state \['seen'\]"),
+        (with_attribute("drop", nn.Dropout(0.1)), r"has the children \['drop'\]"),
+        (with_attribute("bias", torch.ones(1)), r"has the attributes \['bias'\]"),
+        (LocalAttention(DIM, WINDOW).shard(slice(0, 4), lambda x: x), r"has the attributes \['_total'\]"),
+        (hooked(), r"has the hooks \['forward_hooks'\]"),
+        (Dropping(DIM, WINDOW), "has another output for 2 anchors with window=3"),
+        (Dropping(DIM, WINDOW).eval(), "has another output for 2 anchors with window=3"),
+        (Unpadded(DIM, WINDOW), "has another output for 2 anchors"),
+        (Stopping(DIM, WINDOW), "has another gradient of k for 2 anchors"),
+        (Fixed(DIM, 7), "has another output"),
+        (Alone(DIM, 100), "has another output for 12 anchors with window=3"),
+        (Failing(DIM, WINDOW), r"fails on a small example with ValueError\('not today'\)"),
+    ],
+)
+def test_refuses_other_modules(attention: nn.Module, found: str) -> None:
+    training, state = attention.training, torch.random.get_rng_state()
+    with pytest.raises(InstallError, match=f"'fused' was asked for on .*{found}.*leave 'fused' out"):
+        fuse_attention(attention)
+    assert attention.training == training
+    if not isinstance(attention, Dropping):
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_accepts_itself_and_leaves_the_module_alone() -> None:
+    attention = LocalAttention(DIM, WINDOW).eval()
+    state = torch.random.get_rng_state()
+    with torch.no_grad():
+        again = fuse_attention(fuse_attention(attention))
+    assert repr(again) == f"FusedAttention(dim={DIM}, window={WINDOW})"
+    assert (attention.window, attention.training) == (WINDOW, False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("keys", "before", "after", "message"),
+    [(12, 0, 0, "is not before=0"), (14, 2, 0, "whole buckets"), (18, 0, 6, "end within a bucket")],
+)
+def test_runs_that_do_not_fit(keys: int, before: int, after: int, message: str) -> None:
+    k = torch.ones(keys, DIM)
+    with pytest.raises(AssertionError, match=message):
+        fused_rows(torch.ones(12 if keys > 12 else 11, DIM), k, k, window=WINDOW, before=before, after=after)
