@@ -48,7 +48,7 @@ def candidates(
     own: frozenset[str] = frozenset(),
     model_parallel_size: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """All legal plans, the chosen one first, then by what speaks for them.
+    """All legal plans, the chosen one first, then by what speaks for them; none where the model axis is too long.
 
     Args:
         shape: A model with a decoder.
@@ -64,14 +64,16 @@ def candidates(
         if devices % model == 0 and model_parallel_size in (None, model)
         for chosen in _legal(shape, own, model)
     ]
+    if not found:
+        return ()
     fitting = [c for c in found if budget is None or c.peak_bytes <= budget]
     if not fitting:
         best = min(found, key=lambda c: (c.peak_bytes, _simplicity(c)))
     else:
         fastest = min(c.cell_seconds for c in fitting)
         best = min((c for c in fitting if c.cell_seconds <= TIE * fastest), key=_simplicity)
-    judged = [replace(c, verdict=_verdict(c, best, budget)) for c in found]
-    return tuple(sorted(judged, key=lambda c: _order(c, best, budget)))
+    found.sort(key=lambda c: _order(c, best, budget, nothing_fits=not fitting))
+    return tuple(replace(c, verdict=_verdict(c, best, budget)) for c in found)
 
 
 def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple[str, ...]]:
@@ -138,6 +140,9 @@ def _verdict(candidate: Candidate, best: Candidate, budget: int | None) -> str:
     return f"{ratio:.2f} x the time"
 
 
-def _order(candidate: Candidate, best: Candidate, budget: int | None) -> tuple[object, ...]:
+def _order(
+    candidate: Candidate, best: Candidate, budget: int | None, *, nothing_fits: bool
+) -> tuple[object, ...]:
     exceeds = budget is not None and candidate.peak_bytes > budget
-    return candidate != best, exceeds, candidate.cell_seconds, _simplicity(candidate)
+    merit = candidate.peak_bytes if nothing_fits else candidate.cell_seconds
+    return candidate != best, exceeds, merit, _simplicity(candidate)

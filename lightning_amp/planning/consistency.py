@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
@@ -31,17 +32,27 @@ def _kinds(plan: "Plan") -> Iterator[str]:
     counts = {name: getattr(plan, name) for name in ("predicted_base_bytes", "predicted_stratum_bytes")}
     counts |= {"predicted_peak_bytes": plan.predicted_peak_bytes, "batch_size": plan.batch_size}
     counts |= {f"strata_bytes[{k}]": n for k, n in enumerate(plan.strata_bytes)}
+    counts |= {f"candidates[{i}].peak_bytes": c.peak_bytes for i, c in enumerate(plan.candidates)}
     if plan.budget_bytes is not None:
         counts["budget_bytes"] = plan.budget_bytes
     for name, value in counts.items():
         if type(value) is not int or value < 0:
             yield f"{name}={value!r} is not a whole number of 0 or more"
+    seconds = [c.step_seconds for c in plan.candidates] + [c.cell_seconds for c in plan.candidates]
+    seconds += [] if plan.predicted_step_seconds is None else [plan.predicted_step_seconds]
+    yield from (f"a time of {n!r} is not a number above 0" for n in seconds if not _is_time(n))
     if type(plan.balance_cells) is not bool:
         yield f"balance_cells={plan.balance_cells!r} is neither true nor false"
     for name in ("signals", "evidence", "strategies", "notes"):
         if not all(isinstance(text, str) for text in getattr(plan, name)):
             yield f"{name}={getattr(plan, name)!r} holds something other than text"
+    for name, texts in (("rates_device", [plan.rates_device]), ("verdict", [c.verdict for c in plan.candidates])):
+        yield from (f"{name}={text!r} is not text" for text in texts if not isinstance(text, str))
     yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
 def _contradictions(plan: "Plan") -> Iterator[str]:

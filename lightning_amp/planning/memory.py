@@ -154,6 +154,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
     if axes.features == "sharded":
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
+    if axes.features == "sharded" or axes.placement == "nodes":
         buffers += NODE_BYTES * sum(s.features for s in strata)
     entered, border = _border(shape, axes, model_ranks)
     runs = _runs(shape, axes, model_ranks)

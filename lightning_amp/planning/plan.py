@@ -97,6 +97,7 @@ class Plan:
         balance_cells: Whether to balance contacts over the ranks.
         notes: Everything else a person should know, one sentence each.
         predicted_step_seconds: Predicted time of the decoder's part of a step, None without a decoder.
+        rates_device: Whose rates that time is predicted with, "" without a decoder.
         candidates: What policy "auto" has compared, the chosen one first.
     """
 
@@ -116,6 +117,7 @@ class Plan:
     balance_cells: bool = False
     notes: tuple[str, ...] = ()
     predicted_step_seconds: float | None = None
+    rates_device: str = ""
     candidates: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
 

@@ -1,22 +1,8 @@
 """Diagnosis and hardware -> Plan.
 
-Policy "auto" compares all legal plans (auto.py). Policy "paper" is AMP's fixed mapping (Zhang et al. 2026, Section 3.3
-and Table 4):
-
-    one device                     single-device execution, nothing is installed
-    no 3D modality                 S1
-    it fits under S1               S1 (Section 4.1: lightweight configurations run under S1 only)
-    HIGH_INPUT_DIMENSIONALITY      S2 and S4
-    ATTENTION_DECODER              S3
-    HEAVY_DECOMPOSITION            S5, when the EPM under the strategies above still exceeds the memory of a device
-    a signal from outside          its strategies, whatever the memory and on one device too
-
-The paper maps signals independently of memory, yet its lightweight configurations, which raise the same signals, run
-under S1 only (Table 6); the third row is how both can be true. Which signal asks for which strategy stands in
-`strategies.py`. Registered strategies count as chosen before the memory is looked at.
+Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping (paper.py). Where auto takes something
+else than the mapping would, a note says what both need.
 """
-
-from collections.abc import Collection
 
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
@@ -26,13 +12,15 @@ from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts
+from lightning_amp.planning.durations import format_seconds
+from lightning_amp.planning.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.request import check_request
 from lightning_amp.planning.rules import build_rules
 from lightning_amp.planning.shape import ModelShape, reference_shape
-from lightning_amp.planning.strategies import STRATEGIES, in_order, parse_strategies, targets_of
+from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
 from lightning_amp.planning.work import step_seconds
 from lightning_amp.profiling.profile import Profile
 
@@ -76,19 +64,24 @@ def plan(
     budget = None if device_memory is None else parse_bytes(device_memory)
     diagnosis = diagnose(profile)
     shape = shape or reference_shape(profile, batch_size=batch_size)
+    free = model_parallel_size == "auto"
     notes: list[str] = []
     compared: tuple[Candidate, ...] = ()
     if strategies is not None:
         chosen = parse_strategies(strategies)
     elif policy == "auto" and shape.decoder is not None:
-        size = model_parallel_size if isinstance(model_parallel_size, int) else None
-        own, notes = _registered(diagnosis, shape, devices=devices)
+        own, notes = registered(diagnosis, shape, devices=devices)
         base = frozenset(own | ({"S1"} if devices > 1 else set()))
-        compared = candidates(
-            shape, devices=devices, budget=budget, rates=rates, own=base, model_parallel_size=size
+        compared = _compare(
+            shape,
+            devices=devices,
+            budget=budget,
+            rates=rates,
+            own=base,
+            model_parallel_size=model_parallel_size,
         )
     else:
-        chosen, notes = _mapped(
+        chosen, notes = mapped(
             diagnosis, shape, devices=devices, budget=budget, model_parallel_size=model_parallel_size
         )
     if compared:
@@ -99,6 +92,8 @@ def plan(
     asked = "strategies" if strategies is not None else policy
     balance, balance_note = decide_balance(profile, mesh, batch_size)
     notes += _notes(chosen, shape) + balance_note
+    if compared and free:
+        notes += _of_paper(compared[0], diagnosis, shape, devices=devices, budget=budget, rates=rates)
     return Plan(
         policy=asked,
         signals=diagnosis.signals,
@@ -115,17 +110,26 @@ def plan(
         budget_bytes=budget,
         balance_cells=balance,
         notes=tuple(notes),
-        predicted_step_seconds=_step_seconds(shape, chosen, mesh, rates),
+        predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, rates),
+        rates_device="" if shape.decoder is None else rates.device,
         candidates=compared,
     )
 
 
-def _step_seconds(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> float | None:
+def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
+    """Predicted time of the decoder's part of a step, None for a model without a decoder.
+
+    Args:
+        shape: The model, with the cells of one rank's batch.
+        axes: The decoder's choices.
+        mesh: Ranks per axis.
+        rates: What a device reaches.
+    """
     if shape.decoder is None:
         return None
     return step_seconds(
         shape.decoder,
-        Axes.of(chosen),
+        axes,
         mesh,
         cells=shape.batch_size,
         rates=rates,
@@ -133,69 +137,59 @@ def _step_seconds(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, r
     )
 
 
-def _mapped(
+def _compare(
+    shape: ModelShape,
+    *,
+    devices: int,
+    budget: int | None,
+    rates: Rates,
+    own: frozenset[str],
+    model_parallel_size: int | str,
+) -> tuple[Candidate, ...]:
+    size = model_parallel_size if isinstance(model_parallel_size, int) else None
+    _check_divides(model_parallel_size, devices)
+    found = candidates(
+        shape, devices=devices, budget=budget, rates=rates, own=own, model_parallel_size=size
+    )
+    if not found:
+        raise PlanError(
+            f"model_parallel_size={size!r} was asked for, and no strategies can share this model among so many ranks;"
+            ' choose fewer, or model_parallel_size="auto"'
+        )
+    return found
+
+
+def _of_paper(
+    best: Candidate,
     diagnosis: Diagnosis,
     shape: ModelShape,
     *,
     devices: int,
     budget: int | None,
-    model_parallel_size: int | str,
-) -> tuple[tuple[str, ...], list[str]]:
-    """The mapping's strategies, with a sentence that says which row of it applied."""
-
-    def peak(chosen: set[str]) -> int:
-        ranks = _model_ranks(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
-        return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
-
-    own, notes = _registered(diagnosis, shape, devices=devices)
-    if devices == 1:
-        first = "one device: single-device execution (the paper's mapping prescribes nothing)"
-        return in_order(own), [first, *notes]
-    base = {"S1", *own}
-    under = ", ".join(in_order(base))
-    if shape.decoder is None:
-        only = under if own else "data parallelism (S1)"
-        return in_order(base), [f"no decomposed decoder was recognised: {only} only", *notes]
-    whole = peak(base)
-    if budget is None or whole <= budget:
-        limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
-        first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
-        return in_order(base), [first, *notes]
-    asked = {s for s, row in STRATEGIES.items() if row.signal in diagnosis.signals and not row.from_outside}
-    chosen = base | (asked - {"S5"})
-    if "S5" in asked and peak(chosen) > budget:
-        chosen.add("S5")
-    first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
-    return in_order(chosen), [first, *notes]
+    rates: Rates,
+) -> list[str]:
+    """What AMP's mapping would need instead, where that is not the same."""
+    chosen, _ = mapped(diagnosis, shape, devices=devices, budget=budget, model_parallel_size="auto")
+    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto")
+    mesh = MeshShape(data=devices // model, model=model)
+    seconds = decoder_seconds(shape, Axes.of(chosen), mesh, rates)
+    if (chosen, model) == (best.strategies, best.model) or seconds is None:
+        return []
+    cell = format_seconds(seconds / (mesh.data * shape.batch_size))
+    peak = format_bytes(predict(shape, chosen, model_ranks=model).peak_bytes)
+    return [
+        f"policy paper would take {', '.join(chosen) or 'none of them'} on {mesh.data} x {model}: a peak of {peak} and"
+        f" {cell} per cell in the decoder, here {format_bytes(best.peak_bytes)} and"
+        f" {format_seconds(best.cell_seconds)}"
+    ]
 
 
-def _registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tuple[set[str], list[str]]:
-    """Strategies from outside whose signal is raised, and a sentence for each that is left out all the same."""
-    own, notes = set(), []
-    for strategy, row in STRATEGIES.items():
-        if not row.from_outside or row.signal not in diagnosis.signals:
-            continue
-        if row.model_axis and devices == 1:
-            notes.append(f"{strategy} is left out: it splits over the model axis, which one device has not")
-        elif not targets_of(strategy, shape):
-            notes.append(f"{strategy} is left out: it finds nothing to change in this model")
-        else:
-            own.add(strategy)
-    return own, notes
-
-
-def _model_ranks(
-    chosen: Collection[str], shape: ModelShape, *, devices: int, model_parallel_size: int | str
-) -> int:
-    """Ranks of the model axis, unless the user says how many: all (the paper's same-batch execution), or as many as
-    there are channels for.
-    """
-    if isinstance(model_parallel_size, int):
-        return model_parallel_size
-    if not any(STRATEGIES[s].model_axis for s in chosen):
-        return 1
-    most = shape.decoder.hidden_parts if "S5" in chosen and shape.decoder is not None else devices
-    return max(n for n in range(1, min(devices, most) + 1) if devices % n == 0)
+def _check_divides(model_parallel_size: int | str, devices: int) -> None:
+    if isinstance(model_parallel_size, int) and devices % model_parallel_size:
+        raise PlanError(
+            f"model_parallel_size={model_parallel_size!r} was asked for with {devices} devices; it must divide them,"
+            f" choose one of {[n for n in range(1, devices + 1) if devices % n == 0]}"
+        )
 
 
 def _mesh(
@@ -203,12 +197,8 @@ def _mesh(
 ) -> MeshShape:
     """All ranks on the model axis where a strategy needs it, else on data."""
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
-    model = _model_ranks(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
-    if devices % model:
-        raise PlanError(
-            f"model_parallel_size={model!r} was asked for with {devices} devices; it must divide them, choose one of"
-            f" {[n for n in range(1, devices + 1) if devices % n == 0]}"
-        )
+    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
+    _check_divides(model, devices)
     if sharding and model < 2:
         raise PlanError(
             f"{', '.join(sharding)} split a module over the model axis, which has {model} rank with devices={devices};"

@@ -8,12 +8,14 @@ The figures of "cpu core" were measured, one thread of a server CPU: 95 GFLOP/s 
 operators that allocate their results, 0.7 of the product's rate in attention, 4 microseconds per operator.
 
 No device reaches its data sheet. Order and ratios are what a plan needs; `calibrated` fits the rates to one measured
-step, and `to_json` keeps them.
+step, and `to_json` keeps them. A device that is not known gets the rates of the known one whose memory is nearest to
+its own, and whoever asks is told (`nearest_rates`).
 """
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from math import inf
+from math import inf, log
+from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
@@ -32,6 +34,7 @@ class Rates:
         attention_share: Of matmul_flops, what the products of attention reach.
         overhead_seconds: Of every operator.
         links: To other devices.
+        device: Whose rates they are, in words.
     """
 
     matmul_flops: float
@@ -39,6 +42,7 @@ class Rates:
     attention_share: float
     overhead_seconds: float
     links: Links
+    device: str = "a device without a name"
 
     def __post_init__(self) -> None:
         """Refuse rates that cannot be.
@@ -53,6 +57,8 @@ class Rates:
             )
         if not (_is_number(self.overhead_seconds) and self.overhead_seconds >= 0):
             raise PlanError(f"{self!r} was asked for; overhead_seconds is 0 or more: correct it")
+        if not isinstance(self.device, str) or not self.device.strip():
+            raise PlanError(f"{self!r} was asked for; device is whose rates they are, in words: correct it")
 
     def to_json(self) -> str:
         """The rates as indented JSON."""
@@ -85,6 +91,22 @@ class Rates:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(f"{source} does not read as rates: {error}; their fields are {names}") from error
 
+    @classmethod
+    def read(cls, path: str | Path) -> "Rates":
+        """Read a file of rates.
+
+        Raises:
+            PlanError: The file cannot be read, or holds no rates.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"rates={str(path)!r} were asked for and cannot be read: {error}; write them with"
+                " `lightning-amp calibrate --out FILE.json`"
+            ) from error
+        return cls.from_json(text, source=str(path))
+
 
 def rates_for(device_name: str, *, tf32: bool = False) -> Rates:
     """The rates of a device whose name contains that of a known one, such as "NVIDIA A100-SXM4-40GB".
@@ -96,7 +118,7 @@ def rates_for(device_name: str, *, tf32: bool = False) -> Rates:
     Raises:
         PlanError: No known device.
     """
-    found = next((name for name in DEVICES if name.lower() in device_name.lower()), None)
+    found = _known(device_name)
     if found is None:
         raise PlanError(
             f"rates of {device_name!r} were asked for; known are names that contain one of {', '.join(DEVICES)}:"
@@ -106,10 +128,32 @@ def rates_for(device_name: str, *, tf32: bool = False) -> Rates:
     return replace(rates, matmul_flops=TF32_FLOPS[found]) if tf32 and found in TF32_FLOPS else rates
 
 
+def nearest_rates(device_name: str, *, memory_bytes: int, tf32: bool = False) -> tuple[Rates, str]:
+    """The rates of a GPU, known or not, and a sentence that says whose they are where it is not; else "".
+
+    Args:
+        device_name: As torch names it.
+        memory_bytes: Memory of the device.
+        tf32: Whether float32 products may run in TF32.
+    """
+    if _known(device_name):
+        return rates_for(device_name, tf32=tf32), ""
+    near = min(MEMORY_GIB, key=lambda name: abs(log(memory_bytes / 2**30 / MEMORY_GIB[name])))
+    return rates_for(near, tf32=tf32), (
+        f"the rates of {device_name!r} are not known: times are predicted for {DEVICES[near].device}, whose memory is"
+        " nearest; `lightning-amp calibrate` measures them"
+    )
+
+
+def _known(device_name: str) -> str | None:
+    return next((name for name in DEVICES if name.lower() in device_name.lower()), None)
+
+
 def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
     """Rates under which the prediction for one device is what was measured.
 
-    All that a device's own time consists of is scaled alike; the links are left as they are.
+    All that a device's own time consists of is scaled alike; the links are left as they are, and so is whose rates
+    they are.
 
     Args:
         rates: With which the prediction was made.
@@ -137,7 +181,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -inf < value < inf
 
 
-def _gpu(*, teraflops: float, memory: float, link: float, network: float) -> Rates:
+def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: float) -> Rates:
     """A GPU of a data sheet; bandwidths in gigabytes per second, one way."""
     links = Links(
         intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8
@@ -148,6 +192,7 @@ def _gpu(*, teraflops: float, memory: float, link: float, network: float) -> Rat
         attention_share=0.7,
         overhead_seconds=5e-6,
         links=links,
+        device=device,
     )
 
 
@@ -157,14 +202,16 @@ CPU_CORE = Rates(
     attention_share=0.7,
     overhead_seconds=4e-6,
     links=Links(intra_bandwidth=2e9, inter_bandwidth=1e9, latency=5e-5, ranks_per_node=64),
+    device="one CPU core",
 )
 DEVICES = {
     "cpu": CPU_CORE,
-    "RTX 3090": _gpu(teraflops=35.6, memory=936, link=31.5, network=25),
-    "A100": _gpu(teraflops=19.5, memory=1555, link=300, network=25),
-    "H100": _gpu(teraflops=67, memory=3350, link=450, network=50),
-    "H200": _gpu(teraflops=67, memory=4800, link=450, network=50),
+    "RTX 3090": _gpu("an RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
+    "A100": _gpu("an A100", teraflops=19.5, memory=1555, link=300, network=25),
+    "H100": _gpu("an H100", teraflops=67, memory=3350, link=450, network=50),
+    "H200": _gpu("an H200", teraflops=67, memory=4800, link=450, network=50),
 }
 """By a part of the device's name."""
+MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}
 TF32_FLOPS = {"A100": 156e12, "H100": 494e12, "H200": 494e12}
 """Dense; of the RTX 3090 it is what float32 reaches."""

@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.planning.candidate import Candidate
+from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.strategies import STRATEGIES
+from lightning_amp.planning.strategies import label
 from lightning_amp.profiling.profile import Profile
 
 WIDTH = 80
+SHOWN_FITTING, SHOWN_DROPPED = 7, 3
+"""Candidates in the text: the chosen one with the best that fit, and the best of those that do not."""
+NARROWEST = 12
+"""Of a column that is wrapped."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -19,7 +25,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for row in [header, ["-" * w for w in widths] + ["-" * max(4, min(last, WIDTH - left))], *rows]:
         first = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
-        parts = wrap(str(row[-1]), max(20, WIDTH - left)) or [""]
+        parts = wrap(str(row[-1]), max(NARROWEST, WIDTH - left)) or [""]
         lines += [f"{first}  {parts[0]}".rstrip(), *(" " * left + part for part in parts[1:])]
     return "\n".join(lines)
 
@@ -71,13 +77,44 @@ def plan_report(plan: Plan) -> str:
     ]
     sections.append(table(["", "technique", "saves", "why"], rules) if rules else "nothing to install")
     sections.append("\n".join(_prediction(plan)))
+    if plan.candidates:
+        sections.append(candidate_table(plan.candidates, budget=plan.budget_bytes))
     notes = [*plan.notes, *([shortfall(plan)] if plan.fits is False else [])]
     sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
-    # a plan that came from another process may hold strategies that this one has not registered
-    titles = {s: row.title for s, row in STRATEGIES.items()}
-    names = ", ".join(f"{s} {titles.get(s, '(not registered here)')}" for s in plan.strategies)
-    names = names or "single-device execution"
+    names = ", ".join(map(label, plan.strategies)) or "single-device execution"
     return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
+
+
+def candidate_table(candidates: Sequence[Candidate], *, budget: int | None) -> str:
+    """The best of what was compared: the chosen one, others that fit, and some that need too much memory."""
+    dropped = [c for c in candidates[1:] if budget is not None and c.peak_bytes > budget]
+    kept = candidates[: len(candidates) - len(dropped)]
+    n_dropped = max(SHOWN_DROPPED, SHOWN_FITTING + SHOWN_DROPPED - len(kept))
+    n_kept = max(SHOWN_FITTING, SHOWN_FITTING + SHOWN_DROPPED - len(dropped))
+    rows = [
+        [
+            c.verdict.partition(",")[0],
+            f"{c.data} x {c.model}",
+            format_bytes(c.peak_bytes),
+            format_seconds(c.step_seconds),
+            format_seconds(c.cell_seconds),
+            techniques(c.strategies),
+        ]
+        for c in (*kept[:n_kept], *dropped[:n_dropped])
+    ]
+    text = table(["verdict", "mesh", "peak", "step", "per cell", "techniques"], rows)
+    more = [max(0, len(kept) - n_kept), max(0, len(dropped) - n_dropped)]
+    if not any(more):
+        return text
+    which = [f"{more[0]:,} that fit"] if budget is not None and more[0] else []
+    which += [f"{more[1]:,} that exceed {format_bytes(budget)}"] if budget is not None and more[1] else []
+    found = ": ".join([f"and {sum(more):,} more", *filter(None, [", ".join(which)])])
+    return "\n".join([text, *wrap(f"{found}; --format json has all", WIDTH)])
+
+
+def techniques(strategies: Sequence[str]) -> str:
+    """Ids without S1, which the mesh says."""
+    return " ".join(s for s in strategies if s != "S1") or "none"
 
 
 def shortfall(plan: Plan) -> str:
@@ -106,7 +143,11 @@ def _prediction(plan: Plan) -> list[str]:
         rows.insert(
             0, ("predicted peak per rank", f"unknown; weights and gradients alone take {size} of {budget}")
         )
-    return [f"{name.ljust(24)}{value}" for name, value in rows]
+    if plan.predicted_step_seconds is not None:
+        whose = f", rates of {plan.rates_device}" if plan.rates_device else ""
+        rows.append(("predicted decoder step", f"{format_seconds(plan.predicted_step_seconds)}{whose}"))
+    wrapped = [(name, wrap(value, WIDTH - 24)) for name, value in rows]
+    return [("\n" + " " * 24).join([name.ljust(24) + lines[0], *lines[1:]]) for name, lines in wrapped]
 
 
 def _epm(plan: Plan) -> str:

@@ -190,7 +190,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         choice=("likelihood", "sparse"),
     ),
     "nodes": StrategyInfo(
-        title="domain parallel",
+        title="domain parallel over nodes",
         shrinks="[N, D] to [N / R, D]",
         specs=(DomainParallel,),
         targets=_domain_parallel,
@@ -198,14 +198,14 @@ STRATEGIES: dict[str, StrategyInfo] = {
         model_axis=True,
     ),
     "recompute": StrategyInfo(
-        title="recomputed strata",
+        title="recompute strata",
         shrinks="K strata to one, computed twice",
         specs=(RecomputeStrata,),
         targets=_recompute,
         choice=("activations", "recompute"),
     ),
     "stream": StrategyInfo(
-        title="streamed strata",
+        title="stream strata",
         shrinks="K strata to one, computed once",
         specs=(StreamStrata,),
         targets=_stream,
@@ -220,6 +220,15 @@ STRATEGIES: dict[str, StrategyInfo] = {
         model_axis=True,
     ),
 }
+
+
+def label(strategy: str) -> str:
+    """An id with its title: "S4 key-first decode", and "fused attention" where the title says the id."""
+    if strategy not in STRATEGIES:
+        # a plan that came from another process may hold strategies that this one has not registered
+        return f"{strategy} (not registered here)"
+    title = STRATEGIES[strategy].title
+    return title if strategy in title.split() else f"{strategy} {title}"
 
 
 def special_choice(spec: Spec) -> tuple[str, str] | None:

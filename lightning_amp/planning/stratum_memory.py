@@ -9,6 +9,8 @@ from lightning_amp.planning.stratum_sizes import StratumSizes
 
 Terms = dict[str, int]
 
+NEIGHBOUR = {"eager": 9, "chunked": 15, "chunked-retained": 15, "fused": 9}
+"""Buckets [w, a] that nodes keeps for every neighbour: pieces of three buckets, of queries, keys and values."""
 KEY, FEATURES_KEYS = "key [N, d]", "keys of the features [F_k, d]"
 
 DENSE_KEPT = {True: (9, 4), False: (15, 0)}
@@ -109,9 +111,11 @@ def statistic_terms(s: StratumSizes) -> Terms:
 def attention_terms(s: StratumSizes) -> Terms:
     """What attention keeps by itself."""
     p, w, a = s.padded, s.decoder.window, s.attended
+    halo = NEIGHBOUR[s.axes.attention] * w * a * (s.near - s.anchors) // w if s.by_nodes else 0
+    terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
     if s.fused:
-        return {}
-    terms = {"rotation [3 w, a]": s.element * 3 * w * a}
+        return terms
+    terms["rotation [3 w, a]"] = s.element * 3 * w * a
     if s.axes.attention == "chunked":
         return terms | {"queries, keys, values of the buckets [P, a]": s.element * 3 * p * a}
     return terms | {

@@ -130,7 +130,9 @@ def _attending_back(s: StratumSizes) -> int:
     inputs = (4 - s.gathered) * s.rows
     if s.fused:
         # turned keys, and the gradients of queries, keys and values
-        return s.element * (inputs - s.rows + s.rows + 3 * s.near * a + _fused_work(s))
+        # and of values that a streamed spine hands on, whose two gradients are added up
+        handed = s.rows if s.paper and s.decoder.chained and s.streamed else 0
+        return s.element * (inputs + handed + 3 * s.near * a + _fused_work(s))
     # gradients of queries, keys and values, from the chunks done before
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
@@ -144,7 +146,10 @@ def _attending_back(s: StratumSizes) -> int:
 
 def _fused_work(s: StratumSizes) -> int:
     """Scores and weights of some rows of a group of buckets, these rows, and tables of the rotation."""
-    w, a = s.decoder.window, s.attended
-    group = min(max(1, FUSED_SCORES // (3 * w * w)), max(1, s.padded // w - 2))
-    chunk = -(-w // -(-group * 3 * w * w // FUSED_SCORES))
-    return 2 * group * chunk * (3 * w + 1) + 2 * group * w * a + (w + s.near // w) * a
+    w, a, buckets = s.decoder.window, s.attended, s.padded // s.decoder.window
+    at_once = max(1, FUSED_SCORES // (3 * w * w))
+    chunk = -(-w // -(-3 * w * w * at_once // FUSED_SCORES))
+    # buckets that meet neighbours on both sides; those of a group are three apart at least
+    inner = max(0, buckets - 2 + (s.near - s.anchors) // w)
+    group = max(1, -(-inner // max(3, -(-inner // at_once))))
+    return 2 * group * chunk * (3 * w + 1) + 3 * group * w * a + (w + -(-s.near // w) + 1) * a
