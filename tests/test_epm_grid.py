@@ -117,7 +117,7 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("fused,S4,stream", 1, 1, PAPER | CHAINED | {"anchors": 2000, "dim": 64}),
     ("fused,S4,sparse,stream", 1, 64, CHAINED | {"anchors": 2000, "dim": 64}),
     ("nodes", 2, 8, {}),
-    ("nodes,S3", 2, 8, {"anchors": 900}),
+    ("nodes,S3", 2, 8, {"anchors": 960}),
     ("nodes,fused,S4,stream", 2, 8, {"anchors": 3000, "dim": 64}),
     ("nodes,fused,S4,sparse,stream", 3, 64, {"anchors": 2000, "dim": 64}),
     ("nodes,stream", 4, 1, CHAINED | {"anchors": 2000}),

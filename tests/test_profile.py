@@ -79,7 +79,7 @@ def test_a_missing_directory_is_named(tmp_path) -> None:
 def test_the_command_needs_no_torch(data_dir) -> None:
     code = (
         "import sys; from lightning_amp.cli import main;"
-        f"status = main(['plan', {str(data_dir)!r}, '--devices', '2', '--format', 'json']);"
+        f"status = main(['plan', {str(data_dir)!r}, '--devices', '2', '--policy', 'paper', '--format', 'json']);"
         "sys.exit(status or ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -46,7 +46,10 @@ def _kinds(plan: "Plan") -> Iterator[str]:
     for name in ("signals", "evidence", "strategies", "notes"):
         if not all(isinstance(text, str) for text in getattr(plan, name)):
             yield f"{name}={getattr(plan, name)!r} holds something other than text"
-    for name, texts in (("rates_device", [plan.rates_device]), ("verdict", [c.verdict for c in plan.candidates])):
+    for name, texts in (
+        ("rates_device", [plan.rates_device]),
+        ("verdict", [c.verdict for c in plan.candidates]),
+    ):
         yield from (f"{name}={text!r} is not text" for text in texts if not isinstance(text, str))
     yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
 

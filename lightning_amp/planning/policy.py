@@ -148,9 +148,7 @@ def _compare(
 ) -> tuple[Candidate, ...]:
     size = model_parallel_size if isinstance(model_parallel_size, int) else None
     _check_divides(model_parallel_size, devices)
-    found = candidates(
-        shape, devices=devices, budget=budget, rates=rates, own=own, model_parallel_size=size
-    )
+    found = candidates(shape, devices=devices, budget=budget, rates=rates, own=own, model_parallel_size=size)
     if not found:
         raise PlanError(
             f"model_parallel_size={size!r} was asked for, and no strategies can share this model among so many ranks;"

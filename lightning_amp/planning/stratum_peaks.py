@@ -130,9 +130,9 @@ def _attending_back(s: StratumSizes) -> int:
     inputs = (4 - s.gathered) * s.rows
     if s.fused:
         # turned keys, and the gradients of queries, keys and values
-        # and of values that a streamed spine hands on, whose two gradients are added up
-        handed = s.rows if s.paper and s.decoder.chained and s.streamed else 0
-        return s.element * (inputs + handed + 3 * s.near * a + _fused_work(s))
+        # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
+        values = s.rows * (s.paper + (s.decoder.chained and s.streamed))
+        return s.element * (inputs + values + 3 * s.near * a + _fused_work(s))
     # gradients of queries, keys and values, from the chunks done before
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)

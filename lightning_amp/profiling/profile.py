@@ -18,12 +18,14 @@ class DecompositionProfile:
         features: Features of every stratum, F_k, in column order.
         distances: The bin distance k of every stratum; 0 means contacts of a bin with itself.
         attention: Whether the decoder builds its keys with attention.
+        bin_bases: Base pairs of an anchor, None where they are not known or not all alike.
     """
 
     anchors: int
     features: tuple[int, ...]
     distances: tuple[int, ...]
     attention: bool
+    bin_bases: int | None = None
 
     @property
     def strata(self) -> int:

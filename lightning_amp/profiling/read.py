@@ -1,5 +1,7 @@
 """Data directory -> Profile: headers and index columns only, never the matrix (Zhang et al. 2026, Section 3.2)."""
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +9,11 @@ import numpy as np
 from lightning_amp.data.directory import DataDirectory, find
 from lightning_amp.data.graph import count_graph
 from lightning_amp.data.header import ModalityHeader, read_header
-from lightning_amp.data.layout import read_layout
+from lightning_amp.data.layout import FeatureLayout, read_layout
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
 PROBABILITY_MODELS = {"rna": "NB", "atac": "ZINB", "methyl": "ZILN", "hic": "HiCZINB"}
+BIN_ENDS = re.compile(r":(\d+)-(\d+)\Z")
 DENSE_RNA_MODEL = "Normal"
 """RNA stored as a dense matrix without a counts layer holds scaled values, not counts."""
 
@@ -74,7 +77,18 @@ def _decomposition(header: ModalityHeader, attention: bool | None) -> Decomposit
         features=tuple(stratum.n_features for stratum in layout.strata),
         distances=tuple(stratum.k for stratum in layout.strata),
         attention=layout.n_strata > 1 if attention is None else attention,
+        bin_bases=_bin_bases(layout),
     )
+
+
+def _bin_bases(layout: FeatureLayout) -> int | None:
+    """The width that most bins have; the last bin of a chromosome is narrower."""
+    if len({stratum.resolution for stratum in layout.strata}) > 1:
+        return None
+    ends = (BIN_ENDS.search(str(name)) for name in layout.anchor_names)
+    widths = Counter(int(found[2]) - int(found[1]) for found in ends if found)
+    width, times = widths.most_common(1)[0] if widths else (0, 0)
+    return width if width > 0 and 2 * times > layout.n_anchors else None
 
 
 def _graph(directory: DataDirectory) -> GraphProfile | None:

@@ -9,7 +9,7 @@ from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.report import WIDTH, table
-from lightning_amp.planning.strategies import STRATEGIES
+from lightning_amp.planning.strategies import STRATEGIES, label
 from lightning_amp.simulation.meter import KINDS
 from lightning_amp.simulation.simulate import Simulation
 
@@ -22,7 +22,7 @@ SHORT = {"parameters": "params", "gradients": "grads", "optimiser state": "optim
 def simulation_report(simulation: Simulation) -> str:
     """Status, memory of the ranks by kind, after each stratum, communication, and notes."""
     plan = simulation.plan
-    names = ", ".join(f"{s} {STRATEGIES[s].title}" for s in plan.strategies) or "single-device execution"
+    names = ", ".join(map(label, plan.strategies)) or "single-device execution"
     mesh = plan.mesh
     cells = "1 cell" if plan.batch_size == 1 else f"{plan.batch_size:,} cells"
     ranks = f"{mesh.data:,} data x {mesh.model:,} model, {cells} per rank and step"
@@ -109,7 +109,7 @@ def _remedies(plan: Plan) -> str:
     left = [s for s in of_decoder if s not in plan.strategies]
     if ATTENTION_DECODER not in plan.signals and "S3" in left:
         left.remove("S3")
-    names = {s: f"{s} {STRATEGIES[s].title}" for s in left}
+    names = {s: label(s) for s in left}
     alone = [name for s, name in names.items() if not STRATEGIES[s].model_axis]
     shared = [name for s, name in names.items() if STRATEGIES[s].model_axis]
     rows = []

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from lightning_amp.lightning.batch_parts import tensors_in
-from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.shape import LATENT_DIM, reference_shape
