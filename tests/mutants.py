@@ -1,4 +1,4 @@
-"""Break every technique on purpose, and see that its tests notice: five mutants each for S2, S3, S4 and S5.
+"""Break every technique on purpose, and see that its tests notice: several mutants for each of them.
 
     python -m tests.mutants [--only S5]
 

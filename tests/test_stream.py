@@ -165,8 +165,9 @@ def test_hooks_on_parameters_and_strata_run_once(strategy: str) -> None:
     stratum.scale.register_hook(lambda grad: seen.append("gradient"))
     stratum.scale.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
     stratum.register_forward_hook(lambda *_: seen.append("forward"))
+    stratum.register_forward_pre_hook(lambda *_: seen.append("before"))
     model().backward()
-    assert sorted(seen) == ["accumulated", "forward", "gradient"]
+    assert sorted(seen) == ["accumulated", "before", "forward", "gradient"]
 
 
 def peak(case: Case, strategies: tuple[str, ...], cells: int = 3) -> int:
