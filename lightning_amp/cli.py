@@ -1,7 +1,7 @@
-"""`lightning-amp`: demo | prepare | profile | plan | simulate | fit | validate | test | predict, in workflow order.
+"""`lightning-amp`: demo | prepare | profile | plan | simulate | calibrate | fit | validate | test | predict.
 
 The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
-`simulate` loads torch once what was asked for is known to make sense.
+`simulate` and `calibrate` load torch once what was asked for is known to make sense.
 """
 
 import argparse
@@ -10,9 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_amp.errors import AmpError, PlanError
+
+if TYPE_CHECKING:
+    from lightning_amp.planning.rates import Rates
 
 TRAINING = ("fit", "validate", "test", "predict")
 BATCH_SIZE = 64
@@ -73,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
             "simulate", help="count a training step's bytes on any number of ranks, without a GPU"
         )
     )
+    _add_calibrate(
+        verbs.add_parser("calibrate", help="measure a step on this device, so that predicted times fit it")
+    )
     for verb in TRAINING:
         verbs.add_parser(
             verb, help=f"Lightning's {verb}, with strategy amp: lightning-amp {verb} --config FILE.yaml"
@@ -127,11 +133,11 @@ def _add_profile(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> 
     parser.set_defaults(run=_profile)
 
 
-def _add_plan(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> None:
-    _add_profile(parser, needs_dir=needs_dir)
-    parser.add_argument("--devices", type=int, default=1, help="ranks in all (default: 1)")
+def _add_request(parser: argparse.ArgumentParser) -> None:
+    _add_profile(parser, needs_dir=False)
+    parser.add_argument("--devices", type=int, help="ranks in all (default: 1)")
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
-    parser.add_argument("--policy", default="auto", help="auto (default) or paper")
+    parser.add_argument("--policy", help="auto (default) or paper")
     parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
     parser.add_argument("--batch-size", type=int, help=f"cells per rank and step (default: {BATCH_SIZE})")
     parser.add_argument(
@@ -140,19 +146,46 @@ def _add_plan(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> Non
     parser.add_argument(
         "--window", type=int, default=None, help="attention window in bins (default: 20 per stratum)"
     )
+    parser.add_argument("--model-parallel-size", help='ranks of the model axis (default: "auto")')
     parser.add_argument(
-        "--model-parallel-size", default="auto", help='ranks of the model axis (default: "auto")'
+        "--device", help="whose rates predict times, such as A100, H100 or cpu (default: one CPU core)"
     )
-    parser.set_defaults(run=_plan)
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    _add_plan(parser, needs_dir=False)
+    parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured, instead")
     parser.add_argument(
         "--shape",
         help="a decoder by itself instead of DIR: anchors=113505,dim=128,strata=32,batch=1"
         "[,window=640,variant=paper,chained=yes,key=convolution,n_batches=2,features=5400]",
     )
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_request(parser)
+    parser.add_argument(
+        "--recommend-devices",
+        action="store_true",
+        help="say how many devices are worth having for steps of --batch-size cells in all",
+    )
+    parser.add_argument(
+        "--what-if",
+        nargs="*",
+        metavar="NAME=VALUES",
+        help="say what other data would need, auto beside paper: bin=1mb,500kb,100kb,50kb strata=10,32 batch=1,64,256"
+        " memory=8GiB,24GiB,80GiB (these are the defaults; with --shape anchors=... instead of bin)",
+    )
+    parser.set_defaults(run=_plan)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="FILE.json", help="file to write, for --rates")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--device-index", type=int, default=0, help="of several GPUs, which (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
+    parser.set_defaults(run=_calibrate)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    _add_request(parser)
     parser.add_argument(
         "--plot", metavar="FILE.png", help="draw memory after each stratum; replaces the file"
     )
@@ -201,8 +234,19 @@ def _plan(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.request import check_request
     from lightning_amp.planning.shape import LATENT_DIM, reference_shape
 
+    if arguments.what_if is not None or arguments.recommend_devices:
+        from lightning_amp.outlook import outlook
+
+        print(outlook(arguments, rates=_rates(arguments), read=_read))
+        return
     request = _request(arguments)
     check_request(**request)
+    rates = _rates(arguments)
+    if arguments.shape is not None or arguments.data_dir is None:
+        raise PlanError(
+            f"a plan was asked for with DIR={arguments.data_dir!r} and --shape {arguments.shape!r}; give DIR: a decoder"
+            " by itself is for `simulate` and for --what-if"
+        )
     profile = _read(arguments)
     shape = reference_shape(
         profile,
@@ -210,7 +254,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         latent_dim=LATENT_DIM if arguments.latent_dim is None else arguments.latent_dim,
         window=arguments.window,
     )
-    made = plan(profile, **request, shape=shape)
+    made = plan(profile, **request, shape=shape, rates=rates)
     print(
         made.to_json() if arguments.format == "json" else f"{profile_report(profile)}\n\n{plan_report(made)}"
     )
@@ -225,6 +269,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
     of_data = {"--latent-dim": arguments.latent_dim, "--window": arguments.window}
     of_data |= {"--setting": arguments.setting, "--keys": arguments.keys}
     check_source(arguments.shape, arguments.data_dir, of_data=of_data)
+    rates = _rates(arguments)
     alone = arguments.shape is not None
     if arguments.plot is not None:
         _check_plot(arguments.plot)
@@ -242,12 +287,40 @@ def _simulate(arguments: argparse.Namespace) -> None:
     from lightning_amp.simulation.simulate import simulate_plan
 
     of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
+    request |= {"rates": rates}
     asked = request_decoder(found, **request) if alone else request_reference(found, **of_model, **request)
     simulation = simulate_plan(asked.make, asked.plan)
     if arguments.plot is not None:
         draw(Path(arguments.plot), simulation)
     as_json = arguments.format == "json"
     print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    _check_target(arguments.out, overwrite=arguments.overwrite)
+
+    # late: torch takes seconds to load, and mistakes are told before
+    from lightning_amp.simulation.calibration import calibrate, calibration_report
+
+    found = calibrate(arguments.device, index=arguments.device_index)
+    Path(arguments.out).write_text(found.after.to_json() + "\n")
+    as_json = arguments.format == "json"
+    print(json.dumps(found.to_dict(), indent=2) if as_json else calibration_report(found))
+    if not as_json:
+        print(f"\nwrote {arguments.out}: use it with --rates, or AMPStrategy(rates={arguments.out!r})")
+
+
+def _check_target(out: str, *, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before the step is measured."""
+    path = Path(out)
+    if path.is_dir() or path.suffix.lower() != ".json":
+        raise PlanError(
+            f"--out {out!r} was asked for; allowed is the name of a JSON file, such as rates.json"
+        )
+    if not path.parent.is_dir():
+        raise PlanError(f"--out {out!r} was asked for, and its folder does not exist; make it first")
+    if path.exists() and not overwrite:
+        raise PlanError(f"--out {out!r} was asked for and exists; choose another name, or add --overwrite")
 
 
 def _check_plot(plot: str) -> None:
@@ -265,15 +338,28 @@ def _check_plot(plot: str) -> None:
 
 def _request(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `plan` and `simulate` ask of the policy."""
-    size = arguments.model_parallel_size
+    size = arguments.model_parallel_size or "auto"
     return {
-        "devices": arguments.devices,
+        "devices": 1 if arguments.devices is None else arguments.devices,
         "device_memory": arguments.device_memory,
-        "policy": arguments.policy,
+        "policy": arguments.policy or "auto",
         "strategies": arguments.strategies,
         "batch_size": BATCH_SIZE if arguments.batch_size is None else arguments.batch_size,
         "model_parallel_size": int(size) if size.isdecimal() and len(size) < 10 else size,
     }
+
+
+def _rates(arguments: argparse.Namespace) -> "Rates":
+    """Of the device or the file that was asked for, else of one CPU core."""
+    from lightning_amp.planning.rates import CPU_CORE, Rates, rates_for
+
+    if arguments.rates is not None and arguments.device is not None:
+        raise PlanError(
+            f"--rates {arguments.rates!r} was asked for together with --device {arguments.device!r}; give one of them"
+        )
+    if arguments.rates is not None:
+        return Rates.read(arguments.rates)
+    return CPU_CORE if arguments.device is None else rates_for(arguments.device)
 
 
 def _read(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]

@@ -58,9 +58,11 @@ def test_s5_is_added_when_the_epm_under_the_others_exceeds_the_budget() -> None:
                 device_memory=budget,
                 batch_size=256,
                 model_parallel_size=model_parallel_size,
+                policy="paper",
             )
             assert made.strategies == expected
-    flat = plan(profile(hic(strata=1), rna()), devices=8, device_memory="1MiB", batch_size=256)
+    one = profile(hic(strata=1), rna())
+    flat = plan(one, devices=8, device_memory="1MiB", batch_size=256, policy="paper")
     assert flat.strategies == others
 
 

@@ -1,6 +1,7 @@
 """Claim: the policy follows AMP's mapping, refuses what cannot run, and a plan survives JSON unchanged."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -20,7 +21,7 @@ def peak(strategies: str, devices: int) -> int:
 
 
 def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> None:
-    made = plan(profile(), devices=1, device_memory="1GiB", batch_size=256)
+    made = plan(profile(), devices=1, device_memory="1GiB", batch_size=256, policy="paper")
     assert made.strategies == ()
     assert made.rules == ()
     assert made.fits is False
@@ -30,19 +31,20 @@ def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> N
 
 def test_no_contacts_or_enough_memory_is_data_parallel_only() -> None:
     assert plan(profile(rna()), devices=4, device_memory="1MiB").strategies == ("S1",)
-    assert plan(profile(), devices=4, device_memory="24GiB").strategies == ("S1",)
+    assert plan(profile(), devices=4, device_memory="24GiB", policy="paper").strategies == ("S1",)
 
 
 def test_signals_activate_their_strategies_when_data_parallelism_does_not_fit() -> None:
     roomy = peak("S1,S2,S3,S4", 4) + 1
-    made = plan(profile(), devices=4, device_memory=roomy, batch_size=256)
+    paper = partial(plan, devices=4, batch_size=256, policy="paper")
+    made = paper(profile(), device_memory=roomy)
     assert made.strategies == ("S1", "S2", "S3", "S4")
     assert made.mesh == MeshShape(data=1, model=4)
-    tight = plan(profile(), devices=4, device_memory=roomy - 2, batch_size=256)
+    tight = paper(profile(), device_memory=roomy - 2)
     assert tight.strategies == ("S1", "S2", "S3", "S4", "S5")
-    no_ratio = plan(profile(hic(scale=2.0), rna()), devices=4, device_memory="10MiB", batch_size=256)
+    no_ratio = paper(profile(hic(scale=2.0), rna()), device_memory="10MiB")
     assert no_ratio.strategies == ("S1", "S3", "S5")
-    convolution = plan(profile(hic(attention=False), rna()), devices=4, device_memory="10MiB", batch_size=256)
+    convolution = paper(profile(hic(attention=False), rna()), device_memory="10MiB")
     assert convolution.strategies == ("S1", "S2", "S4", "S5")
 
 
@@ -80,7 +82,7 @@ def test_plans_are_deterministic() -> None:
 
 
 def test_reports_fit_80_columns() -> None:
-    made = plan(profile(), devices=4, device_memory="512MiB", batch_size=256)
+    made = plan(profile(), devices=4, device_memory="512MiB", batch_size=256, policy="paper")
     text = profile_report(profile()) + "\n" + plan_report(made)
     assert max(map(len, text.splitlines())) <= 80
     assert "S5" in text

@@ -44,7 +44,7 @@ def test_json_has_what_the_text_says(capsys) -> None:
 
 
 def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
-    words = ["--shape", SHAPE, "--device-memory", "90KiB"]
+    words = ["--shape", SHAPE, "--device-memory", "90KiB", "--policy", "paper"]
     found = json.loads(run(capsys, *words, "--format", "json"))
     assert found["status"] == "out of memory at stratum 1"
     assert found["peak_bytes"][0] > found["budget_bytes"] >= found["peak_bytes"][0] - found["requested_bytes"]
@@ -90,17 +90,25 @@ def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path
 
 
 def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
-    words = ["--shape", SHAPE, "--device-memory", "60KiB"]
+    words = ["--shape", SHAPE, "--device-memory", "60KiB", "--policy", "paper"]
     text = run(capsys, *words)
     assert "fewer cells per step  --batch-size, or batch in --shape" in text
-    assert "S3 chunked attention, S4 key-first decode; on one device too" in " ".join(text.split())
-    assert "S2 feature parallel, S5 hidden-dimension parallel; from two devices on" in " ".join(text.split())
+    words_of = " ".join(text.split())
+    assert "S3 chunked attention, S4 key-first decode, fused attention, sparse likelihood, " in words_of
+    assert "recompute strata, stream strata; on one device too" in words_of
+    assert "S2 feature parallel, S5 hidden-dimension parallel, domain parallel over nodes, " in words_of
+    assert "strata parallel; from two devices on" in words_of
     assert "until memory ends" in text
     assert "the plan predicts a peak of" in text
     assert max(map(len, text.splitlines())) <= 80
     text = run(capsys, *words, "--devices", "2", "--strategies", "S1,S2,S3,S4,S5")
     assert "S2 and S5 split over more ranks" in text
-    assert "on one device too" not in text
+    # what contradicts the plan is no help
+    assert "strategies  sparse likelihood, stream strata; on one device too" in " ".join(text.split("\n"))
+    assert "fused" not in text
+    assert "from two devices on" not in text
+    auto = run(capsys, "--shape", SHAPE, "--device-memory", "30KiB")
+    assert "S4 key-first decode; on one device too" in auto
     alone = SHAPE.replace("batch=2", "batch=1,key=convolution")
     text = run(capsys, "--shape", alone, "--device-memory", "30KiB")
     assert "fewer cells" not in text

@@ -38,12 +38,17 @@ def check_numbers(*, model_parallel_size: int | str, bucket_mb: float) -> None:
         raise PlanError(f"bucket_mb={bucket_mb!r} was asked for; allowed is a number of MiB above 0")
 
 
-def check_paths(*, data_dir: object, device_memory: str | int | None) -> None:
-    """Check the data directory's kind, and the budget.
+def check_paths(*, data_dir: object, device_memory: str | int | None, rates: object = None) -> None:
+    """Check the kinds of the data directory and of the file of rates, and the budget.
 
     Raises:
         PlanError: Not a path, or not a size.
     """
+    if rates is not None and (not isinstance(rates, str | Path) or not str(rates)):
+        raise PlanError(
+            f"rates={rates!r} was asked for; allowed is the path of a file that `lightning-amp calibrate` wrote, or"
+            " None"
+        )
     if data_dir is not None and (not isinstance(data_dir, str | Path) or not str(data_dir)):
         raise PlanError(
             f"data_dir={data_dir!r} was asked for; allowed is the path of a data directory, or None"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
-from lightning_amp.lightning.hardware import device_budget
+from lightning_amp.lightning.hardware import device_budget, device_rates
 from lightning_amp.lightning.replicas import decide_on_rank_zero
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.capabilities import with_unsupported
@@ -13,8 +13,10 @@ from lightning_amp.parallel.describe import describe
 from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.policy import decoder_seconds
 from lightning_amp.planning.policy import plan as make_plan
 from lightning_amp.planning.prediction import predict
+from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.report import plan_report, shortfall
 from lightning_amp.planning.rules import with_balance, without_shared_statistics
 from lightning_amp.planning.shape import (
@@ -83,6 +85,7 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
         PlanError: No plan answers the request.
     """
     profile, shape, notes = _read(strategy, trainer)
+    rates, note = _rates(strategy)
     made = make_plan(
         profile,
         devices=strategy.world_size,
@@ -92,13 +95,16 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
         batch_size=shape.batch_size,
         model_parallel_size=strategy.model_parallel_size,
         shape=shape,
+        rates=rates,
     )
-    return replace(made, notes=(*made.notes, *notes))
+    return replace(made, notes=(*made.notes, *note, *notes))
 
 
 def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     _, shape, notes = _read(strategy, trainer)
+    rates, note = _rates(strategy)
+    notes += note
     predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
     return replace(
         plan,
@@ -109,6 +115,9 @@ def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> 
         strata_bytes=predicted.strata_bytes,
         budget_bytes=_budget(strategy),
         notes=(*(note for note in plan.notes if note not in notes), *notes),
+        predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
+        rates_device="" if shape.decoder is None else rates.device,
+        candidates=(),
     )
 
 
@@ -136,6 +145,14 @@ def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, Mode
     if shape.decoder is not None:
         notes.append("activations outside the decoder are not predicted: they are those of another's model")
     return profile, shape, notes
+
+
+def _rates(strategy: "AMPStrategy") -> tuple[Rates, list[str]]:
+    """Of the file that was asked for, else of the device, with a note where it is not known."""
+    if strategy.rates is not None:
+        return Rates.read(strategy.rates), []
+    found, note = device_rates(strategy.root_device)
+    return found, [note] if note else []
 
 
 def _budget(strategy: "AMPStrategy") -> int:

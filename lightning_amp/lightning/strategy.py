@@ -53,6 +53,7 @@ from lightning_amp.lightning.replicas import (
 )
 from lightning_amp.lightning.same_batch import make_sure_of_same_batch
 from lightning_amp.lightning.shards import Shards
+from lightning_amp.lightning.step_time import time_steps
 from lightning_amp.parallel.batch_norm import share_batch_statistics
 from lightning_amp.parallel.gradients import MIB, GradientSync
 from lightning_amp.planning.plan import Plan
@@ -63,7 +64,7 @@ class AMPStrategy(DDPStrategy):
     """Automatic modality-aware parallelization.
 
     Attributes:
-        policy, strategies, device_memory, model_parallel_size, data_dir: The request, as given.
+        policy, strategies, device_memory, model_parallel_size, data_dir, rates: The request, as given.
         asked_plan, asked_balance: The options `plan` and `balance_cells`, as given.
         share_batch_statistics: Whether BatchNorm is to see the cells of all ranks.
         plan: The plan in force, None before `setup`.
@@ -83,6 +84,7 @@ class AMPStrategy(DDPStrategy):
         plan: str | Path | Plan | None = None,
         strategies: list[str] | str | None = None,
         device_memory: str | int | None = None,
+        rates: str | Path | None = None,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
         balance_cells: bool | Literal["auto"] = "auto",
@@ -95,23 +97,19 @@ class AMPStrategy(DDPStrategy):
         """Keep the request; nothing is decided before `setup`.
 
         Args:
-            accelerator: Set by the Trainer.
-            parallel_devices: Set by the Trainer.
-            cluster_environment: Set by the Trainer.
+            accelerator, parallel_devices, cluster_environment, precision_plugin: Set by the Trainer.
             checkpoint_io: As for DDPStrategy.
-            precision_plugin: Set by the Trainer.
-            policy: "paper" is AMP's fixed mapping from signals to strategies.
+            policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping from signals to strategies.
             plan: A plan, or the path of one as JSON, to carry out instead of making one.
-            strategies: The strategies to use, "S1" to "S5", instead of the policy's.
+            strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
+            rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
             bucket_mb: Largest flat gradient buffer in MiB.
-            process_group_backend: As for DDPStrategy.
-            timeout: As for DDPStrategy.
-            start_method: As for DDPStrategy.
+            process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
             PlanError: A value outside what is allowed.
@@ -122,7 +120,7 @@ class AMPStrategy(DDPStrategy):
         one_of("share_batch_statistics", share_batch_statistics, (True, False))
         check_numbers(model_parallel_size=model_parallel_size, bucket_mb=bucket_mb)
         check_plan(plan, strategies, policy=policy, model_parallel_size=model_parallel_size)
-        check_paths(data_dir=data_dir, device_memory=device_memory)
+        check_paths(data_dir=data_dir, device_memory=device_memory, rates=rates)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -138,6 +136,7 @@ class AMPStrategy(DDPStrategy):
         self.device_memory = device_memory
         self.model_parallel_size = model_parallel_size
         self.data_dir = data_dir
+        self.rates = rates
         self.share_batch_statistics = share_batch_statistics
         self.plan: Plan | None = None
         self.asked_plan = plan
@@ -217,7 +216,7 @@ class AMPStrategy(DDPStrategy):
             self._share_statistics(self.model)
             self._average_gradients(self.model)
             self.setup_optimizers(trainer)
-            self._undo.append(self._shards.watch(trainer))
+            self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan)]
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)

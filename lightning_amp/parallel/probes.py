@@ -21,7 +21,12 @@ def problem_of(module: nn.Module, probe: Probe) -> str:
     plain = all(isinstance(value, bool | int | float | str | slice | None) for value in settings.values())
     if not plain or list(module.children()) or module.state_dict():
         return probe(module)
-    key = (probe, type(module), module.training, *sorted((name, repr(value)) for name, value in settings.items()))
+    key = (
+        probe,
+        type(module),
+        module.training,
+        *sorted((name, repr(value)) for name, value in settings.items()),
+    )
     if key not in _FOUND:
         _FOUND[key] = probe(module)
     return _FOUND[key]

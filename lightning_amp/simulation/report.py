@@ -6,7 +6,9 @@ from itertools import groupby
 from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
+from lightning_amp.planning.auto import NEEDS_ATTENTION
 from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.report import WIDTH, table
 from lightning_amp.planning.strategies import STRATEGIES, label
@@ -106,9 +108,14 @@ def _communication(simulation: Simulation) -> str:
 def _remedies(plan: Plan) -> str:
     """What makes a step smaller, and is not in the plan yet."""
     of_decoder = [s for s, row in STRATEGIES.items() if row.choice is not None and plan.strata_bytes]
-    left = [s for s in of_decoder if s not in plan.strategies]
-    if ATTENTION_DECODER not in plan.signals and "S3" in left:
-        left.remove("S3")
+    attends = ATTENTION_DECODER in plan.signals
+    left = [
+        s
+        for s in of_decoder
+        if s not in plan.strategies
+        and not any(conflicts({*plan.strategies, s}))
+        and (attends or s not in NEEDS_ATTENTION)
+    ]
     names = {s: label(s) for s in left}
     alone = [name for s, name in names.items() if not STRATEGIES[s].model_axis]
     shared = [name for s, name in names.items() if STRATEGIES[s].model_axis]
@@ -119,8 +126,9 @@ def _remedies(plan: Plan) -> str:
         rows.append(["strategies", f"{', '.join(alone)}; on one device too"])
     if shared:
         rows.append(["strategies", f"{', '.join(shared)}; from two devices on"])
-    elif of_decoder:
-        rows.append(["more devices", "S2 and S5 split over more ranks"])
+    splitting = [s for s in plan.strategies if STRATEGIES[s].model_axis]
+    if splitting:
+        rows.append(["more devices", f"{' and '.join(splitting)} split over more ranks"])
     return table(["what may help", "how"], [*rows, ["larger devices", "--device-memory"]])
 
 

@@ -1,0 +1,27 @@
+"""The plan of a case, by the package's own planner with the strategies named."""
+
+from benchmarks.epm_grid import in_forms
+from benchmarks.side_by_side.cases import Case
+from lightning_amp.lightning.planner import profile_of_module
+from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.policy import plan
+from lightning_amp.simulation.subject import decoder_subject
+
+
+def plan_of(case: Case) -> Plan:
+    """All ranks on the model axis; no rules where the method is none of ours."""
+    shape = describe(
+        decoder_subject(case.size.decoder(), batch_size=case.size.cells).module, batch_size=case.size.cells
+    )
+    strategies = case.method.strategies
+    # ranks of a wrapper are not the plan's
+    ranks = case.ranks if strategies and not case.method.wrapper else 1
+    made = plan(
+        profile_of_module(shape),
+        devices=ranks,
+        strategies=["S1", *strategies],
+        batch_size=case.size.cells,
+        shape=shape,
+    )
+    return in_forms(made, ["retain"]) if case.method.retain else made

@@ -1,0 +1,93 @@
+"""Measured time of training steps beside the plan's prediction, told at the end of every fit.
+
+A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
+The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that
+some steps whose memory is measured do not count. The prediction is for the decoder's forward and backward pass only:
+what is left of the measured time is the rest of the step.
+
+Known limits: a step on CUDA waits for the device, up to `MOST` of them; where the memory of every step is measured,
+that takes time too.
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.planning.durations import format_seconds
+from lightning_amp.planning.plan import Plan
+
+WARM_UP = 2
+MOST = 200
+"""Steps that are timed, after which none has to wait any more."""
+
+
+def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
+    """Time the steps of a fit on rank 0; returns what ends it.
+
+    Args:
+        trainer: The Trainer, about to fit.
+        plan: The plan in force.
+    """
+    if plan is None or plan.predicted_step_seconds is None or not trainer.is_global_zero:
+        return lambda: None
+    timer = StepTimer(plan)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    # first, so that what other callbacks do at the end of a step is not counted
+    callbacks.insert(0, timer)
+
+    def end() -> None:
+        if timer in callbacks:
+            callbacks.remove(timer)
+
+    return end
+
+
+class StepTimer(pl.Callback):
+    """Takes the time of training steps.
+
+    Args:
+        plan: The plan in force.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._seconds: list[float] = []
+        self._begin: float | None = None
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Median of the steps that count, None without any."""
+        return median(self._seconds[WARM_UP:]) if len(self._seconds) > WARM_UP else None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin."""
+        self._begin = self._now(pl_module) if len(self._seconds) < WARM_UP + MOST else None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the time of the step."""
+        if self._begin is not None:
+            self._seconds.append(self._now(pl_module) - self._begin)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell the measured beside the predicted time."""
+        measured, predicted = self.median_seconds, self._plan.predicted_step_seconds
+        if measured is not None and predicted is not None:
+            rank_zero_info(
+                f"predicted {format_seconds(predicted)} for the decoder's part of a step (rates of"
+                f" {self._plan.rates_device or 'an unnamed device'}), measured {format_seconds(measured)} for a whole"
+                f" step (median of {len(self._seconds) - WARM_UP})"
+            )
+
+    def _now(self, module: pl.LightningModule) -> float:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        return time.perf_counter()

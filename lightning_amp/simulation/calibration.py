@@ -1,0 +1,227 @@
+"""Calibrate the cost model: measure one decoder step on this device, and fit its rates to it.
+
+A decoder of synthetic sizes runs forward and backward with the techniques that policy "auto" takes for it on one
+device, and as it is, one after the other in every round; given are medians. The rates are fitted to the first; the
+second is the check: had the model all proportions right, its prediction afterwards would be what was measured.
+
+Known limits: one device, so the links stay those of the known device nearest to it; one size, float32, no optimiser.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.hardware import device_rates
+from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.install import install
+from lightning_amp.planning.alone import profile_of_module
+from lightning_amp.planning.durations import format_seconds
+from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.policy import plan
+from lightning_amp.planning.rates import Rates, calibrated
+from lightning_amp.planning.report import table, techniques
+from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.progress import track
+from lightning_amp.simulation.subject import DecoderAlone
+
+SCHEMA = 1
+WARM_UP, ROUNDS = 2, 7
+NON_ZERO = 0.05
+SIZES = {"cpu": (2000, 64, 6, 32), "cuda": (20_000, 128, 16, 64)}
+"""Anchors, channels, strata and cells: on either about half a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """One decoder step.
+
+    Attributes:
+        strategies: With which.
+        before: Predicted seconds with the rates that were there.
+        measured: Median of the measured seconds.
+        after: Predicted seconds with the fitted rates.
+    """
+
+    strategies: tuple[str, ...]
+    before: float
+    measured: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Rates before and after, and what they were fitted to.
+
+    Attributes:
+        decoder: Its sizes.
+        cells: B.
+        before: The rates that were there.
+        after: The fitted ones.
+        fitted: The step that they were fitted to.
+        check: Another step.
+        note: Whose rates `before` are, where the device is not known; else "".
+    """
+
+    decoder: DecoderShape
+    cells: int
+    before: Rates
+    after: Rates
+    fitted: Timing
+    check: Timing
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def calibrate(
+    device: str | None = None, *, index: int = 0, sizes: tuple[int, int, int, int] | None = None
+) -> Calibration:
+    """Measure a step on one device of this machine.
+
+    Args:
+        device: "cpu" or "cuda"; None for CUDA where there is one.
+        index: Of several GPUs, which.
+        sizes: Anchors, channels, strata and cells; None for those of `SIZES`.
+
+    Raises:
+        PlanError: A device that this machine has not.
+    """
+    place = _device(device, index)
+    anchors, dim, strata, cells = sizes or SIZES[place.type]
+    decoder = DecoderShape(
+        fqn="decoder",
+        anchors=anchors,
+        dim=dim,
+        features=tuple(anchors - k for k in range(strata)),
+        distances=tuple(range(strata)),
+        attention=True,
+        window=WINDOW_PER_STRATUM * strata,
+    )
+    before, note = device_rates(place)
+    plans = [_plan(decoder, cells, before, strategies) for strategies in (None, "S1")]
+    measured = _measure([_step(decoder, made, cells, place) for made in plans], place)
+    predicted = [made.predicted_step_seconds or 0.0 for made in plans]
+    after = replace(calibrated(before, predicted[0], measured[0]), device=f"{_name(place)}, calibrated")
+    again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
+    timings = [
+        Timing(strategies=made.strategies, before=b, measured=m, after=a or 0.0)
+        for made, b, m, a in zip(plans, predicted, measured, again, strict=True)
+    ]
+    return Calibration(
+        decoder=decoder,
+        cells=cells,
+        before=before,
+        after=after,
+        fitted=timings[0],
+        check=timings[1],
+        note=note,
+    )
+
+
+def calibration_report(found: Calibration) -> str:
+    """Both steps, and the rates before and after."""
+    rows = [
+        [
+            name,
+            format_seconds(timing.before),
+            format_seconds(timing.measured),
+            format_seconds(timing.after),
+            techniques(timing.strategies),
+        ]
+        for name, timing in (("fitted", found.fitted), ("check", found.check))
+    ]
+    before, after, d = found.before, found.after, found.decoder
+    numbers = [
+        ["products", *(f"{r.matmul_flops / 1e9:.4g} GFLOP/s" for r in (before, after))],
+        ["memory", *(f"{r.memory_bytes / 1e9:.4g} GB/s" for r in (before, after))],
+        ["an operator", *(format_seconds(r.overhead_seconds) for r in (before, after))],
+    ]
+    sections = [
+        f"Calibrated {after.device.removesuffix(', calibrated')}: a decoder step with {d.anchors:,} anchors,"
+        f"\n{len(d.features)} strata, {d.dim} channels, {found.cells} cells",
+        table(["step", "predicted", "measured", "predicted now", "techniques"], rows),
+        table(["rate", "before", "now"], numbers),
+        *([found.note] if found.note else []),
+    ]
+    return "\n\n".join(sections)
+
+
+def _device(device: str | None, index: int) -> torch.device:
+    there = torch.cuda.device_count()
+    kind = device or ("cuda" if there else "cpu")
+    if kind not in SIZES:
+        raise PlanError(f"device={device!r} was asked for; allowed are 'cpu' and 'cuda'")
+    if kind == "cuda" and not 0 <= index < there:
+        raise PlanError(
+            f"GPU {index!r} was asked for, and torch finds {there} of them here; allowed are indices below that, and"
+            " device 'cpu'"
+        )
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index)
+
+
+def _name(place: torch.device) -> str:
+    if place.type == "cuda":
+        return torch.cuda.get_device_name(place)
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def _plan(decoder: DecoderShape, cells: int, rates: Rates, strategies: str | tuple[str, ...] | None) -> Plan:
+    with torch.device("meta"):
+        module = DecoderAlone(decoder)
+    shape = describe(module, batch_size=cells)
+    return plan(profile_of_module(shape), strategies=strategies, batch_size=cells, shape=shape, rates=rates)
+
+
+def _step(decoder: DecoderShape, made: Plan, cells: int, place: torch.device) -> Callable[[], None]:
+    """Forward and backward pass, with gradients that are made anew."""
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
+        torch.manual_seed(0)
+        module: nn.Module = DecoderAlone(decoder)
+        batch = _batch(decoder, cells)
+    install(module, made)
+    leaves = [*module.parameters(), batch["u"], batch["v"]]
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        module.get_submodule(decoder.fqn)(**batch).backward()
+
+    return step
+
+
+def _batch(decoder: DecoderShape, cells: int) -> dict[str, Tensor]:
+    x = (torch.rand(cells, sum(decoder.features)) < NON_ZERO).float()
+    return {
+        "u": torch.randn(cells, decoder.dim, requires_grad=True),
+        "v": torch.randn(decoder.anchors, decoder.dim, requires_grad=True),
+        "x": x,
+        "library": x.sum(1, keepdim=True) + 1,
+        "batch": torch.zeros(cells, dtype=torch.int64),
+    }
+
+
+def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[float]:
+    """Median seconds of every step, measured by turns."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    for _ in track(range(WARM_UP + ROUNDS), description="measuring", total=WARM_UP + ROUNDS):
+        for step, found in zip(steps, seconds, strict=True):
+            _wait(place)
+            begin = time.perf_counter()
+            step()
+            _wait(place)
+            found.append(time.perf_counter() - begin)
+    return [median(found[WARM_UP:]) for found in seconds]
+
+
+def _wait(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
