@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_a_smaller_budget_never_means_a_larger_peak_or_a_faster_plan() -> None:
     assert taken == sorted(taken, reverse=True)
     assert len(set(taken)) >= 3
     times = [m.predicted_step_seconds for m in made]
-    assert all(later >= before / TIE for before, later in zip(times, times[1:], strict=False))
+    assert all(later >= before / TIE for before, later in pairwise(times))
     assert taken[-1] == peaks[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.collectives_cost import Links
 from lightning_amp.planning.plan import Axes, MeshShape
-from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates, calibrated, rates_for
+from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
 from lightning_amp.planning.shape import DecoderShape
 from lightning_amp.planning.work import step_seconds
 
@@ -78,6 +78,35 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "gib", "near"),
+    [("Tesla T4", 15, "RTX 3090"), ("L40S", 45, "A100"), ("GH", 96, "H100"), ("B200", 180, "H200")],
+)
+def test_an_unknown_gpu_gets_the_rates_of_the_one_whose_memory_is_nearest(name, gib, near) -> None:
+    rates, note = nearest_rates(name, memory_bytes=gib * 2**30)
+    assert rates is DEVICES[near]
+    assert f"the rates of {name!r} are not known: times are predicted for an {near}" in note
+    assert "lightning-amp calibrate" in note
+
+
+def test_a_known_gpu_is_not_replaced_whatever_its_memory() -> None:
+    known = nearest_rates("NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30, tf32=True)
+    assert known == (rates_for("A100", tf32=True), "")
+
+
+def test_rates_are_read_from_a_file(tmp_path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(CPU_CORE.to_json())
+    assert Rates.read(file) == CPU_CORE
+    with pytest.raises(
+        PlanError, match=r"rates='.*absent.json' were asked for and cannot be read.*calibrate"
+    ):
+        Rates.read(tmp_path / "absent.json")
+    file.write_text("{")
+    with pytest.raises(PlanError, match=r"rates.json is not JSON"):
+        Rates.read(file)
+
+
+@pytest.mark.parametrize(
     ("measured", "message"),
     [(0.0, r"measured_seconds=0\.0; both have to be above 0"), (float("nan"), "measured_seconds=nan")],
 )
@@ -94,6 +123,7 @@ def test_a_calibration_needs_times(measured: float, message: str) -> None:
         ({"attention_share": 1.5}, r"attention_share=1\.5.*no more than 1"),
         ({"matmul_flops": "fast"}, "matmul_flops='fast'.*rates are above 0"),
         ({"overhead_seconds": -1.0}, r"overhead_seconds=-1\.0.*0 or more"),
+        ({"device": " "}, "device=' '.*whose rates they are"),
     ],
 )
 def test_rates_that_cannot_be(changes: dict[str, Any], message: str) -> None:

@@ -228,6 +228,11 @@ def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
         ({"device_memory": 0}, "larger than zero, found 0"),
         ({"data_dir": 3}, "data_dir=3 was asked for; allowed is the path"),
         ({"data_dir": ""}, "data_dir='' was asked for"),
+        (
+            {"rates": 3},
+            "rates=3 was asked for; allowed is the path of a file that `lightning-amp calibrate` wrote",
+        ),
+        ({"rates": ""}, "rates='' was asked for"),
         ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
         ({"plan": "plan.json", "policy": "paper"}, r"beside \{'policy': 'paper'\}, which a plan decides"),
         ({"plan": "plan.json", "model_parallel_size": 2}, "beside .*'model_parallel_size': '2'"),

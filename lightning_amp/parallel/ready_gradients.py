@@ -79,6 +79,27 @@ def add(so_far: Tensor | None, more: Tensor | None) -> Tensor | None:
     return so_far.add_(more)
 
 
+class GradientSum:
+    """Sum of gradients in memory that is there before the first of them; None as long as there is none.
+
+    Args:
+        of: What the gradients are of; there is no memory if it needs none.
+        later: Take the memory of the first gradient instead.
+    """
+
+    def __init__(self, of: Tensor, *, later: bool = False) -> None:
+        needed = of.requires_grad and not later
+        self._room = torch.empty_like(of, requires_grad=False) if needed else None
+        self.value: Tensor | None = None
+
+    def add(self, grad: Tensor | None) -> None:
+        """Add a gradient, if it is one."""
+        if self.value is None and grad is not None and self._room is not None:
+            self.value = self._room.copy_(grad)
+        else:
+            self.value = add(self.value, grad)
+
+
 def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:
     """The gradient, as a copy if it shares its memory: with another one, or with itself where it was expanded."""
     if grad is None:

@@ -31,7 +31,7 @@ from lightning_amp.parallel.cell_blocks import block_cells
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.ready_gradients import (
     Gradients,
-    add,
+    GradientSum,
     gradients,
     leaf,
     wants_gradients,
@@ -88,16 +88,18 @@ class StreamedStrata(nn.Module):
         """
         own = range(len(strata)) if own is None else own
         inputs = [u, v, log_weights, cells["library"]]
-        # of the strata before the own ones, the spine's
-        parameters = list(strata[: own.stop].parameters()) if len(own) else []
+        # a chained decoder's spine runs through the strata before the own ones
+        first = 0 if any(getattr(stratum, "chained", False) for stratum in strata) else own.start
+        parameters = list(strata[first : own.stop].parameters()) if len(own) else []
         if not wants_gradients([*inputs, *parameters]):
             return cast(Tensor, self.inner(strata, u, v, log_weights, own=own, **cells))
 
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
             leaves = [leaf(tensor, need) for tensor, need in zip(inputs, needed, strict=False)]
-            stream = _Stream(strata, leaves, cells)
+            stream = _Stream(strata, leaves, cells, own)
             total = stream.run(own)
-            return total, [*stream.shared, *(stream.ready.get(id(p)) for p in parameters)]
+            ready = [*stream.shared, *(stream.ready[id(p)] for p in parameters)]
+            return total, [gradient.value for gradient in ready]
 
         return with_gradients(compute, [*inputs, *parameters])
 
@@ -105,12 +107,22 @@ class StreamedStrata(nn.Module):
 class _Stream:
     """One pass; `shared` are the gradients of u, v, log_weights and library so far, `ready` those of parameters."""
 
-    def __init__(self, strata: nn.ModuleList, leaves: Sequence[Tensor], cells: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        strata: nn.ModuleList,
+        leaves: Sequence[Tensor],
+        cells: dict[str, Tensor],
+        own: range,
+    ) -> None:
         self.strata = strata
         self.u, self.v, self.log_weights, self.library = leaves
         self.cells = cells | {"library": self.library}
-        self.shared: Gradients = [None] * 4
-        self.ready: dict[int, Tensor | None] = {}
+        # made before the first stratum: what outlives a stratum would split the memory that the next one needs whole
+        self.shared = [GradientSum(tensor) for tensor in leaves]
+        self.ready = {id(p): GradientSum(p) for p in strata[own.start : own.stop].parameters()}
+        # of the strata before, the spine's parameters get gradients, few of them
+        before = strata[: own.start].parameters()
+        self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
         self.total = self.u.new_zeros(())
 
     def run(self, own: range) -> Tensor:
@@ -125,7 +137,7 @@ class _Stream:
         return self.total
 
     def _add_v(self, grad: Tensor | None) -> None:
-        self.shared[1] = add(self.shared[1], grad)
+        self.shared[1].add(grad)
 
     def _chain(self, own: range) -> None:
         """From the last stratum down to the first; those before the own ones hand the gradient down only."""
@@ -185,9 +197,9 @@ class _Stream:
         found = gradients(outputs, inputs, seeds)
         parameters = dict(self.strata[k].named_parameters())
         for name, grad in zip(copies, found[4:], strict=True):
-            self.ready[id(parameters[name])] = add(self.ready.get(id(parameters[name])), grad)
-        rest = [found[0], None, *found[2:4]]
-        self.shared = [add(a, b) for a, b in zip(self.shared, rest, strict=True)]
+            self.ready[id(parameters[name])].add(grad)
+        for i in (0, 2, 3):
+            self.shared[i].add(found[i])
         return found[1]
 
 

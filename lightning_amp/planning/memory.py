@@ -17,7 +17,7 @@ Legend: stratum_sizes.py.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isqrt
 
 from lightning_amp.planning.placement import strata_ends
@@ -59,10 +59,9 @@ class Estimate:
         strata: Every stratum.
         runs: Strata of every rank: one run, or under strata parallelism several.
         activations: What is kept of a stratum: "retain", "recompute" or "stream".
-        backwards: Whether strata run from the last to the first.
         other_decoder_bytes: The most that the decoders hold which come after the strata.
         gradient_bytes: The last step's gradients, which are gone when the backward pass starts.
-        entered_bytes: Gradients of what enters the strata, which under stream exist from the first stratum on.
+        entered_bytes: Gradients of what enters the strata, whose memory under stream is there from the first one on.
         border_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
     """
@@ -71,7 +70,6 @@ class Estimate:
     strata: tuple[StratumBytes, ...] = ()
     runs: tuple[tuple[int, int], ...] = ()
     activations: str = "retain"
-    backwards: bool = False
     other_decoder_bytes: int
     gradient_bytes: int
     entered_bytes: int = 0
@@ -130,14 +128,15 @@ class Estimate:
     def _before(self) -> list[int]:
         """Bytes held by others when a stratum starts."""
         found = []
-        for start, stop in self.runs:
-            order = range(stop - 1, start - 1, -1) if self.backwards else range(start, stop)
-            held, before = self.base_bytes, {}
-            for k in order:
-                before[k] = held + self.strata[k].spine
-                # the first stratum makes the gradients that the others add to
-                held += self.strata[k].left + (self.entered_bytes if k == order[0] else 0)
-            found += [before[k] for k in range(start, stop)]
+        for run in self.runs:
+            left = self.stratum_bytes[slice(*run)]
+            if self.activations == "stream":
+                # the memory of all gradients is there before the first stratum
+                before = [self.base_bytes + self.entered_bytes + sum(left)] * len(left)
+            else:
+                before = list(accumulate(left, initial=self.base_bytes))[:-1]
+            spines = (s.spine for s in self.strata[slice(*run)])
+            found += [n + spine for n, spine in zip(before, spines, strict=True)]
         return found
 
 
@@ -167,7 +166,6 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
         strata=tuple(_stratum(s, spine) for s, spine in zip(strata, _spines(strata, runs), strict=True)),
         runs=runs,
         activations=axes.activations,
-        backwards=_backwards(strata),
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
         entered_bytes=_ready(shape, axes, model_ranks),
@@ -192,7 +190,10 @@ def _spines(strata: list[StratumSizes], runs: tuple[tuple[int, int], ...]) -> li
         ]
     step, same = isqrt(len(strata) - 1) + 1, 1 - strata[0].keyed
     # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
-    return [row * (k // step + k % step if k >= step else max(0, k - same)) for k in range(len(strata))]
+    waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(strata))]
+    # and the gradient that is handed down, which the last stratum of a run does not get
+    last = {stop - 1 for _, stop in runs}
+    return [row * (n + (k not in last)) for k, n in enumerate(waiting)]
 
 
 def _stratum(s: StratumSizes, spine: int) -> StratumBytes:

@@ -1,0 +1,195 @@
+"""Claim: a calibration fits the rates to a measured step, the file that it writes changes predictions, and every fit
+tells the measured beside the predicted time.
+"""
+
+import json
+import logging
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_amp.cli import main
+from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.synthetic import synthesize
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning import hardware, step_time
+from lightning_amp.lightning.step_time import WARM_UP, StepTimer
+from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates
+from lightning_amp.simulation import calibration
+from lightning_amp.simulation.calibration import ROUNDS, calibrate, calibration_report
+
+SIZES = (60, 8, 2, 4)
+
+
+@pytest.fixture
+def slow_clock(monkeypatch):
+    """The clock of a machine on which the first kind of step takes three seconds, and the second one."""
+    ticks = count()
+
+    def now() -> float:
+        step, ends = divmod(next(ticks), 2)
+        return 100.0 * step + ends * (3.0 if step % 2 == 0 else 1.0)
+
+    monkeypatch.setattr(calibration.time, "perf_counter", now)
+
+
+def test_the_fitted_step_is_predicted_as_measured_and_the_check_is_told(slow_clock) -> None:
+    found = calibrate("cpu", sizes=SIZES)
+    assert found.before is CPU_CORE
+    assert found.fitted.measured == 3.0
+    assert found.check.measured == 1.0
+    assert found.fitted.after == pytest.approx(3.0, rel=1e-9)
+    scale = 3.0 / found.fitted.before
+    assert found.check.after == pytest.approx(scale * found.check.before, rel=1e-9)
+    assert found.after.matmul_flops == pytest.approx(CPU_CORE.matmul_flops / scale)
+    assert found.after.links == CPU_CORE.links
+    assert found.after.device == "cpu, 1 thread, calibrated"
+    text = calibration_report(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "3.00 s" in text
+    assert "95 GFLOP/s" in text
+    assert json.loads(json.dumps(found.to_dict()))["fitted"]["measured"] == 3.0
+
+
+def test_both_steps_are_run_forward_and_backward_by_turns(monkeypatch) -> None:
+    ran: list[int] = []
+    kept = calibration._step
+
+    def noted(*args):
+        step, number = kept(*args), len(made)
+        made.append(args[1].strategies)
+
+        def run() -> None:
+            step()
+            ran.append(number)
+
+        return run
+
+    made: list[tuple[str, ...]] = []
+    monkeypatch.setattr(calibration, "_step", noted)
+    state = torch.random.get_rng_state()
+    found = calibrate("cpu", sizes=SIZES)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert made == [found.fitted.strategies, ("S1",)]
+    assert ran == [0, 1] * (calibration.WARM_UP + ROUNDS)
+    assert 0 < found.fitted.measured < 10
+
+
+@pytest.mark.parametrize(
+    ("device", "index", "message"),
+    [
+        ("tpu", 0, "device='tpu' was asked for; allowed are 'cpu' and 'cuda'"),
+        ("cuda", 99, "GPU 99 was asked for, and torch finds"),
+        ("cuda", -1, "GPU -1 was asked for"),
+    ],
+)
+def test_devices_that_are_not_there(device, index, message) -> None:
+    with pytest.raises(PlanError, match=message):
+        calibrate(device, index=index)
+
+
+def test_the_command_writes_a_file_that_plan_reads(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(calibration.SIZES, "cpu", SIZES)
+    monkeypatch.chdir(tmp_path)
+    words = ["calibrate", "--device", "cpu", "--out", "rates.json"]
+    assert main(words) == 0
+    assert (
+        "wrote rates.json: use it with --rates, or AMPStrategy(rates='rates.json')" in capsys.readouterr().out
+    )
+    first = Rates.read("rates.json")
+    assert first.device == "cpu, 1 thread, calibrated"
+    assert main(words) == 2
+    assert "exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["before"]["device"] == "one CPU core"
+    for out, message in (
+        ("rates.txt", "the name of a JSON file"),
+        ("no/r.json", "its folder does not exist"),
+    ):
+        assert main(["calibrate", "--out", out]) == 2
+        assert message in capsys.readouterr().err
+
+
+class Properties:
+    def __init__(self, name: str, gib: int) -> None:
+        self.name, self.total_memory = name, gib * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "flops", "noted"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "highest", DEVICES["A100"].matmul_flops, False),
+        ("NVIDIA A100-SXM4-40GB", "high", 156e12, False),
+        ("NVIDIA GeForce RTX 4090", "highest", DEVICES["RTX 3090"].matmul_flops, True),
+    ],
+)
+def test_rates_are_those_of_the_gpu_or_the_nearest(monkeypatch, name, precision, flops, noted) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: Properties(name, 24 if noted else 40)
+    )
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    rates, note = hardware.device_rates(torch.device("cuda", 0))
+    assert rates.matmul_flops == flops
+    assert bool(note) is noted
+    assert hardware.device_rates(torch.device("cpu")) == (CPU_CORE, "")
+
+
+class Module:
+    device = torch.device("cpu")
+
+
+def test_the_median_leaves_out_the_first_steps_and_those_after_many(monkeypatch) -> None:
+    times = iter([1.0, 9.0, 2.0, 8.0, 3.0, 3.5, 4.0, 4.7, 5.0, 5.6])
+    monkeypatch.setattr(step_time.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(step_time, "MOST", 3)
+    timer = StepTimer(None)  # type: ignore[arg-type]
+    assert timer.median_seconds is None
+    for _ in range(7):
+        timer.on_train_batch_start(None, Module, None, 0)  # type: ignore[arg-type]
+        timer.on_train_batch_end(None, Module, None, None, 0)  # type: ignore[arg-type]
+    assert WARM_UP == 2
+    assert timer.median_seconds == pytest.approx(0.6)
+    assert next(times, None) is None
+
+
+def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog) -> None:
+    synthesize(tmp_path / "data", cells=40, bins=30, strata=3, genes=20, seed=1)
+    slow = replace(CPU_CORE, overhead_seconds=1.0, device="a snail")
+    (tmp_path / "rates.json").write_text(slow.to_json())
+    strategy = AMPStrategy(rates=tmp_path / "rates.json")
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    callbacks = list(trainer.callbacks)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(
+            GLUE(latent_dim=8, window=8), datamodule=SingleCellDataModule(tmp_path / "data", batch_size=8)
+        )
+    assert strategy.plan is not None
+    assert strategy.plan.rates_device == "a snail"
+    assert strategy.plan.predicted_step_seconds > 10
+    told = [r.getMessage() for r in caplog.records if "for a whole step" in r.getMessage()]
+    assert len(told) == 1
+    assert "decoder's part of a step (rates of a snail), measured" in told[0]
+    assert "(median of " in told[0]
+    assert trainer.callbacks == callbacks
+    given = replace(strategy.plan, rates_device="another", predicted_step_seconds=1e-6)
+    other = AMPStrategy(plan=given, rates=tmp_path / "rates.json")
+    again = Trainer(strategy=other, accelerator="cpu", devices=1, fast_dev_run=1, logger=False)
+    again.fit(GLUE(latent_dim=8, window=8), datamodule=SingleCellDataModule(tmp_path / "data", batch_size=8))
+    assert other.plan is not None
+    assert other.plan.rates_device == "a snail"
+    assert other.plan.predicted_step_seconds == strategy.plan.predicted_step_seconds
+    assert other.plan.candidates == ()
