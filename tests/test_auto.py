@@ -66,6 +66,8 @@ def test_it_is_the_fastest_that_fits_and_of_those_as_fast_the_simplest() -> None
     assert best in level
     assert len(level) > 1
     assert len(best.strategies) == min(len(c.strategies) for c in level)
+    assert compared(devices=2, budget=best.peak_bytes)[0].strategies == best.strategies, "it fits exactly"
+    assert compared(devices=2, budget=best.peak_bytes - 1)[0].strategies != best.strategies
     # without a tie the simplest would be slower than needed
     assert min(fitting, key=lambda c: len(c.strategies)).cell_seconds > TIE * fastest
 
@@ -199,6 +201,7 @@ def test_the_text_shows_the_best_and_stays_narrow() -> None:
         assert more.startswith(f"and {len(made.candidates) - shown} more")
         assert f" {made.mesh.data} x {made.mesh.model} " in rows[0]
         assert format_seconds(made.predicted_step_seconds) in rows[0]
+        assert "more techniques" not in text, "the column is narrow"
         if budget == "90MiB":
             assert sum(row.startswith("exceeds ") for row in rows) == SHOWN_DROPPED
 
@@ -240,6 +243,8 @@ def test_json_has_all_candidates_and_reads_back() -> None:
     ("change", "message"),
     [
         ({"predicted_step_seconds": "soon"}, "a time of 'soon' is not a number above 0"),
+        ({"predicted_step_seconds": 0}, "a time of 0 is not a number above 0"),
+        ({"predicted_step_seconds": float("inf")}, "a time of inf is not a number above 0"),
         ({"rates_device": 7}, "rates_device=7 is not text"),
     ],
 )
@@ -267,3 +272,17 @@ def test_times_that_cannot_be_are_refused(change, message) -> None:
 )
 def test_durations_are_written_with_three_digits(seconds, text) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_of_plans_as_fast_one_with_memory_to_spare_is_taken() -> None:
+    usual = compared(devices=1, budget=None)[0]
+    streamed = next(
+        c for c in compared(devices=1, budget=None) if c.strategies == (*usual.strategies, "stream")
+    )
+    assert streamed.peak_bytes < usual.peak_bytes
+    near = compared(devices=1, budget=2 * usual.peak_bytes - 1)
+    assert near[0].peak_bytes < usual.peak_bytes
+    assert near[0].strategies != usual.strategies
+    verdicts = {c.strategies: c.verdict for c in near}
+    assert verdicts[usual.strategies] == "over half the memory"
+    assert compared(devices=1, budget=2 * usual.peak_bytes)[0].strategies == usual.strategies

@@ -114,6 +114,20 @@ def test_no_fewer_than_fit(monkeypatch) -> None:
     assert "Worth having: no number of devices" in recommendation_report(never)
 
 
+def test_ranks_of_the_data_axis_share_the_cells_of_a_step(monkeypatch) -> None:
+    seen = set()
+    real = recommendation.candidates
+
+    def noted(shape, *, devices, model_parallel_size, **rest):
+        seen.add((devices // model_parallel_size, model_parallel_size, shape.batch_size))
+        return real(shape, devices=devices, model_parallel_size=model_parallel_size, **rest)
+
+    monkeypatch.setattr(recommendation, "candidates", noted)
+    monkeypatch.setattr(recommendation, "MOST_DEVICES", 4)
+    recommend_devices(DATA, shape_of, cells=3, budget=None, rates=CPU_CORE)
+    assert seen == {(1, 1, 3), (1, 2, 3), (2, 1, 2), (1, 4, 3), (2, 2, 2)}, "four ranks have no three cells"
+
+
 def test_cells_of_a_step_are_fixed_and_the_best_mesh_is_found() -> None:
     found = recommend_devices(DATA, shape_of, cells=6, budget=None, rates=rates_for("A100"))
     assert [s.devices for s in found.scales][:3] == [1, 2, 4]
@@ -216,6 +230,10 @@ def test_smaller_bins_are_more_anchors_and_strata_fewer_features() -> None:
     )
     best = candidates(other, devices=1, budget=24 * GIB, rates=CPU_CORE)[0]
     assert found.auto == best, "scaled data are planned like data of that size"
+    tight = parse_questions(["bin=500kb,50kb", "strata=4", "batch=1", "memory=1MiB"])
+    few, many = what_if(of_data(), tight, rates=CPU_CORE)
+    assert "S2" not in few.paper_strategies
+    assert "S2" in many.paper_strategies, "features grow over ten times those of the genes"
     # every piece of a chromosome loses one feature per distance
     pieces = hic(anchors=1500, strata=4)
     features = tuple(1500 - 20 * k for k in range(4))

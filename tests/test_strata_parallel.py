@@ -1,6 +1,7 @@
 """Claim: ranks that share the strata train as one device does, send little, and refuse what they cannot share."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_every_rank_gets_a_stratum() -> None:
     for ranks in range(1, 5):
         made = plan(profile(hic(strata=4), rna()), devices=ranks, strategies="strata") if ranks > 1 else None
         ends = (0, 4) if made is None else (0, *map(int, made.rules[-1].spec.ends.split(",")))
-        assert all(a < b for a, b in zip(ends, ends[1:], strict=False)), ends
+        assert all(a < b for a, b in pairwise(ends)), ends
 
 
 @pytest.mark.parametrize(

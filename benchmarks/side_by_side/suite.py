@@ -150,9 +150,9 @@ _PAPER_TABLES = replace(_PAPER, window=320, features=4_700)
 
 FULL = Suite(
     base=Size(anchors=5_400, strata=32, cells=8),
-    cells=(64, 256),
-    strata=(8, 16),
-    anchors=(2_700, 10_800),
+    cells=(256,),
+    strata=(8,),
+    anchors=(2_700,),
     over_strata=Size(anchors=5_400, strata=32, cells=8),
     over_nodes=Size(anchors=27_000, strata=10, cells=8),
     simulated=_PAPER,
@@ -164,7 +164,7 @@ FULL = Suite(
     millions=Size(anchors=1_000_000, strata=4, cells=1),
     sent=(_PAPER, _PAPER_TABLES),
     large=_PAPER,
-    rounds=3,
+    rounds=2,
     steps=2,
 )
 QUICK = Suite(

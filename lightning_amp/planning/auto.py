@@ -1,9 +1,11 @@
-"""policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest.
+"""policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest with memory to spare.
 
     1. every combination of a choice on each axis of the decoder, for every split of the devices into data and model
     2. without those that contradict each other, the model or the number of ranks
     3. without those whose predicted peak exceeds the memory of a device (memory.py)
-    4. the least predicted time per cell (work.py); within `TIE` of it the fewest techniques, then the library's order
+    4. the least predicted time per cell (work.py); within `TIE` of it those that need no more than `SPARE` of the
+       memory, if there are any: a prediction has not all of a run in it, and a job that dies after hours costs more than
+       a technique; of these the fewest techniques, then the library's order
 
 Nothing is drawn and nothing is measured, so the same request gets the same plan. If none fits, the one that needs the
 least memory is taken, and the plan says that it does not fit.
@@ -37,6 +39,8 @@ ACTIVATIONS = ((), ("recompute",), ("stream",))
 NEEDS_ATTENTION = {"S3", "fused", "nodes"}
 TIE = 1.02
 """Times this much apart count as the same: the model is no better than that."""
+SPARE = 0.5
+"""Part of a device's memory up to which a plan has memory to spare."""
 
 
 def candidates(
@@ -71,7 +75,8 @@ def candidates(
         best = min(found, key=lambda c: (c.peak_bytes, _simplicity(c)))
     else:
         fastest = min(c.cell_seconds for c in fitting)
-        best = min((c for c in fitting if c.cell_seconds <= TIE * fastest), key=_simplicity)
+        level = [c for c in fitting if c.cell_seconds <= TIE * fastest]
+        best = min([c for c in level if _spares(c, budget)] or level, key=_simplicity)
     found.sort(key=lambda c: _order(c, best, budget, nothing_fits=not fitting))
     return tuple(replace(c, verdict=_verdict(c, best, budget)) for c in found)
 
@@ -129,12 +134,18 @@ def _simplicity(candidate: Candidate) -> tuple[int, tuple[int, ...], int]:
     return len(candidate.strategies), places, candidate.model
 
 
+def _spares(candidate: Candidate, budget: int | None) -> bool:
+    return budget is None or candidate.peak_bytes <= SPARE * budget
+
+
 def _verdict(candidate: Candidate, best: Candidate, budget: int | None) -> str:
     if candidate == best:
         return "chosen"
     if budget is not None and candidate.peak_bytes > budget:
         return f"exceeds {format_bytes(budget)}"
     ratio = candidate.cell_seconds / best.cell_seconds
+    if ratio < TIE and _spares(best, budget) and not _spares(candidate, budget):
+        return "over half the memory"
     if ratio < TIE:
         return "no faster, more techniques"
     return f"{ratio:.2f} x the time"
