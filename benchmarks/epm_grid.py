@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_amp.lightning.live_bytes import tensors_of
-from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.memory import Estimate
 from lightning_amp.planning.plan import Axes, Plan

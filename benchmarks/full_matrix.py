@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lightning_amp
 from lightning_amp.planning.shape import ModelShape
+from lightning_amp.planning.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ def targets(shape: ModelShape) -> list[tuple[str, FullMatrix]]:
     return [(f"{shape.decoder.fqn}.strata.*.key.attention", FullMatrix())]
 
 
-lightning_amp.register_technique(
-    "S9",
-    title="full score matrix",
-    shrinks="nothing: makes [N, N]",
-    spec=FullMatrix,
-    targets=targets,
-    install=lambda module, spec, mesh: FullMatrixAttention(module),
-)
+def register() -> None:
+    """Let plans ask for it as S9; importing this file does not, for a process may have other uses of the library."""
+    if "S9" not in STRATEGIES:
+        lightning_amp.register_technique(
+            "S9",
+            title="full score matrix",
+            shrinks="nothing: makes [N, N]",
+            spec=FullMatrix,
+            targets=targets,
+            install=lambda module, spec, mesh: FullMatrixAttention(module),
+        )

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
-import benchmarks.full_matrix  # noqa: F401, registers S9
-from lightning_amp.lightning.planner import profile_of_module
+from benchmarks.full_matrix import register
 from lightning_amp.parallel.describe import describe
+from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
@@ -79,6 +79,7 @@ def beside_rna(profile: Profile) -> Profile:
 
 def make_plan(setting: Setting, strategies: str | None, devices: int, form: Form) -> Plan:
     """A plan with the strategies named, or with those of the policy."""
+    register()
     subject = decoder_subject(setting.decoder(), batch_size=1)
     shape = describe(subject.module, batch_size=1)
     made = plan(
