@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.errors import InstallError
+from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.decoder import Region, StratifiedDecoder
 from lightning_amp.models.local_attention import LocalAttention
@@ -28,7 +28,7 @@ from lightning_amp.parallel.domain_parallel import share_anchors
 from lightning_amp.parallel.halo_attention import HaloAttention
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.shape import DecoderShape
-from lightning_amp.planning.specs import DomainParallel
+from lightning_amp.planning.specs import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.simulation.simulate import simulate_plan
 from lightning_amp.simulation.subject import decoder_subject
 from tests.ranks import CountCollectives, run_ranks
@@ -486,14 +486,25 @@ def test_refuses_decoders_that_cannot_be_dealt() -> None:
         share_anchors(decoder, DomainParallel(), mesh)
 
 
-@pytest.mark.parametrize("other", ["nodes", "S2", "S5", "strata"])
-def test_refuses_a_second_placement(other: str) -> None:
+WHOLE = {"S2": FeatureParallel(), "strata": StrataParallel(ends="1,3")}
+PLACEMENTS = [("S2", "strata"), ("nodes", "S2"), ("nodes", "S5"), ("nodes", "strata"), ("nodes", "nodes")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [*PLACEMENTS, ("S5", "strata"), ("S2", "S2"), ("strata", "strata")]
+)
+def test_refuses_a_second_placement(one: str, other: str) -> None:
+    """Two ways to split a decoder add up to another loss, without an error by themselves."""
     mesh = fake_mesh(rank=0, ranks=2)
-    for first, second in (("nodes", other), (other, "nodes")):
+    for first, second in {(one, other), (other, one)}:
         model = Model(Case())
-        install(model, make_plan((first,), 2), mesh)
+        install(model, make_plan((first,), 2, {k: v for k, v in WHOLE.items() if k == first}), mesh)
         with pytest.raises(InstallError):
-            install(model, make_plan((second,), 2), mesh)
+            install(model, make_plan((second,), 2, {k: v for k, v in WHOLE.items() if k == second}), mesh)
+    if one != other:
+        with pytest.raises((PlanError, InstallError)):
+            both = make_plan((one, other), 2, {k: v for k, v in WHOLE.items() if k in (one, other)})
+            install(Model(Case()), both, mesh)
 
 
 def test_second_derivatives_are_refused() -> None:

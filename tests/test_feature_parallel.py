@@ -217,7 +217,7 @@ def test_names_parameters_and_state_stay() -> None:
     assert {id(p) for p in installed.partial} == {id(p) for p in model.decoder.strata.parameters()}
     assert not installed.sharded
     assert "features [11, 22) of 22, ranks=2" in repr(model)
-    assert "ranks=2, channels=False, features=True" in repr(model)
+    assert "SharedRegion(S2, ranks=2)" in repr(model)
     model.load_state_dict(state)
     installed.undo()
     assert dict(model.named_modules()) == modules

@@ -470,6 +470,17 @@ def test_other_uses_are_refused(root: Path) -> None:
         model.decoder(model.u, model.v, **model.batch | {"x": model.batch["x"][:, 1:]})
 
 
+def test_an_entry_is_not_zero() -> None:
+    """The sparse likelihood takes every entry for a count that is not zero."""
+    x = SparseCounts.from_dense(counts())
+    value = x.value.clone()
+    value[2:4] = 0
+    with pytest.raises(DataError, match="has 2 entries whose count is 0"):
+        SparseCounts(x.row, x.column, value, x.shape)[:, 1:4]
+    stored = sparse.csr_matrix((value, (x.row, x.column)), shape=x.shape)
+    assert (SparseCounts.from_csr(stored).value != 0).all()
+
+
 def test_other_data_are_refused(root: Path) -> None:
     x = SparseCounts.from_dense(counts())
     with pytest.raises(DataError, match="give three equally long vectors"):

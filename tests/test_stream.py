@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.ready_gradients import gradients, leaf
 from lightning_amp.planning.specs import StreamStrata
 from tests.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
 
@@ -207,6 +208,16 @@ def test_what_a_decoder_does_in_its_own_way_is_not_replaced(strategy: str, name:
     delattr(holder, name)
     with pytest.raises(InstallError, match=f"child `{name}` is None"):
         install(model, make_plan((strategy,), 1))
+
+
+def test_gradients_share_no_memory() -> None:
+    """They are added to and scaled in place: autograd hands one tensor, or one number, to several inputs."""
+    a, b, c = (leaf(torch.ones(3, 2), needed=True) for _ in range(3))
+    found = gradients([(a + b).sum() + (2 * c).sum()], [a, b, c], [None])
+    for grad in found:
+        grad.mul_(torch.arange(6.0).view(3, 2))
+    wanted = torch.arange(6.0).view(3, 2)
+    assert [g.tolist() for g in found] == [wanted.tolist(), wanted.tolist(), (2 * wanted).tolist()]
 
 
 def test_stream_is_installed_once() -> None:

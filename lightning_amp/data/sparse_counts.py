@@ -47,7 +47,7 @@ class SparseCounts:
 
     Raises:
         DataError: The entries are not three equally long vectors; or, when they are first cut, they are out of order,
-            twice in one place, or outside of the matrix.
+            twice in one place, outside of the matrix, or 0.
     """
 
     def __init__(
@@ -181,6 +181,12 @@ class SparseCounts:
             raise DataError(
                 f"{self!r} has entries out of order, twice, or outside of the matrix; they must be sorted by column and"
                 " then by row: use SparseCounts.from_csr, which sorts them"
+            )
+        zeros = int((self.value == 0).sum())
+        if zeros:
+            raise DataError(
+                f"{self!r} has {zeros!r} entries whose count is 0; an entry stands for a count that is not zero: use"
+                " SparseCounts.from_csr, which leaves them out"
             )
         return row, column
 

@@ -74,7 +74,7 @@ def share_anchors(decoder: nn.Module, spec: DomainParallel, mesh: DeviceMesh | N
         )
     rows = deal_rows(decoder.n_anchors, windows.pop(), mesh["model"])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), rows.mesh, rows=rows)
+        "region": share_region(getattr(decoder, "region", None), rows.mesh, "nodes", summed=True, rows=rows)
     }
     swaps |= {fqn: HaloAttention(attention, rows) for fqn, attention in attentions.items()}
     for k, stratum in enumerate(decoder.strata):

@@ -68,7 +68,7 @@ def share_features(decoder: nn.Module, spec: FeatureParallel, mesh: DeviceMesh |
             )
     axis = mesh["model"]
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), axis, features=True)
+        "region": share_region(getattr(decoder, "region", None), axis, "S2", summed=True)
     }
     for k, stratum in enumerate(decoder.strata):
         swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("nodes"), axis)

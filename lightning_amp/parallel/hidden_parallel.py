@@ -81,7 +81,7 @@ def share_hidden(decoder: nn.Module, spec: HiddenParallel, mesh: DeviceMesh | No
             " strata through a module with enter(u, v, log_weights) and leave(total): add it, or leave S5 out"
         )
     channels = deal_channels(decoder.dim, mesh["model"])
-    swaps: dict[str, nn.Module] = {"region": share_region(region, channels.mesh, channels=channels)}
+    swaps: dict[str, nn.Module] = {"region": share_region(region, channels.mesh, "S5", channels=channels)}
     parameters: list[nn.Parameter] = []
     for k, stratum in enumerate(decoder.strata):
         fqn = f"strata.{k}"

@@ -1,10 +1,11 @@
-"""The border around a decoder's strata under S2, S5 and nodes: inside, every rank has its own share of the work.
+"""The border around a decoder's strata under S2, S5, strata and nodes: inside, a rank has its share of the work.
 
     S5         u and v become the own channels; backward, one all-gather of their gradients
     S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
     S2 only    gradients of u, v and log_weights are summed over the ranks (one all-reduce, backward)
     S2 and S5  gradients of log_weights are summed (one all-reduce, backward): those of u and v are whole already,
                because the scores are scattered to the features' owners forward and gathered backward
+    strata     the same as S2 only, of the own strata
     nodes      v becomes the own rows, the losses are summed as under S2; backward, one all-gather of the gradients of
                the own rows, and of the parts of those of u and log_weights
 
@@ -30,29 +31,32 @@ class SharedRegion(nn.Module):
 
     Args:
         mesh: The mesh axis.
+        strategies: Whose border it is.
         channels: Channel sets of S5, None without it.
-        features: Whether S2 shares the features.
+        summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
         rows: The ranks' anchors under nodes, None without it.
     """
 
     def __init__(
         self,
         mesh: DeviceMesh,
+        strategies: tuple[str, ...],
         *,
         channels: Channels | None = None,
-        features: bool = False,
+        summed: bool = False,
         rows: AnchorRows | None = None,
     ) -> None:
         super().__init__()
         self.mesh = mesh
+        self.strategies = strategies
         self.channels = channels
-        self.features = features
+        self.summed = summed
         self.rows = rows
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        shared = f"channels={self.channels is not None}, features={self.features}"
-        return f"ranks={self.mesh.size()}, {shared if self.rows is None else f'rows={self.rows.sizes}'}"
+        rows = "" if self.rows is None else f", rows={self.rows.sizes}"
+        return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{rows}"
 
     def enter(
         self,
@@ -66,50 +70,63 @@ class SharedRegion(nn.Module):
         if self.rows is not None:
             return take_rows(self.rows, u, v, log_weights)
         if self.channels is None:
-            entered = (
-                collectives.enter(self.mesh, u, v, log_weights) if self.features else (u, v, log_weights)
-            )
+            entered = collectives.enter(self.mesh, u, v, log_weights) if self.summed else (u, v, log_weights)
             return entered[0], entered[1], entered[2]
         u, v = take_channels(self.channels, u, v)
-        if self.features:
+        if self.summed:
             (log_weights,) = collectives.enter(self.mesh, log_weights)
         return u, v, log_weights
 
     def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """The negative log-likelihood over all ranks' features."""
-        summed = self.features or self.rows is not None
-        return collectives.leave(self.mesh, total) if summed else total
+        """The negative log-likelihood over all ranks."""
+        return collectives.leave(self.mesh, total) if self.summed else total
+
+
+TOGETHER = {"S2", "S5"}
+"""Strategies that can share one decoder; every other way to split it is alone."""
 
 
 def share_region(
     region: nn.Module | None,
     mesh: DeviceMesh,
+    strategy: str,
     *,
     channels: Channels | None = None,
-    features: bool = False,
+    summed: bool = False,
     rows: AnchorRows | None = None,
 ) -> SharedRegion:
-    """The border with one more technique; S2 and S5 may come in any order, nodes comes alone.
+    """The border with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
+
+    Args:
+        region: The decoder's border so far.
+        mesh: The mesh axis.
+        strategy: Who asks.
+        channels: As SharedRegion has it.
+        summed: The same.
+        rows: The same.
 
     Raises:
-        InstallError: The region is missing, has state, or does something at the border that would be lost.
+        InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
+            does something at the border that would be lost.
     """
-    if isinstance(region, SharedRegion) and (rows or region.rows):
-        raise InstallError(
-            f"a strategy was asked for on a decoder whose child `region` is {region!r}; it would split the decoder in a"
-            " second way, which nodes does not allow: leave out 'nodes' or the other (S2, S5, strata)"
-        )
     if isinstance(region, SharedRegion):
-        return SharedRegion(mesh, channels=channels or region.channels, features=features or region.features)
+        strategies = (*region.strategies, strategy)
+        if not TOGETHER.issuperset(strategies):
+            raise InstallError(
+                f"{strategy} was asked for on a decoder that {', '.join(region.strategies)} has split already; it would"
+                " be split in two ways, which add up to another loss: only S2 and S5 can be together, leave one out"
+            )
+        return SharedRegion(
+            mesh, strategies, channels=channels or region.channels, summed=summed or region.summed
+        )
     problem = _problem(region)
-    asker = "nodes" if rows else "S2" if features else "S5"
     if problem:
         raise InstallError(
-            f"{asker} was asked for on a decoder whose child `region` {problem}; only a border"
+            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a border"
             " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             " replaced: move the rest to the decoder, or leave the strategy out"
         )
-    return SharedRegion(mesh, channels=channels, features=features, rows=rows)
+    return SharedRegion(mesh, (strategy,), channels=channels, summed=summed, rows=rows)
 
 
 def _problem(region: nn.Module | None) -> str:

@@ -52,7 +52,7 @@ def share_strata(decoder: nn.Module, spec: StrataParallel, mesh: DeviceMesh | No
     rank = axis.get_local_rank()
     own = range(ends[rank - 1] if rank else 0, ends[rank])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), axis, features=True),
+        "region": share_region(getattr(decoder, "region", None), axis, "strata", summed=True),
         "walk": OwnStrata(walk, own),
     }
     return Change(swaps, partial=list(cast(Any, decoder).strata.parameters()))

@@ -205,7 +205,8 @@ def _mesh(
     if model > 1 and not sharding:
         raise PlanError(
             f"model_parallel_size={model} was asked for, but {', '.join(chosen)} split nothing over the model axis;"
-            ' use model_parallel_size="auto", or add S2 or S5'
+            ' use model_parallel_size="auto", or add one of'
+            f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
         )
     if "S5" in chosen and shape.decoder is not None and model > shape.decoder.hidden_parts:
         raise PlanError(
