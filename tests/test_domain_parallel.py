@@ -502,9 +502,9 @@ def test_refuses_a_second_placement(one: str, other: str) -> None:
         with pytest.raises(InstallError):
             install(model, make_plan((second,), 2, {k: v for k, v in WHOLE.items() if k == second}), mesh)
     if one != other:
+        specs = {k: v for k, v in WHOLE.items() if k in (one, other)}
         with pytest.raises((PlanError, InstallError)):
-            both = make_plan((one, other), 2, {k: v for k, v in WHOLE.items() if k in (one, other)})
-            install(Model(Case()), both, mesh)
+            install(Model(Case()), make_plan((one, other), 2, specs), mesh)
 
 
 def test_second_derivatives_are_refused() -> None:
