@@ -4,16 +4,14 @@ Ranks are row-major in (data, model), so a model group lies inside a node. Its r
 same numbers; metrics, sums that are logged with sync_dist, and the gradients of what they all compute count them once.
 Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
 
-Known limits: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for
-gradients that were not reduced; buffers that a module changes by itself in training, other than shared batch
+Known limits: those of steps.py; buffers that a module changes by itself in training, other than shared batch
 statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers from all
 ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, and a norm of
 gradients that is not taken by the Trainer's clipping, are those of the rank's shards.
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,26 +19,22 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import LBFGS, Optimizer
 
 from lightning_amp.lightning._compat import (
     broadcast_module,
     default_pg_timeout,
     optimizers_to_device,
-    rank_zero_warn,
 )
 from lightning_amp.lightning.cells import CellWeight
-from lightning_amp.lightning.conflicts import RAW_BACKWARD, check_callbacks, check_precision
+from lightning_amp.lightning.conflicts import check_callbacks, check_precision
 from lightning_amp.lightning.meshes import Meshes
 from lightning_amp.lightning.metrics import count_replicas_once, counted_once, unrounded
 from lightning_amp.lightning.options import check_numbers, check_paths, check_plan, one_of
@@ -54,13 +48,14 @@ from lightning_amp.lightning.replicas import (
 from lightning_amp.lightning.same_batch import make_sure_of_same_batch
 from lightning_amp.lightning.shards import Shards
 from lightning_amp.lightning.step_time import time_steps
+from lightning_amp.lightning.steps import WeightedSteps
 from lightning_amp.parallel.batch_norm import share_batch_statistics
 from lightning_amp.parallel.gradients import MIB, GradientSync
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.specs import ShareBatchStatistics
 
 
-class AMPStrategy(DDPStrategy):
+class AMPStrategy(WeightedSteps):
     """Automatic modality-aware parallelization.
 
     Attributes:
@@ -279,26 +274,6 @@ class AMPStrategy(DDPStrategy):
         if self._gradients is not None and self.model is not None and self.data_parallel_size > 1:
             take_buffers_of_first(self.model, self.mesh["data"].get_group())
 
-    # --- state ---
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with whole parameters; a collective where some are sharded."""
-        return self._shards.whole_state(super().lightning_module_state_dict())
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state with whole parameters."""
-        own = {**checkpoint, "state_dict": self._shards.own_state(checkpoint["state_dict"])}
-        super().load_model_state_dict(own, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimiser's state as for whole parameters; a collective where some are sharded."""
-        return self._shards.whole_optimizer_state(optimizer, super().optimizer_state(optimizer))
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load states for whole parameters."""
-        own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
-
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""
         seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
@@ -308,79 +283,6 @@ class AMPStrategy(DDPStrategy):
         """Move a batch, once it is certain that a model group reads the same one."""
         make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    # --- steps ---
-
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's training step, with its batch noted for weighting."""
-        if self._weight is not None and self._gradients is not None:
-            self._weight.start(args[0] if args else None)
-            self._gradients.watch()
-        return super().training_step(*args, **kwargs)
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
-
-        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
-        """
-        module = self.lightning_module
-        assert module is not None, "the Trainer sets the module before setup"
-        assert self._gradients is not None, "backward comes after setup for fitting"
-        self.pre_backward(closure_loss)
-        self._gradients.watch()
-        self._shards.check(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(self._share_of(closure_loss), module, optimizer, *args, **kwargs)
-        self._gradients.reduce()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    def _share_of(self, loss: Tensor) -> Tensor:
-        assert self._weight is not None, "set in setup for fitting"
-        weight = self._weight.value()
-        return loss if weight == 1.0 else loss * weight
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
-        if self._gradients is None:
-            yield
-            return
-        before, self._gradients.blocked = self._gradients.blocked, True
-        try:
-            yield
-        finally:
-            self._gradients.blocked = before
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step, after a last look in manual optimisation for gradients that were not averaged."""
-
-        def averaged() -> Any:
-            loss = closure()
-            self._average_rest()
-            # its line search and stopping rules read the loss, and ranks must take the same number of steps
-            is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
-            return self.reduce(self._share_of(loss).detach().clone()) if is_read else loss
-
-        return super().optimizer_step(optimizer, averaged, model, **kwargs)
-
-    def _average_rest(self) -> None:
-        """Average what manual optimisation has left: a raw `loss.backward()`, or a step while blocked."""
-        module = self.lightning_module
-        if self._gradients is None or module is None or module.automatic_optimization:
-            return
-        if self._gradients.pending and not self._gradients.blocked:
-            rank_zero_warn(RAW_BACKWARD)
-        self._gradients.reduce(force=True)
 
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"

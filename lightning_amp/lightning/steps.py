@@ -1,0 +1,101 @@
+"""Training steps of a strategy: the rank's share of the loss, averaged gradients, one optimiser step for all ranks.
+
+Known limit: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for gradients that were
+not reduced.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.cells import CellWeight
+from lightning_amp.lightning.conflicts import RAW_BACKWARD
+from lightning_amp.lightning.state import WholeState
+from lightning_amp.parallel.gradients import GradientSync
+
+
+class WeightedSteps(WholeState):
+    """Steps on the mean over the cells of all ranks.
+
+    The weight and the gradients' reduction are there while a fit is set up, and None otherwise.
+    """
+
+    _gradients: GradientSync | None
+    _weight: CellWeight | None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's training step, with its batch noted for weighting."""
+        if self._weight is not None and self._gradients is not None:
+            self._weight.start(args[0] if args else None)
+            self._gradients.watch()
+        return super().training_step(*args, **kwargs)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
+
+        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
+        """
+        module = self.lightning_module
+        assert module is not None, "the Trainer sets the module before setup"
+        assert self._gradients is not None, "backward comes after setup for fitting"
+        self.pre_backward(closure_loss)
+        self._gradients.watch()
+        self._shards.check(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(self._share_of(closure_loss), module, optimizer, *args, **kwargs)
+        self._gradients.reduce()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _share_of(self, loss: Tensor) -> Tensor:
+        assert self._weight is not None, "set in setup for fitting"
+        weight = self._weight.value()
+        return loss if weight == 1.0 else loss * weight
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
+        if self._gradients is None:
+            yield
+            return
+        before, self._gradients.blocked = self._gradients.blocked, True
+        try:
+            yield
+        finally:
+            self._gradients.blocked = before
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, after a last look in manual optimisation for gradients that were not averaged."""
+
+        def averaged() -> Any:
+            loss = closure()
+            self._average_rest()
+            # its line search and stopping rules read the loss, and ranks must take the same number of steps
+            is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
+            return self.reduce(self._share_of(loss).detach().clone()) if is_read else loss
+
+        return super().optimizer_step(optimizer, averaged, model, **kwargs)
+
+    def _average_rest(self) -> None:
+        """Average what manual optimisation has left: a raw `loss.backward()`, or a step while blocked."""
+        module = self.lightning_module
+        if self._gradients is None or module is None or module.automatic_optimization:
+            return
+        if self._gradients.pending and not self._gradients.blocked:
+            rank_zero_warn(RAW_BACKWARD)
+        self._gradients.reduce(force=True)
