@@ -22,10 +22,11 @@ from math import isqrt
 
 from lightning_amp.planning.placement import strata_ends
 from lightning_amp.planning.plan import Axes
+from lightning_amp.planning.rank_sizes import widest
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.stratum_memory import alive_bytes, left_bytes
 from lightning_amp.planning.stratum_peaks import backward_moments, forward_moments
-from lightning_amp.planning.stratum_sizes import StratumSizes, widest
+from lightning_amp.planning.stratum_sizes import StratumSizes
 
 NODE_BYTES = 8
 """Of the anchor of a feature, int64."""
@@ -96,7 +97,7 @@ class Estimate:
         """Peak of the step, of the rank that has most."""
         before = self._before()
         after = max((sum(self.stratum_bytes[slice(*run)]) for run in self.runs), default=0)
-        end = self.base_bytes + after + (self.entered_bytes if self.strata else 0)
+        end = self.base_bytes + after + self.entered_bytes
         forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
         return max(
             end + self.other_decoder_bytes,
@@ -168,7 +169,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate
         activations=axes.activations,
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
-        entered_bytes=_ready(shape, axes, model_ranks),
+        entered_bytes=_ready(strata),
         border_bytes=border,
         edge_bytes=shape.edge_bytes,
     )
@@ -216,13 +217,9 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
     return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
 
 
-def _ready(shape: ModelShape, axes: Axes, model_ranks: int) -> int:
-    """Gradients of u and v that grow from stratum to stratum under stream."""
-    sizes = _strata(shape, axes, model_ranks)
-    if not sizes or axes.activations != "stream":
-        return 0
-    s = sizes[0]
-    return s.element * (s.rows + s.cells * s.width)
+def _ready(strata: list[StratumSizes]) -> int:
+    """Gradients of u and v, for which stream makes room before the first stratum."""
+    return sum(s.element * (s.rows + s.cells * s.width) for s in strata[:1] if s.streamed)
 
 
 def _strata(shape: ModelShape, axes: Axes, model_ranks: int) -> list[StratumSizes]:
@@ -235,7 +232,7 @@ def _strata(shape: ModelShape, axes: Axes, model_ranks: int) -> list[StratumSize
             axes=axes,
             k=k,
             cells=shape.batch_size,
-            model_ranks=model_ranks,
+            ranks=model_ranks,
             element=shape.element_bytes,
         )
         for k in range(len(decoder.features))

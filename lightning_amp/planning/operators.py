@@ -61,14 +61,14 @@ def spine(s: WorkSizes) -> Part:
     """What a chained decoder needs to go past a stratum: a norm and a projection."""
     if not (s.attends and s.decoder.chained):
         return Pass(), Pass()
-    rows, square = s.rows * s.width, s.decoder.dim * s.width
-    flops = 2.0 * s.rows * square
+    rows, square = s.anchors * s.width, s.decoder.dim * s.width
+    flops = 2.0 * s.anchors * square
     return Pass(flops, 4 * rows + square, 2), Pass(2 * flops, 7 * rows + 2 * square, 3)
 
 
 def _linear(s: WorkSizes) -> Part:
-    rows, square = s.rows * s.width, s.decoder.dim * s.width
-    flops = 8.0 * s.rows * square
+    rows, square = s.anchors * s.width, s.decoder.dim * s.width
+    flops = 8.0 * s.anchors * square
     forward, backward = (17, 36) if s.paper else (22, 42)
     return (
         Pass(flops, forward * rows + 4 * square, 7 if s.paper else 9),
@@ -80,7 +80,7 @@ def _attention(s: WorkSizes) -> Part:
     unit = 2.0 * s.pairs * s.attended
     if s.axes.attention == "fused":
         return _fused(s, unit)
-    rows, bucketed = s.rows * s.attended, s.padded * s.attended
+    rows, bucketed = s.anchors * s.attended, s.padded * s.attended
     chunks, window, near = s.chunks, s.decoder.window, s.decoder.window * s.attended
     if s.axes.attention == "eager":
         return (
@@ -98,18 +98,18 @@ def _attention(s: WorkSizes) -> Part:
 
 
 def _fused(s: WorkSizes, unit: float) -> Part:
-    rows, buckets = s.rows * s.attended, s.padded // s.decoder.window
+    rows, buckets = s.anchors * s.attended, s.padded // s.decoder.window
     groups = -(-buckets // max(1, FUSED_SCORES // (3 * s.decoder.window**2)))
     return Pass(2 * unit, 21 * rows, 23 + 22 * groups), Pass(5 * unit, 54 * rows, 26 + 53 * groups)
 
 
 def _convolution(s: WorkSizes) -> Part:
-    rows = s.rows * s.width
+    rows = s.anchors * s.width
     return Pass(4 * rows, 6 * rows, 3), Pass(8 * rows, 13 * rows, 5)
 
 
 def _decode(s: WorkSizes) -> Part:
-    rows, scores, blocks = s.rows * s.width, s.cells * s.decoded, s.blocks
+    rows, scores, blocks = s.anchors * s.width, s.cells * s.decoded, s.blocks
     # every block but the first adds its gradient of the key to that of the ones before
     adding = (blocks - 1) * 3 * rows
     if s.axes.decode == "key-first":
@@ -117,7 +117,7 @@ def _decode(s: WorkSizes) -> Part:
         flops = 2.0 * s.cells * chosen
         forward, backward = scores + 3 * blocks * chosen, 2 * scores + blocks * (3 * chosen + rows)
     else:
-        every = s.cells * s.rows
+        every = s.cells * s.anchors
         flops = 2.0 * every * s.width
         forward, backward = scores + 2 * every + blocks * rows, 2 * scores + 5 * every + 2 * blocks * rows
     return Pass(flops, forward, 3 * blocks), Pass(2 * flops, backward + adding, 4 * blocks)
@@ -146,17 +146,17 @@ def _likelihood(s: WorkSizes) -> Part:
 
 def _channels(s: WorkSizes) -> Part:
     """What S5 adds: statistics of norms and keys, products of all output channels, copies of scores to be summed."""
-    rows, whole, square = s.rows * s.width, s.rows * s.decoder.dim, s.decoder.dim * s.width
+    rows, whole, square = s.anchors * s.width, s.anchors * s.decoder.dim, s.decoder.dim * s.width
     scores = 0 if s.gathered else 4 * s.pairs
     return (
-        Pass(0, 24 * rows + 8 * whole + 100 * s.rows + 32 * square + scores, 71 + 4 * s.ranks),
-        Pass(0, 30 * rows + 28 * whole + 160 * s.rows + 104 * square + scores, 71 + 14 * s.ranks),
+        Pass(0, 24 * rows + 8 * whole + 100 * s.anchors + 32 * square + scores, 71 + 4 * s.ranks),
+        Pass(0, 30 * rows + 28 * whole + 160 * s.anchors + 104 * square + scores, 71 + 14 * s.ranks),
     )
 
 
 def _halo(s: WorkSizes) -> Part:
     """What nodes adds: rows for the neighbours, and attention of three more buckets at either end, for one of them."""
-    rows, near = s.rows * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
+    rows, near = s.anchors * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
     back = (4 + 15 * s.neighbours) * rows
     return (
         Pass(0, 3 * rows + 109 * near, 12 + 52 * s.neighbours),
@@ -166,4 +166,4 @@ def _halo(s: WorkSizes) -> Part:
 
 def _sums(s: WorkSizes) -> Part:
     """The stratum's gradients of u, v and its weight, added to those of the strata before."""
-    return Pass(), Pass(0, 3 * (s.rows + s.cells) * s.width, 4)
+    return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4)

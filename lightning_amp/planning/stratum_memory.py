@@ -101,7 +101,7 @@ def layer_terms(s: StratumSizes) -> Terms:
 def statistic_terms(s: StratumSizes) -> Terms:
     """What the layers keep beside tensors [N, d]."""
     terms = {"means, deviations and norms [N]": s.element * ((4 if s.paper else 6) - 2 * s.fused) * s.anchors}
-    if s.ranks > 1:
+    if s.hidden:
         terms["own columns of four square weights [D, d]"] = s.element * 4 * s.decoder.dim * s.width
     if s.gathered:
         terms["gathered keys and values [2 N, D]"] = s.element * 2 * s.anchors * s.decoder.dim

@@ -107,7 +107,7 @@ def _decoding(s: StratumSizes) -> int:
 
 def _attending(s: StratumSizes) -> int:
     """Attention with its inputs and outputs, at its last chunk."""
-    p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
+    p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     inputs = 3 * s.rows
     if s.fused:
         # the turned keys, and the output
@@ -125,7 +125,7 @@ def _attending(s: StratumSizes) -> int:
 
 def _attending_back(s: StratumSizes) -> int:
     """Attention in its backward pass: the softmax's moment, or that of the sums over chunks, whichever holds more."""
-    p, w, a, r = s.padded, s.decoder.window, s.attended, s.chunk
+    p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     # p, qk, and the gradients of key and val
     inputs = (4 - s.gathered) * s.rows
     if s.fused:

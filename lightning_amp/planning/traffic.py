@@ -18,7 +18,7 @@ and normaliser come once per block of cells. Once per step:
                axis
 
 Known limits: the strata's weights are taken as independent of the cell; copies for padding are not counted.
-Legend: work_sizes.py; K strata.
+Legend: work_sizes.py, rank_sizes.py; K strata.
 """
 
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ from lightning_amp.planning.collectives_cost import (
     reduce_scatter_seconds,
 )
 from lightning_amp.planning.plan import Axes
+from lightning_amp.planning.rank_sizes import widest
 from lightning_amp.planning.shape import TABLES_PER_FEATURE, DecoderShape
-from lightning_amp.planning.stratum_sizes import widest
 from lightning_amp.planning.work_sizes import WorkSizes
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange"]
@@ -96,7 +96,7 @@ def border_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int)
     weights = len(decoder.features)
     total = Collective(kind="all_reduce", numbers=1)
     if axes.placement == "nodes":
-        own = WorkSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).rows
+        own = WorkSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).anchors
         return total, Collective(kind="all_gather", numbers=(own + cells) * dim + weights)
     if axes.placement in ("hidden", "hidden-gathered"):
         entered = Collective(kind="all_gather", numbers=(cells + anchors) * widest(dim, ranks))
@@ -136,20 +136,20 @@ def _hidden_decode(s: WorkSizes) -> tuple[Traffic, Traffic]:
 def _hidden_key(s: WorkSizes) -> tuple[Traffic, Traffic]:
     if not s.attends:
         return (), ()
-    rows, norms = s.rows * s.width, 1 if s.paper else 2
+    rows, norms = s.anchors * s.width, 1 if s.paper else 2
     forward = [
-        Collective(kind="all_gather", numbers=norms * (2 * s.rows + 1), calls=norms),
+        Collective(kind="all_gather", numbers=norms * (2 * s.anchors + 1), calls=norms),
         Collective(kind="reduce_scatter", numbers=4 * s.ranks * rows, calls=3),
     ]
     backward = [
-        Collective(kind="all_reduce", numbers=norms * 2 * s.rows, calls=norms),
+        Collective(kind="all_reduce", numbers=norms * 2 * s.anchors, calls=norms),
         Collective(kind="all_gather", numbers=4 * rows, calls=3),
     ]
     if s.gathered:
         forward.append(Collective(kind="all_gather", numbers=2 * rows))
         backward.append(Collective(kind="reduce_scatter", numbers=2 * s.ranks * rows))
     else:
-        lengths = Collective(kind="all_reduce", numbers=s.rows)
+        lengths = Collective(kind="all_reduce", numbers=s.anchors)
         scores = Collective(kind="all_reduce", numbers=s.pairs, calls=s.chunks)
         forward += [lengths, scores]
         backward += [lengths, scores, *([scores] if s.axes.attention == "chunked" else [])]
