@@ -4,6 +4,8 @@ Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping
 else than the mapping would, a note says what both need.
 """
 
+from dataclasses import dataclass
+
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
@@ -62,57 +64,96 @@ def plan(
         model_parallel_size=model_parallel_size,
     )
     budget = None if device_memory is None else parse_bytes(device_memory)
-    diagnosis = diagnose(profile)
-    shape = shape or reference_shape(profile, batch_size=batch_size)
-    free = model_parallel_size == "auto"
-    notes: list[str] = []
+    request = Request(
+        diagnosis=diagnose(profile),
+        shape=shape or reference_shape(profile, batch_size=batch_size),
+        devices=devices,
+        budget=budget,
+        rates=rates,
+        model_parallel_size=model_parallel_size,
+    )
+    asked = policy if strategies is None else "strategies"
+    choice = _choose(request, asked, strategies)
+    return _carried_out(request, choice, profile, asked=asked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be decided on; as in `plan`, read and completed."""
+
+    diagnosis: Diagnosis
+    shape: ModelShape
+    devices: int
+    budget: int | None
+    rates: Rates
+    model_parallel_size: int | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What was decided.
+
+    Attributes:
+        strategies: In the order of the library.
+        model_parallel_size: Ranks of the model axis, or "auto".
+        compared: All plans that were compared, the chosen one first; none unless the policy compares.
+        notes: What a person should know of it.
+    """
+
+    strategies: tuple[str, ...]
+    model_parallel_size: int | str
     compared: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[str, ...] | None) -> Choice:
+    size = request.model_parallel_size
     if strategies is not None:
-        chosen = parse_strategies(strategies)
-    elif policy == "auto" and shape.decoder is not None:
-        own, notes = registered(diagnosis, shape, devices=devices)
-        base = frozenset(own | ({"S1"} if devices > 1 else set()))
-        compared = _compare(
-            shape,
-            devices=devices,
-            budget=budget,
-            rates=rates,
-            own=base,
-            model_parallel_size=model_parallel_size,
-        )
-    else:
+        return Choice(strategies=parse_strategies(strategies), model_parallel_size=size)
+    if asked == "paper" or request.shape.decoder is None:
         chosen, notes = mapped(
-            diagnosis, shape, devices=devices, budget=budget, model_parallel_size=model_parallel_size
+            request.diagnosis,
+            request.shape,
+            devices=request.devices,
+            budget=request.budget,
+            model_parallel_size=size,
         )
-    if compared:
-        chosen, model_parallel_size = compared[0].strategies, compared[0].model
-    mesh = _mesh(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
+        return Choice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
+    own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
+    compared = _compare(request, own=frozenset(own | ({"S1"} if request.devices > 1 else set())))
+    best = compared[0]
+    if size == "auto":
+        notes = notes + _of_paper(best, request)
+    return Choice(
+        strategies=best.strategies, model_parallel_size=best.model, compared=compared, notes=tuple(notes)
+    )
+
+
+def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: str) -> Plan:
+    shape, chosen = request.shape, choice.strategies
+    mesh = _mesh(chosen, shape, devices=request.devices, model_parallel_size=choice.model_parallel_size)
     _check_decoder(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
-    asked = "strategies" if strategies is not None else policy
-    balance, balance_note = decide_balance(profile, mesh, batch_size)
-    notes += _notes(chosen, shape) + balance_note
-    if compared and free:
-        notes += _of_paper(compared[0], diagnosis, shape, devices=devices, budget=budget, rates=rates)
+    balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
     return Plan(
         policy=asked,
-        signals=diagnosis.signals,
-        evidence=tuple(f"{f.signal}: {f.evidence}" for f in diagnosis.findings),
+        signals=request.diagnosis.signals,
+        evidence=tuple(f"{f.signal}: {f.evidence}" for f in request.diagnosis.findings),
         strategies=chosen,
         mesh=mesh,
         axes=Axes.of(chosen),
-        rules=build_rules(chosen, shape, mesh, diagnosis, balance=balance, policy=asked),
+        rules=build_rules(chosen, shape, mesh, request.diagnosis, balance=balance, policy=asked),
         batch_size=shape.batch_size,
         predicted_base_bytes=predicted.base_bytes,
         predicted_stratum_bytes=predicted.mean_stratum_bytes,
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
-        budget_bytes=budget,
+        budget_bytes=request.budget,
         balance_cells=balance,
-        notes=tuple(notes),
-        predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, rates),
-        rates_device="" if shape.decoder is None else rates.device,
-        candidates=compared,
+        notes=(*choice.notes, *_notes(chosen, shape), *balance_note),
+        predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
+        rates_device="" if shape.decoder is None else request.rates.device,
+        candidates=choice.compared,
     )
 
 
@@ -137,40 +178,34 @@ def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates
     )
 
 
-def _compare(
-    shape: ModelShape,
-    *,
-    devices: int,
-    budget: int | None,
-    rates: Rates,
-    own: frozenset[str],
-    model_parallel_size: int | str,
-) -> tuple[Candidate, ...]:
-    size = model_parallel_size if isinstance(model_parallel_size, int) else None
-    _check_divides(model_parallel_size, devices)
-    found = candidates(shape, devices=devices, budget=budget, rates=rates, own=own, model_parallel_size=size)
+def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
+    asked = request.model_parallel_size
+    _check_divides(asked, request.devices)
+    found = candidates(
+        request.shape,
+        devices=request.devices,
+        budget=request.budget,
+        rates=request.rates,
+        own=own,
+        model_parallel_size=asked if isinstance(asked, int) else None,
+    )
     if not found:
         raise PlanError(
-            f"model_parallel_size={size!r} was asked for, and no strategies can share this model among so many ranks;"
+            f"model_parallel_size={asked!r} was asked for, and no strategies can share this model among so many ranks;"
             ' choose fewer, or model_parallel_size="auto"'
         )
     return found
 
 
-def _of_paper(
-    best: Candidate,
-    diagnosis: Diagnosis,
-    shape: ModelShape,
-    *,
-    devices: int,
-    budget: int | None,
-    rates: Rates,
-) -> list[str]:
+def _of_paper(best: Candidate, request: Request) -> list[str]:
     """What AMP's mapping would need instead, where that is not the same."""
-    chosen, _ = mapped(diagnosis, shape, devices=devices, budget=budget, model_parallel_size="auto")
+    shape, devices = request.shape, request.devices
+    chosen, _ = mapped(
+        request.diagnosis, shape, devices=devices, budget=request.budget, model_parallel_size="auto"
+    )
     model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto")
     mesh = MeshShape(data=devices // model, model=model)
-    seconds = decoder_seconds(shape, Axes.of(chosen), mesh, rates)
+    seconds = decoder_seconds(shape, Axes.of(chosen), mesh, request.rates)
     if (chosen, model) == (best.strategies, best.model) or seconds is None:
         return []
     cell = format_seconds(seconds / (mesh.data * shape.batch_size))
