@@ -211,12 +211,12 @@ class UnboxedCells(Corner):
 
 
 EXACT = [Frozen, UnfrozenByHand, Means, GradientOfInputs, TwoDecoders, Checkpointed]
-OUTSIDE = "reads outside of the decoder or layer that S2 or S5 has split"
+OUTSIDE = "reads outside of the decoder or layer that is split over the model axis"
 REFUSED: dict[type[Corner], str] = {
     Penalty: f"'decoder.strata.0.scale', which it {OUTSIDE}",
     PenaltyOfShard: f"'encoder.0.weight', which it {OUTSIDE}",
     TiedInput: f".bias', which it {OUTSIDE}",
-    LearnedLibrary: ", which it reads inside of the decoder that S2 or S5 has split",
+    LearnedLibrary: ", which it reads inside of the decoder that is split over the model axis",
     OwnReference: "'weight' of a layer that S2 has replaced, which it still reads",
     EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that S2 has replaced by the rank's shard",
     TiedEncoders: "but another layer that is to be split has it too",

@@ -52,14 +52,14 @@ def check_borders(
         if id(leaf) in split and not inside:
             raise _refusal(
                 _name(leaf, module),
-                "reads outside of the decoder or layer that S2 or S5 has split, where every rank would count it once"
-                " more, or read its own shard for the whole",
+                "reads outside of the decoder or layer that is split over the model axis, where every rank would count"
+                " it once more, or read its own shard for the whole",
                 "for a penalty use the optimizer's weight_decay, for another use a parameter of its own",
             )
         if inside and id(leaf) not in split:
             raise _refusal(
                 _name(leaf, module),
-                "reads inside of the decoder that S2 or S5 has split, where its gradient would be a part of the whole",
+                "reads inside of the decoder that is split over the model axis, where its gradient would be a part",
                 "hand it in as u or v, or detach what is computed from it, such as a library size",
             )
 
@@ -88,5 +88,6 @@ def _name(leaf: Tensor, module: nn.Module) -> str:
 
 def _refusal(what: str, found: str, advice: str) -> InstallError:
     return InstallError(
-        f"the loss was to be trained, and has {what}, which it {found}; {advice}, or leave S2 and S5 out"
+        f"the loss was to be trained, and has {what}, which it {found}; {advice}, or leave out what splits it (S2, S5,"
+        " strata, nodes)"
     )
