@@ -1,13 +1,13 @@
-"""Local attention, forward and backward: eager, in chunks (S3) and fused, in time and in memory.
+"""Local attention, forward and backward: eager, in chunks (S3), fused, and fused with kept weights, in time and memory.
 
     python -m benchmarks.attention_speed [--threads 2] [--rounds 7]
 
-Sizes are those of one stratum of 500 kb data (K 10 and K 32). In every round a plain product of matrices and the three
+Sizes are those of one stratum of 500 kb data (K 10 and K 32). In every round a plain product of matrices and the four
 run one after the other, so that what else runs on the machine disturbs all alike; given are medians over the rounds.
-Share is the rate of the fused one, of 7 products of matrices of 2 N 3w D each (2 forward; 5 backward, where the scores
-are computed again), by the rate of the plain product in the same round. Peak is what is alive at most, above the
-inputs; distance is the largest relative difference of output and gradients from the eager ones in float64. Takes about
-20 seconds on two quiet cores.
+Share is the rate of the fused ones, of 7 products of matrices of 2 N 3w D each (2 forward; 5 backward, where the scores
+are computed again) or 6 (with kept weights), by the rate of the plain product in the same round. Peak is what is alive
+at most, above the inputs; distance is the largest relative difference of output and gradients from the eager ones in
+float64. Takes about 25 seconds on two quiet cores.
 """
 
 import argparse
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.local_attention import LocalAttention
 from lightning_amp.parallel.chunked_attention import chunk_attention
+from lightning_amp.parallel.freed_memory import keep_freed_memory
 from lightning_amp.parallel.fused_attention import fuse_attention
 from lightning_amp.planning.byte_size import format_bytes
 
 SIZES = ((5400, 64, 200), (5400, 128, 640))
 """Anchors N, channels D, window w."""
-UNITS = 7
+UNITS = {"fused": 7, "kept": 6}
 PLAIN = 2048
 """Rows and columns of the matrices of the plain product."""
 LINE = "{:>7} {:>3} {:>4}  {:<8} {:>10} {:>11} {:>9} {:>6} {:>9} {:>9} {:>9}"
@@ -48,7 +49,12 @@ HEAD = (
 def forms(dim: int, window: int) -> dict[str, nn.Module]:
     """The attention to compare, eager first."""
     eager = LocalAttention(dim, window)
-    return {"eager": eager, "chunks": chunk_attention(eager, buckets=1), "fused": fuse_attention(eager)}
+    return {
+        "eager": eager,
+        "chunks": chunk_attention(eager, buckets=1),
+        "fused": fuse_attention(eager),
+        "kept": fuse_attention(eager, keep=True),
+    }
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -107,15 +113,14 @@ def compare(n: int, dim: int, window: int, *, rounds: int) -> None:
     plain, spent = plain[1:], {form: pairs[1:] for form, pairs in spent.items()}
     for form, attention in attentions.items():
         totals = [sum(pair) for pair in spent[form]]
-        rates = [UNITS * 2 * n * 3 * window * dim / total for total in totals]
+        rates = [UNITS.get(form, 0) * 2 * n * 3 * window * dim / total for total in totals]
         faster = median(sum(e) / total for e, total in zip(spent["eager"], totals, strict=True))
         share = median(rate / peak for rate, peak in zip(rates, plain, strict=True))
         forward, backward = (1e3 * median(part) for part in zip(*spent[form], strict=True))
-        fused = form == "fused"
         print(
             LINE.format(
                 *(n, dim, window, form, f"{forward:.1f}", f"{backward:.1f}", f"{faster:.2f}"),
-                *((f"{share:.0%}", f"{median(rates) / 1e9:.0f}") if fused else ("", "")),
+                *((f"{share:.0%}", f"{median(rates) / 1e9:.0f}") if form in UNITS else ("", "")),
                 format_bytes(peak_bytes(attention, inputs)),
                 f"{distance(attention, attentions['eager'], inputs):.1e}",
             ),
@@ -132,6 +137,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(LINE.format(*HEAD))
+    # as stream does
+    keep_freed_memory(torch.device("cpu"))
     for size in SIZES:
         compare(*size, rounds=arguments.rounds)
 

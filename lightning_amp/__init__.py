@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_amp.planning.registry import register_technique as register_technique
     from lightning_amp.profiling.profile import Profile as Profile
     from lightning_amp.profiling.read import profile as profile
+    from lightning_amp.verification.verify import verify as verify
 
 _HOME = {
     "SingleCellDataModule": "data.datamodule",
@@ -45,6 +46,7 @@ _HOME = {
     "register_technique": "planning.registry",
     "Profile": "profiling.profile",
     "profile": "profiling.read",
+    "verify": "verification.verify",
 }
 
 __all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", *_HOME]

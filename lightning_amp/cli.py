@@ -1,4 +1,4 @@
-"""`lightning-amp`: demo | prepare | profile | plan | simulate | calibrate | fit | validate | test | predict.
+"""`lightning-amp`: demo, prepare, profile, plan, simulate, calibrate, verify, convert, fit, validate, test, predict.
 
 The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
 `simulate` and `calibrate` load torch once what was asked for is known to make sense.
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp.convert import add_convert
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
     from lightning_amp.planning.rates import Rates
@@ -79,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(
         verbs.add_parser("calibrate", help="measure a step on this device, so that predicted times fit it")
     )
+    add_convert(
+        verbs.add_parser("convert", help="write a sharded checkpoint as the plain one, a single file")
+    )
+    add_verify(verbs.add_parser("verify", help="compare several ranks with one process on your own model"))
     for verb in TRAINING:
         verbs.add_parser(
             verb, help=f"Lightning's {verb}, with strategy amp: lightning-amp {verb} --config FILE.yaml"

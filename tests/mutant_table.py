@@ -22,6 +22,7 @@ S3 = "tests/test_chunked_attention.py tests/test_local_attention.py"
 S4 = "tests/test_key_first.py"
 S5 = "tests/test_hidden_parallel.py"
 STREAM = "tests/test_stream.py"
+SIDE = "tests/test_side_by_side.py"
 STRATA = "tests/test_strata_parallel.py"
 NODES = "tests/test_domain_parallel.py"
 FUSED = "tests/test_fused_attention.py"
@@ -192,8 +193,8 @@ MUTANTS = [
         "stream",
         "missing: gradients of parameters",
         f"{P}/stream.py",
-        "self.ready[id(parameters[name])] = add(self.ready.get(id(parameters[name])), grad)",
-        "self.ready[id(parameters[name])] = self.ready.get(id(parameters[name]))",
+        "self.ready[id(p)].add(grad, runs.get(name))",
+        "self.ready[id(p)].add(None, runs.get(name))",
         STREAM,
     ),
     Mutant(
@@ -219,6 +220,30 @@ MUTANTS = [
         "return tensor if len(tensor) == 1 else tensor[block]",
         "return tensor if len(tensor) == 1 else tensor.flip(0)[block]",
         STREAM,
+    ),
+    Mutant(
+        "stream",
+        "order: strata side by side as they are ready",
+        f"{P}/side_by_side.py",
+        "take(waiting.popleft().result())\n        while",
+        "take(waiting.pop().result())\n        while",
+        SIDE,
+    ),
+    Mutant(
+        "stream",
+        "missing: gradient down the spine between branches",
+        f"{P}/stream.py",
+        "handed = add(self._add(passed), below)",
+        "handed = self._add(passed)",
+        SIDE,
+    ),
+    Mutant(
+        "stream",
+        "silent: random numbers of threads",
+        f"{P}/side_by_side.py",
+        "if not torch.equal(drawn, torch.get_rng_state()):",
+        "if False:",
+        SIDE,
     ),
     Mutant(
         "stream",
@@ -346,6 +371,14 @@ MUTANTS = [
         f"{P}/banded_softmax.py",
         "self._with_themselves(scores, group, rows).fill_(SELF_SCORE)",
         "pass",
+        FUSED,
+    ),
+    Mutant(
+        "fused",
+        "shard: kept weights of other rows",
+        f"{P}/banded_softmax.py",
+        "first = rows.start * n_buckets * n_keys",
+        "first = 0",
         FUSED,
     ),
     Mutant(

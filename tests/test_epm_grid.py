@@ -161,6 +161,15 @@ def test_reference_model(known: Profile, cells: int, strategies: str, ranks: int
     assert made.strata_bytes == pytest.approx(step.worst.strata_bytes, rel=WITHIN)
 
 
+@pytest.mark.parametrize("strategies", ["S2,S4,strata,stream", "S2,S4,nodes,stream"])
+def test_wide_layers_are_shared_beside_another_placement(strategies: str) -> None:
+    """S2 leaves the decoder's features alone where strata or anchors are split, not the encoders' layers."""
+    known = data(anchors=1000, strata=4, genes=20_000)
+    made = plan(known, devices=2, strategies=strategies, batch_size=64)
+    step = simulate_plan(lambda: reference_subject(known, batch_size=64, latent_dim=64, window=None), made)
+    assert made.predicted_peak_bytes == pytest.approx(max(step.peak_bytes), rel=WITHIN)
+
+
 def test_a_form_of_a_rule_is_a_choice_that_the_plan_states() -> None:
     usual = plan(profile(), devices=2, strategies=ALL, batch_size=8)
     made = in_forms(usual, ["retain", "gather"])

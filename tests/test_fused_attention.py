@@ -1,5 +1,6 @@
 """Claim: fused attention computes what LocalAttention computes, output and gradients, for any run of buckets, holds no
-scores of the whole sequence, keeps its inputs and nothing else for the backward pass, and replaces no other module.
+scores of the whole sequence, keeps its inputs for the backward pass and, if told to, the weights, and nothing else, and
+replaces no other module.
 """
 
 import copy
@@ -59,7 +60,11 @@ def test_equals_eager(n: int, together: int, chunk: int, monkeypatch: pytest.Mon
     expected = results(eager, leaves)
     assert distance(results(fuse_attention(eager), leaves), expected) <= 1e-12
     set_sizes(monkeypatch, together, chunk)
-    assert distance(results(fuse_attention(eager), leaves), expected) <= 1e-12
+    again, kept = (results(fuse_attention(eager, keep=keep), leaves) for keep in (False, True))
+    assert distance(again, expected) <= 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)), (
+        "kept weights are those computed again"
+    )
 
 
 def test_the_comparison_can_fail() -> None:
@@ -97,7 +102,10 @@ def test_any_run_of_buckets(n: int, sizes: tuple[int, int], monkeypatch: pytest.
             found, expected = (results(run(a, first, last, n_rows), draw(n)) for a in (fused, eager))
             assert distance(found, expected) <= 1e-12
     state = fused.prepare(*draw(n))
-    assert fused.attend(state, 1, 1).shape == (0, DIM), "a rank may own no bucket"
+    for keep in (False, True):
+        none = FusedAttention(DIM, WINDOW, keep=keep).attend(state, 1, 1)
+        assert none.shape == (0, DIM), "a rank may own no bucket"
+        none.sum().backward()
     assert len(fused.attend(state, 0, n_buckets)) == n, "rows that fill the last bucket are not computed"
 
 
@@ -111,7 +119,7 @@ def test_runs_with_halos_add_up(borders: tuple[int, ...]) -> None:
         for begin, end in pairwise(borders):
             start, stop = max(begin - halo, 0), min(end + halo, 38)
             near = slice(start, stop)
-            around = {"before": begin - start, "after": stop - end}
+            around = {"before": begin - start, "after": stop - end, "keep": begin % 2 == 1}
             rows.append(fused_rows(q[begin:end], k[near], values[near], window=WINDOW, **around))
         return torch.cat(rows)
 
@@ -200,6 +208,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
     expected = results(LocalAttention(DIM, WINDOW), rounded)
     # what is left is the rounding of the results, half a unit in the last place at most
     assert distance(found, expected) <= torch.finfo(dtype).eps / 3
+    assert distance(results(FusedAttention(DIM, WINDOW, keep=True), low), found) == 0.0
     mixed = [low[0], low[1], rounded[2].detach().float().requires_grad_()]
     found = results(FusedAttention(DIM, WINDOW), mixed)
     assert [x.dtype for x in found] == [torch.float32, dtype, dtype, torch.float32]
@@ -279,6 +288,15 @@ def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.
     sums_of_rows = 2 * together * w * DOUBLE
     assert abs(forward - 2 * whole - beside) <= sums_of_rows
     assert abs(backward - 5 * whole - beside) <= sums_of_rows, "the output is still there"
+    # of 24 buckets the first has 2w keys, the last two have 2.5w and 1.5w, half a bucket is missing: one more column
+    weights = (3 * n * w - w * w - w * w // 2 - 3 * w * w // 4 + 3 * w // 2) * DOUBLE
+    one_chunk = together * chunk * (3 * w + 1) * DOUBLE
+    found = measure(FusedAttention(dim, w, keep=True), leaves, grad)
+    assert found[0] == whole + weights
+    assert found[1:] == (forward + weights - one_chunk, backward + weights - one_chunk)
+    with LiveBytes() as live, torch.no_grad():
+        FusedAttention(dim, w, keep=True)(*leaves)
+    assert live.peak == forward, "without gradients there is nothing to keep"
     eager = measure(LocalAttention(dim, w), leaves, grad)
     assert eager[0] > n * 3 * w * DOUBLE
     assert backward < eager[2] / 4
@@ -286,11 +304,12 @@ def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("n", [2350, 2400, 150, 40])
 @pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 30), (4, 100)])
+@pytest.mark.parametrize("keep", [False, True])
 def test_without_values_the_same_memory(
-    n: int, together: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    n: int, together: int, chunk: int, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_sizes(monkeypatch, together, chunk)
-    fused, leaves = FusedAttention(8, 100), draw(n, dtype=torch.float32)
+    fused, leaves = FusedAttention(8, 100, keep=keep), draw(n, dtype=torch.float32)
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
     real = measure(fused, leaves, torch.ones(n, 8))
     assert measure(fused, meta, torch.ones(n, 8, device="meta")) == real
@@ -318,6 +337,7 @@ def test_state_dict_copies_and_undo() -> None:
     for module in (key, copy.deepcopy(key), pickle.loads(pickle.dumps(key))):
         assert (module(v)[0] - expected).norm() <= 1e-5 * expected.norm()
     assert "FusedAttention(dim=8, window=5)" in repr(key)
+    assert repr(fuse_attention(eager, keep=True)) == "FusedAttention(dim=8, window=5, keep=True)"
     key.attention = eager
     assert torch.equal(key(v)[0], expected)
 

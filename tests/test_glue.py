@@ -9,10 +9,11 @@ from torch.utils.data import DataLoader
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import ModelError
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.graph import GraphEncoder, propagate
+from lightning_amp.models.graph import GraphEncoder
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
 from lightning_amp.models.losses import alignment_loss, normal_kl
 from lightning_amp.models.plain import PLAIN_DECODERS
+from lightning_amp.models.vertices import propagate
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
@@ -255,8 +256,27 @@ def test_validation_weighs_cells_and_draws_nothing(tmp_path):
     without_keys = {m: {k: t for k, t in fields.items() if k != "draw"} for m, fields in whole.items()}
     model.on_validation_epoch_start()
     model.validation_step(without_keys, 0)
-    model.edge_nll(model.vertices()[0], seed=0)
+    model.edge_nll(model.vertices()[0], torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_would(tmp_path):
+    """Noise of vertices and sampled edges included, whatever else the process has drawn in between."""
+    torch.manual_seed(3)
+    whole, first = GLUE(**SMALL).build(inputs()), GLUE(**SMALL).build(inputs())
+    first.load_state_dict(whole.state_dict())
+    trainer(tmp_path, max_epochs=2).fit(whole, datamodule=Batches(2))
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(first, datamodule=Batches(2))
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(4)
+    second = GLUE(**SMALL).build(inputs())
+    trainer(tmp_path, max_epochs=2).fit(second, datamodule=Batches(2), ckpt_path=tmp_path / "half.ckpt")
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    assert not torch.equal(
+        first.state_dict()["graph_encoder.embedding"], whole.state_dict()["graph_encoder.embedding"]
+    )
 
 
 def test_checkpoint_stands_alone(tmp_path):
@@ -372,7 +392,7 @@ def test_propagation_in_pieces(monkeypatch):
     source, target = torch.randint(20, (2, 101))
     coefficient, x = torch.rand(101, dtype=torch.float64), torch.rand(20, 3, dtype=torch.float64)
     whole = propagate(x, source, target=target, coefficient=coefficient)
-    monkeypatch.setattr("lightning_amp.models.graph.EDGES_AT_A_TIME", 10)
+    monkeypatch.setattr("lightning_amp.models.vertices.EDGES_AT_A_TIME", 10)
     torch.testing.assert_close(propagate(x, source, target=target, coefficient=coefficient), whole)
     x.requires_grad_()
     assert torch.autograd.gradcheck(

@@ -19,6 +19,7 @@ from lightning_amp.lightning.sharded_state import (
     whole_optimizer_state,
     whole_state,
 )
+from lightning_amp.parallel.runs import Runs
 from lightning_amp.parallel.sharded_parameter import ShardedParameter, shard_parameter
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import differences, model_mesh
@@ -159,7 +160,9 @@ def each_parameter_comes_back(mesh: Any, world_size: int) -> None:
     for shape, dim in (((5, 3), 0), ((3, 5), 1), ((2, 3, 4), 1), ((2,), 0), ((7,), 0)):
         whole = nn.Parameter(torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape))
         values = whole.detach().clone()
-        sharded = shard_parameter(nn.Module(), "table", whole, dim=dim, mesh=mesh["model"])
+        sharded = shard_parameter(
+            nn.Module(), "table", whole, parts=Runs(mesh=mesh["model"], n=whole.shape[dim], dim=dim)
+        )
         sharded.offload()
         assert not sharded.trained
         with torch.no_grad():

@@ -96,6 +96,7 @@ class Case:
         ranks: Processes.
         threads: Threads of each; does not matter where a case is simulated.
         steps: Steps in one process; of several the first is not timed.
+        graph: Whether the anchors' latents come from a graph that is trained too; simulated only.
     """
 
     size: Size
@@ -103,6 +104,7 @@ class Case:
     ranks: int = 1
     threads: int = 2
     steps: int = field(default=2, compare=False)
+    graph: bool = False
 
     def small(self) -> "Case":
         """The same with few anchors, to load what a first step loads; the plan is the same."""

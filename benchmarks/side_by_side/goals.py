@@ -159,15 +159,19 @@ def _over_ranks(results: Results) -> Iterator[Goal]:
         )
     yield _speedup(results, suite.over_nodes, OURS_NODES, 1.8)
     size = suite.millions or replace(suite.simulated, anchors=1_000_000, strata=4)
-    one = results.simulation(Case(size=size, method=OURS_ALONE))
-    two = results.simulation(Case(size=size, method=OURS_NODES, ranks=2))
-    part = two.peak_bytes / one.peak_bytes if one and two else None
-    own = two.decoder_bytes / one.decoder_bytes if one and two else None
+    part, given = (_part_over_nodes(results, size, graph=graph) for graph in (True, False))
     yield _goal(
-        f"{size}, anchors over 2 ranks: peak of a rank over that of one device, simulated",
+        f"{size}, graph and anchors over 2 ranks: peak of a rank over that of one device, simulated",
         "at most 0.55",
-        part and (f"{part:.3f} (the decoder's part {own:.3f})", part <= 0.55),
+        part and (f"{part:.3f} ({given or 0:.3f} where v is given whole)", part <= 0.55),
     )
+
+
+def _part_over_nodes(results: Results, size: Size, *, graph: bool) -> float | None:
+    """Peak of one of two ranks with own anchors over that of one device, the graph's encoder counted or not."""
+    one = results.simulation(Case(size=size, method=OURS_ALONE, graph=graph))
+    two = results.simulation(Case(size=size, method=OURS_NODES, ranks=2, graph=graph))
+    return two.peak_bytes / one.peak_bytes if one and two else None
 
 
 def _speedup(results: Results, size: Size, method: Method, target: float) -> Goal:

@@ -1,5 +1,7 @@
 """The plan of a case, by the package's own planner with the strategies named."""
 
+from dataclasses import replace
+
 from benchmarks.epm_grid import in_forms
 from benchmarks.side_by_side.cases import Case
 from lightning_amp.lightning.planner import profile_of_module
@@ -12,8 +14,11 @@ from lightning_amp.simulation.subject import decoder_subject
 def plan_of(case: Case) -> Plan:
     """All ranks on the model axis; no rules where the method is none of ours."""
     shape = describe(
-        decoder_subject(case.size.decoder(), batch_size=case.size.cells).module, batch_size=case.size.cells
+        decoder_subject(case.size.decoder(), batch_size=case.size.cells, graph=case.graph).module,
+        batch_size=case.size.cells,
     )
+    assert shape.decoder is not None, "the subject is a decoder"
+    shape = replace(shape, decoder=replace(shape.decoder, threads=case.threads))
     strategies = case.method.strategies
     # ranks of a wrapper are not the plan's
     ranks = case.ranks if strategies and not case.method.wrapper else 1

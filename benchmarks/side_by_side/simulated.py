@@ -39,7 +39,7 @@ class Simulated:
 def simulate_case(case: Case) -> Simulated:
     """One case, in this process."""
     begin, plan = time.perf_counter(), plan_of(case)
-    make = partial(decoder_subject, case.size.decoder(), batch_size=case.size.cells)
+    make = partial(decoder_subject, case.size.decoder(), batch_size=case.size.cells, graph=case.graph)
     ranks = sorted({0, case.ranks // 2, case.ranks - 1})
     results = [simulate(make, plan, rank=rank) for rank in ranks]
     subject = make()

@@ -130,10 +130,11 @@ class Suite:
             cases += [Case(size=size, method=m, ranks=PAPER_GPUS) for m in (PAPER_FORM, OURS_STRATA)]
             cases.append(Case(size=size, method=OURS_ALONE))
         if self.millions:
-            cases += [
-                Case(size=self.millions, method=OURS_ALONE),
-                Case(size=self.millions, method=OURS_NODES, ranks=2),
-            ]
+            for graph in (True, False):
+                cases += [
+                    Case(size=self.millions, method=OURS_ALONE, graph=graph),
+                    Case(size=self.millions, method=OURS_NODES, ranks=2, graph=graph),
+                ]
         return list(dict.fromkeys(cases))
 
     def _others(self) -> Iterator[Case]:

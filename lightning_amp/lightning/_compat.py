@@ -11,6 +11,11 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 # broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
 
+# ends this process when one that it has started fails; the watch of ranks takes over from it during a run
+from lightning.pytorch.strategies.launchers.subprocess_script import (  # type: ignore[attr-defined]
+    _launch_process_observer as launch_process_observer,
+)
+
 # used throughout Lightning, documented, but not exported in the sense of a type checker
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info as rank_zero_info,
@@ -25,6 +30,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 __all__ = [
     "broadcast_module",
     "default_pg_timeout",
+    "launch_process_observer",
     "optimizers_to_device",
     "rank_zero_info",
     "rank_zero_only",

@@ -1,7 +1,8 @@
 """What does not go together with what was installed; said before the first step, because it would train wrongly.
 
     sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
-    replaced layers       callbacks that have chosen the layers that were replaced, such as pruning
+    replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
+    compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
 
 Optimisers are looked at in sharded_state.py. Known limit: callbacks are recognised by the name of one of their classes.
 """
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins import Precision
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.specs import BalanceCells, DataParallel, ShareBatchStatistics
 
 if TYPE_CHECKING:
     from lightning_amp.parallel.install import Installed
@@ -23,6 +27,8 @@ RAW_BACKWARD = (
     " gradient clipping before this point has seen the gradients of one rank only."
 )
 
+LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
+COPIES_BUFFERS = ("WeightAveraging",)
 AVERAGED = ("StochasticWeightAveraging", "WeightAveraging")
 KEEPS_LAYERS = ("ModelPruning",)
 
@@ -41,28 +47,56 @@ def check_precision(installed: "Installed", precision: Precision) -> None:
         )
 
 
+def check_compiled(module: nn.Module, plan: Plan) -> None:
+    """Refuse to change what torch.compile has wrapped.
+
+    Raises:
+        PlanError: A rule is for a compiled module, or what is inside of it.
+    """
+    compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
+    if getattr(module, "_compiler_ctx", None) is not None:
+        compiled.append("")
+    changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
+    for rule in changing:
+        start = rule.fqn.split("*")[0].rstrip(".")
+        if any(not name or start == name or start.startswith(f"{name}.") for name in compiled):
+            raise PlanError(
+                f"torch.compile was applied to {compiled!r} ('' is the whole module), and the plan changes {rule.fqn!r}"
+                f" by {rule.strategy}, which compiled code would not follow. Compile layers outside of the decoder"
+                " alone, or ask for strategies='S1', which changes none"
+            )
+
+
 def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None:
     """Refuse callbacks that hold the module as it was before.
 
     Raises:
-        PlanError: Averaging of a module with shards, or pruning of a module whose layers were replaced.
+        PlanError: Averaging of a module with shards, or of buffers that were replaced, or pruning of a module that the
+            plan changes.
     """
-    replaced = [swap.fqn for swap in installed.swaps if swap.old is not None and _owns_parameters(swap.old)]
+    replaced = [swap.fqn for swap in installed.swaps]
+    buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     for callback in callbacks:
         if installed.sharded and _is_named(callback, AVERAGED):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which averages whole parameters, together with S2, which"
                 f" has sharded {_names(installed)}; leave one of the two out"
             )
+        if buffers and _is_named(callback, COPIES_BUFFERS):
+            raise PlanError(
+                f"{type(callback).__name__} was asked for, which copies buffers too, and the plan has replaced some, in"
+                f" {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
+            )
         if replaced and _is_named(callback, KEEPS_LAYERS):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which has chosen its layers already, and the plan replaces"
-                f" {replaced[:3]!r}; it would change layers that are not trained. Leave it out, or S2 and S5"
+                f" {replaced[:3]!r}; it would change layers that are not trained, or not as on one device. Leave it"
+                " out, or ask for strategies='S1', which changes none"
             )
 
 
-def _owns_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
+def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:
+    return [] if module is None else [(name, tuple(b.shape)) for name, b in module.named_buffers()]
 
 
 def _is_named(thing: object, names: tuple[str, ...]) -> bool:

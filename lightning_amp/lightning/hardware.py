@@ -1,9 +1,12 @@
 """What a rank's device can hold and what it reaches, read from the device; what a person asks for always wins."""
 
+from dataclasses import replace
+
 import psutil
 import torch
 
 from lightning_amp.planning.rates import CPU_CORE, Rates, nearest_rates
+from lightning_amp.planning.shape import ModelShape
 
 
 def device_budget(device: torch.device, *, local_ranks: int) -> int:
@@ -32,3 +35,15 @@ def device_rates(device: torch.device) -> tuple[Rates, str]:
         memory_bytes=int(found.total_memory),
         tf32=torch.get_float32_matmul_precision() != "highest",
     )
+
+
+def with_threads(shape: ModelShape, device: torch.device) -> ModelShape:
+    """The shape of a model that is to run on a device, with the threads that torch has there.
+
+    Args:
+        shape: The model.
+        device: The rank's device.
+    """
+    if shape.decoder is None or device.type != "cpu":
+        return shape
+    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))

@@ -38,6 +38,19 @@ def check_numbers(*, model_parallel_size: int | str, bucket_mb: float) -> None:
         raise PlanError(f"bucket_mb={bucket_mb!r} was asked for; allowed is a number of MiB above 0")
 
 
+def check_seconds(**seconds: object) -> None:
+    """Check the options that are times.
+
+    Raises:
+        PlanError: Not a number of seconds above 0.
+    """
+    for name, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise PlanError(
+                f"{name}={value!r} was asked for; allowed is a number of seconds above 0, .inf for never"
+            )
+
+
 def check_paths(*, data_dir: object, device_memory: str | int | None, rates: object = None) -> None:
     """Check the kinds of the data directory and of the file of rates, and the budget.
 

@@ -1,15 +1,17 @@
 """Trainer, data and module -> Plan, as the strategy needs it in `setup`: before optimisers exist, made on rank 0."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
-from lightning_amp.lightning.hardware import device_budget, device_rates
+from lightning_amp.lightning.hardware import device_budget, device_rates, with_threads
 from lightning_amp.lightning.replicas import decide_on_rank_zero
+from lightning_amp.lightning.same_plan import make_sure_of_same_plan
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.capabilities import with_unsupported
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe import describe, unpredicted
 from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
@@ -39,12 +41,17 @@ ADAM_SLOTS = 2
 RMSPROP_SLOTS = 1
 
 
-def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
+def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequence[str] = ()) -> Plan:
     """The plan of one run, the same on every rank: the given one, or one made on rank 0; as the user wishes it.
+
+    Args:
+        strategy: With the user's wishes.
+        trainer: Of the run.
+        notes: What is to be said of the module, in the plan or in the refusal to make one.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
-        PlanError: The plan is for another number of ranks.
+        PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
 
     def decide() -> Plan:
@@ -54,7 +61,12 @@ def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
         given = asked if isinstance(asked, Plan) else Plan.read(asked)
         return predict_anew(given, strategy, trainer)
 
-    plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
+    try:
+        plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
+    except PlanError as error:
+        raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
+    make_sure_of_same_plan(strategy, trainer)
+    plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if plan.mesh.data * plan.mesh.model != strategy.world_size:
         raise PlanError(
             f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) was asked for, the run"
@@ -96,6 +108,7 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
         model_parallel_size=strategy.model_parallel_size,
         shape=shape,
         rates=rates,
+        node_devices=strategy.num_processes,
     )
     return replace(made, notes=(*made.notes, *note, *notes))
 
@@ -135,6 +148,8 @@ def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, Mode
         )
     slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
+    shape = with_threads(shape, strategy.root_device)
+    notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
     attention = None if shape.decoder is None else shape.decoder.attention

@@ -1,11 +1,13 @@
 """State of sharded parameters: whole in checkpoints, own on the ranks, one norm over both.
 
     whole_state, whole_optimizer_state    a rank's state -> what one device would have; collectives
+    part_state, part_optimizer_state      a rank's state -> what it writes of that, where every rank writes its own
     own_state, own_optimizer_state        what one device would have -> a rank's state
     clip_norm                             |g|^p = sum over replicated |g|^p + sum over ranks of sum over shards |g|^p
 
 A checkpoint therefore fits any number of ranks. Whole tensors are joined one after the other, by one all-gather each,
-and kept in the host's memory: the state of a wide layer is what no device should hold.
+and kept in the host's memory: the state of a wide layer is what no device should hold. Of a checkpoint in shards,
+optimiser state is read here, one tensor at a time, and the rank's part is kept.
 
 Exact for optimisers whose update of an element needs nothing but that element's gradient and state (RMSprop, Adam,
 SGD). Others see the shard where one device sees the whole: `check_optimizers` refuses those of torch.
@@ -23,6 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.checkpoint_directory import Stored
+from lightning_amp.lightning.parts import Part, part_of
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
 
@@ -71,6 +75,13 @@ def whole_state(
     return _convert(module, state_dict, sharded, lambda parameter, value, _: _whole(parameter, value))
 
 
+def part_state(
+    module: nn.Module, state_dict: Mapping[str, Any], sharded: Sequence[ShardedParameter]
+) -> dict[str, Any]:
+    """A module's state with a `Part` for every sharded tensor; arguments as for `whole_state`, no collective."""
+    return _convert(module, state_dict, sharded, lambda parameter, value, _: part_of(parameter, value))
+
+
 def own_state(
     module: nn.Module, state_dict: Mapping[str, Any], sharded: Sequence[ShardedParameter]
 ) -> dict[str, Any]:
@@ -102,15 +113,31 @@ def whole_optimizer_state(
     """
 
     def join(parameter: ShardedParameter, name: str, value: Tensor) -> Tensor:
-        if value.shape == parameter.shard.shape:
-            return _whole(parameter, value)
-        raise InstallError(
-            f"the optimizer {type(optimizer).__name__!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard"
-            f" of shape {tuple(parameter.shard.shape)!r}; only an optimizer that keeps elementwise state can train"
-            " what S2 splits over ranks: use another one, or leave S2 out"
-        )
+        _check_elementwise(optimizer, parameter, name, value)
+        return _whole(parameter, value)
 
     return _convert_optimizer(optimizer, state, sharded, join)
+
+
+def part_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], sharded: Sequence[ShardedParameter]
+) -> dict[str, Any]:
+    """An optimiser's state with a `Part` for every tensor of a shard's elements; no collective.
+
+    Args:
+        optimizer: The optimiser that the state is of.
+        state: Its `state_dict()`.
+        sharded: The sharded parameters.
+
+    Raises:
+        InstallError: The state of a shard has not the shape of the shard.
+    """
+
+    def part(parameter: ShardedParameter, name: str, value: Tensor) -> Part:
+        _check_elementwise(optimizer, parameter, name, value)
+        return part_of(parameter, value)
+
+    return _convert_optimizer(optimizer, state, sharded, part)
 
 
 def own_optimizer_state(
@@ -149,6 +176,22 @@ def clip_norm(
         The norm before scaling.
     """
     parameters = list(parameters)
+    norm = gradient_norm(parameters, sharded, norm_type)
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], sharded: Sequence[ShardedParameter], norm_type: float = 2.0
+) -> Tensor:
+    """Norm of gradients with all ranks' shards in it; a collective as `clip_norm`.
+
+    Args:
+        parameters: With the gradients.
+        sharded: The sharded parameters; those that are not among `parameters` do not count.
+        norm_type: p, or inf.
+    """
+    parameters = list(parameters)
     shards = {id(parameter.shard): parameter for parameter in sharded}
     among = [shards[id(p)] for p in parameters if id(p) in shards]
     norms = [
@@ -157,9 +200,7 @@ def clip_norm(
     if among:
         norms.append(_norm_over_ranks(among, float(norm_type)).to(norms[0].dtype))
     # an empty list of gradients has a norm on the host
-    norm = get_total_norm([value.to(norms[-1].device) for value in norms], norm_type)
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return get_total_norm([value.to(norms[-1].device) for value in norms], norm_type)
 
 
 def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
@@ -189,7 +230,7 @@ def _convert(
     module: nn.Module,
     state_dict: Mapping[str, Any],
     sharded: Sequence[ShardedParameter],
-    convert: Callable[[ShardedParameter, Any, str], Tensor],
+    convert: Callable[[ShardedParameter, Any, str], Tensor | Part],
 ) -> dict[str, Any]:
     # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
     converted: dict[str, Any] = copy.copy(
@@ -215,7 +256,7 @@ def _convert_optimizer(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     sharded: Sequence[ShardedParameter],
-    convert: Callable[[ShardedParameter, str, Tensor], Tensor],
+    convert: Callable[[ShardedParameter, str, Tensor], Tensor | Part],
 ) -> dict[str, Any]:
     shards = {id(parameter.shard): parameter for parameter in sharded}
     converted = {**state, "state": dict(state["state"])}
@@ -229,9 +270,18 @@ def _convert_optimizer(
     return converted
 
 
+def _check_elementwise(optimizer: Optimizer, parameter: ShardedParameter, name: str, value: Tensor) -> None:
+    if value.shape != parameter.shard.shape:
+        raise InstallError(
+            f"the optimizer {type(optimizer).__name__!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard"
+            f" of shape {tuple(parameter.shard.shape)!r}; only an optimizer that keeps elementwise state can train"
+            " what S2 splits over ranks: use another one, or leave S2 out"
+        )
+
+
 def _has_elements(value: Any) -> bool:
     """Whether it is state of the parameter's elements and not, as a number of steps, of the parameter."""
-    return isinstance(value, Tensor) and value.dim() > 0
+    return isinstance(value, Stored) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _whole(parameter: ShardedParameter, value: Tensor) -> Tensor:
@@ -240,15 +290,16 @@ def _whole(parameter: ShardedParameter, value: Tensor) -> Tensor:
 
 def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
     shape = tuple(parameter.whole.shape)
-    if not isinstance(value, Tensor) or value.shape != parameter.whole.shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor | Stored) or value.shape != parameter.whole.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
         raise DataError(
             f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape {shape!r} is needed,"
             " of which every rank takes its part: load a checkpoint that was written with strategy='amp' or on one"
             " device"
         )
+    whole = value.read() if isinstance(value, Stored) else value
     # a copy: a view would keep the whole alive
-    return parameter.own(value).clone()
+    return parameter.own(whole).clone()
 
 
 def _norm_over_ranks(among: Sequence[ShardedParameter], norm_type: float) -> Tensor:

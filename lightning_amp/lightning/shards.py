@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.lightning import sharded_state
+from lightning_amp.lightning.checkpoint_directory import fill
 from lightning_amp.parallel.borders import check_borders
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
 
@@ -49,28 +50,30 @@ class Shards:
         """
         check_borders(loss, self._module, partial=self.partial, sharded=self.sharded)
 
-    def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The module's state with whole parameters; a collective."""
-        return sharded_state.whole_state(self._module, state, self.sharded) if self.sharded else state
+    def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
+        """The module's state with whole parameters, a collective, or with this rank's parts of them."""
+        convert = sharded_state.part_state if in_parts else sharded_state.whole_state
+        return convert(self._module, state, self.sharded) if self.sharded else state
 
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state with whole parameters as this rank loads it."""
         return sharded_state.own_state(self._module, state, self.sharded) if self.sharded else state
 
-    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimiser's state as for whole parameters; a collective."""
-        if not self.sharded:
-            return state
-        return sharded_state.whole_optimizer_state(_plain(optimizer), state, self.sharded)
+    def saved_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
+    ) -> dict[str, Any]:
+        """An optimiser's state as for whole parameters, a collective, or this rank's parts of it."""
+        convert = sharded_state.part_optimizer_state if in_parts else sharded_state.whole_optimizer_state
+        return convert(_plain(optimizer), state, self.sharded) if self.sharded else state
 
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The optimisers' states for whole parameters as this rank loads them."""
+        """The optimisers' states for whole parameters as this rank loads them; what is still in shards is read."""
         if not self.sharded:
-            return list(states)
+            return [fill(state) for state in states]
         pairs = zip(optimizers, states, strict=False)
-        return [sharded_state.own_optimizer_state(_plain(o), state, self.sharded) for o, state in pairs]
+        return [fill(sharded_state.own_optimizer_state(_plain(o), s, self.sharded)) for o, s in pairs]
 
     def watch(self, trainer: Trainer) -> Callable[[], None]:
         """Let clipping by norm see the shards of all ranks.
@@ -96,6 +99,10 @@ class Shards:
         plugin.clip_grad_by_norm = clip
         return lambda: vars(plugin).pop("clip_grad_by_norm", None)
 
+    def gradient_norm(self) -> Tensor:
+        """Norm of the module's gradients with every rank's shards; a collective where some are sharded."""
+        return sharded_state.gradient_norm(self._module.parameters(), self.sharded)
+
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
         """Make the parameters whole at the end of a run, in the optimisers too.
 
@@ -107,7 +114,9 @@ class Shards:
             return
         whole = {id(parameter.shard): parameter.whole for parameter in self.sharded}
         held = [o for o in optimizers if any(id(p) in whole for g in o.param_groups for p in g["params"])]
-        states = [self.whole_optimizer_state(o, o.state_dict()) for o in held] if complete else []
+        states = (
+            [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in held] if complete else []
+        )
         sharded_state.restore(self.sharded, complete=complete)
         for optimizer, state in zip(held, states, strict=False):
             for group in optimizer.param_groups:

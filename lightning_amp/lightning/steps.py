@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.cells import CellWeight
 from lightning_amp.lightning.conflicts import RAW_BACKWARD
+from lightning_amp.lightning.finite import FiniteCheck
 from lightning_amp.lightning.state import WholeState
 from lightning_amp.parallel.gradients import GradientSync
 
@@ -28,13 +29,19 @@ class WeightedSteps(WholeState):
 
     _gradients: GradientSync | None
     _weight: CellWeight | None
+    _finite: FiniteCheck | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's training step, with its batch noted for weighting."""
         if self._weight is not None and self._gradients is not None:
             self._weight.start(args[0] if args else None)
             self._gradients.watch()
-        return super().training_step(*args, **kwargs)
+        if self._finite is None:
+            return super().training_step(*args, **kwargs)
+        self._finite.start()
+        output = super().training_step(*args, **kwargs)
+        self._finite.check_loss(output)
+        return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -49,8 +56,12 @@ class WeightedSteps(WholeState):
         self.pre_backward(closure_loss)
         self._gradients.watch()
         self._shards.check(closure_loss)
+        if self._finite is not None:
+            self._finite.check_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(self._share_of(closure_loss), module, optimizer, *args, **kwargs)
+        if self._finite is not None:
+            self._finite.check_gradients()
         self._gradients.reduce()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -60,6 +71,10 @@ class WeightedSteps(WholeState):
         assert self._weight is not None, "set in setup for fitting"
         weight = self._weight.value()
         return loss if weight == 1.0 else loss * weight
+
+    def gradient_norm(self) -> Tensor:
+        """Norm of all gradients while training, as clipping sees it; every rank calls it, for shards are summed."""
+        return self._shards.gradient_norm()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -34,10 +34,19 @@ from lightning_amp.lightning._compat import (
     optimizers_to_device,
 )
 from lightning_amp.lightning.cells import CellWeight
-from lightning_amp.lightning.conflicts import check_callbacks, check_precision
+from lightning_amp.lightning.conflicts import check_callbacks, check_compiled, check_precision
+from lightning_amp.lightning.faults.strategy import EndsTogether
+from lightning_amp.lightning.faults.watch import Limits
+from lightning_amp.lightning.finite import FiniteCheck
 from lightning_amp.lightning.meshes import Meshes
 from lightning_amp.lightning.metrics import count_replicas_once, counted_once, unrounded
-from lightning_amp.lightning.options import check_numbers, check_paths, check_plan, one_of
+from lightning_amp.lightning.options import (
+    check_numbers,
+    check_paths,
+    check_plan,
+    check_seconds,
+    one_of,
+)
 from lightning_amp.lightning.registration import register
 from lightning_amp.lightning.replicas import (
     check_replicas,
@@ -55,7 +64,7 @@ from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.specs import ShareBatchStatistics
 
 
-class AMPStrategy(WeightedSteps):
+class AMPStrategy(EndsTogether, WeightedSteps):
     """Automatic modality-aware parallelization.
 
     Attributes:
@@ -84,7 +93,11 @@ class AMPStrategy(WeightedSteps):
         data_dir: str | Path | None = None,
         balance_cells: bool | Literal["auto"] = "auto",
         share_batch_statistics: bool = True,
+        save_distributed_checkpoint: bool = False,
         bucket_mb: float = 25.0,
+        check_finite: bool = False,
+        lost_after: float = 60.0,
+        stuck_after: float = 1800.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -103,7 +116,12 @@ class AMPStrategy(WeightedSteps):
             data_dir: Directory to read the data configuration from; None means the data module's.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
+            save_distributed_checkpoint: Save a directory to which every rank writes its part; `checkpoint_io` then has
+                no say. Either kind is loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
+            check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
+            lost_after: Seconds of silence after which a rank counts as lost.
+            stuck_after: Seconds without progress after which a rank counts as stuck.
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
@@ -113,7 +131,10 @@ class AMPStrategy(WeightedSteps):
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("balance_cells", balance_cells, (True, False, "auto"))
         one_of("share_batch_statistics", share_batch_statistics, (True, False))
+        one_of("save_distributed_checkpoint", save_distributed_checkpoint, (True, False))
+        one_of("check_finite", check_finite, (True, False))
         check_numbers(model_parallel_size=model_parallel_size, bucket_mb=bucket_mb)
+        check_seconds(lost_after=lost_after, stuck_after=stuck_after)
         check_plan(plan, strategies, policy=policy, model_parallel_size=model_parallel_size)
         check_paths(data_dir=data_dir, device_memory=device_memory, rates=rates)
         super().__init__(
@@ -136,6 +157,9 @@ class AMPStrategy(WeightedSteps):
         self.plan: Plan | None = None
         self.asked_plan = plan
         self.asked_balance = balance_cells
+        self._save_distributed = save_distributed_checkpoint
+        self.check_finite = check_finite
+        self._limits = Limits(lost_after=lost_after, stuck_after=stuck_after)
         self._bucket_bytes = int(bucket_mb * MIB)
         self._meshes, self._shards = Meshes(), Shards()
         self._undo: list[Callable[[], None]] = []
@@ -212,21 +236,30 @@ class AMPStrategy(WeightedSteps):
             self._average_gradients(self.model)
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan)]
+            if self.check_finite:
+                scaled = getattr(self.precision_plugin, "scaler", None) is not None
+                self._finite = FiniteCheck(self.model, rank=self.global_rank, gradients=not scaled)
+                self._undo.append(self._finite.remove)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def _plan_and_install(self, trainer: Trainer) -> None:
         # late, for they reach the reference model and every technique, which a Trainer does not need
+        from lightning_amp.adapters.adapt import adapt
         from lightning_amp.lightning.planner import announce, plan_in_force
         from lightning_amp.parallel.install import install
 
         assert self.model is not None, "the Trainer sets the model before setup"
         self.plan = None
-        self.plan = plan = plan_in_force(self, trainer)
+        foreign = adapt(self.model)
+        self._undo.append(foreign.undo)
+        self.plan = plan = plan_in_force(self, trainer, notes=foreign.notes)
         if trainer.state.fn == TrainerFn.FITTING:
             announce(plan)
+        check_compiled(self.model, plan)
         installed = install(self.model, plan, self.mesh)
+        foreign.keep(swap.fqn for swap in installed.swaps)
         self._undo += [installed.undo, count_replicas_once(self.model, self.mesh)]
         check_precision(installed, self.precision_plugin)
         check_callbacks(installed, getattr(trainer, "callbacks", ()))
@@ -258,7 +291,7 @@ class AMPStrategy(WeightedSteps):
             self._undo.pop()()
         if self._gradients is not None:
             self._gradients.remove()
-        self._gradients = self._weight = None
+        self._gradients = self._weight = self._finite = None
         self._shards = Shards()
 
     def teardown(self) -> None:

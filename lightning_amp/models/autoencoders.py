@@ -1,6 +1,6 @@
 """The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data.
 
-Legend: cell, feature, dim; anchors and genes are vertices of the guidance graph.
+Legend: cell, feature, dim; anchors and genes are vertices of the guidance graph, own_vertex those of a device.
 """
 
 from typing import TYPE_CHECKING, Any, cast
@@ -54,9 +54,7 @@ class LinkedAutoencoders(BuiltFromData):
         self.decoders = networks.make_decoders(
             inputs, h.latent_dim, key=h.key, variant=h.variant, chained=h.chained, window=h.window
         )
-        self.graph_encoder = networks.make_graph_encoder(inputs.graph, h.latent_dim)
-        for name, modality in inputs.modalities.items():
-            self.register_buffer(f"vertices_{name}", torch.as_tensor(modality.vertices), persistent=False)
+        self.graph_encoder = networks.make_graph_encoder(inputs, h.latent_dim)
         self.discriminator = Discriminator(
             h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
         )
@@ -74,8 +72,8 @@ class LinkedAutoencoders(BuiltFromData):
         # mixed precision hands out halves, too coarse for divergences and likelihoods
         return loc.to(self.dtype), std.to(self.dtype)
 
-    def vertices(self) -> tuple[Float[Tensor, "vertex dim"], Float[Tensor, "vertex dim"]]:
-        """Mean and deviation of the latents of all vertices of the graph."""
+    def vertices(self) -> tuple[Float[Tensor, "own_vertex dim"], Float[Tensor, "own_vertex dim"]]:
+        """Mean and deviation of the latents of the graph's vertices, under `nodes` of those that the rank holds."""
         loc, std = self.graph_encoder()
         return loc.to(self.dtype), std.to(self.dtype)
 
@@ -85,18 +83,23 @@ class LinkedAutoencoders(BuiltFromData):
         cells: "CellBatch",
         *,
         u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "vertex dim"],
+        v: Float[Tensor, "own_vertex dim"],
     ) -> Float[Tensor, ""]:
         """Negative log-likelihood of some cells' data, a mean over cells and features."""
         nll: Tensor = self.decoders[modality](
-            u, v[self._rows(modality)], batch=cells["batch"], library=library_of(cells), x=cells["x"]
+            u,
+            self.graph_encoder.rows[modality](v),
+            batch=cells["batch"],
+            library=library_of(cells),
+            x=cells["x"],
         )
         return nll
 
-    def edge_nll(self, v: Float[Tensor, "vertex dim"], *, seed: int | None = None) -> Float[Tensor, ""]:
-        """Negative log-likelihood of sampled edges: by the default generator, or with a seed the same ones."""
+    def edge_nll(
+        self, v: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None = None
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood of sampled edges; by the default generator when there is none."""
         h = self.settings
-        generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         return self.graph_encoder.nll(
             v, n_positive=h.edges_per_step, negatives=h.negatives_per_edge, generator=generator
         )
@@ -117,7 +120,8 @@ class LinkedAutoencoders(BuiltFromData):
         """
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(networks.DataDecoder, self.decoders[modality])
-        return decoder.mean(u, v[self._rows(modality)], batch=batch["batch"], library=library_of(batch))
+        rows = self.graph_encoder.rows[modality](v)
+        return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 
     def stream(self, modality: str) -> int:
         """First of the streams of random numbers that a modality may use.
@@ -132,6 +136,3 @@ class LinkedAutoencoders(BuiltFromData):
                 "use the data it was built for"
             )
         return networks.first_stream(inputs, modality)
-
-    def _rows(self, modality: str) -> Tensor:
-        return self.get_buffer(f"vertices_{modality}")

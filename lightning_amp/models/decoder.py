@@ -44,6 +44,10 @@ class Region(nn.Module):
         """What the strata read, from what the decoder was given."""
         return u, v, log_weights
 
+    def n_rows(self, n_anchors: int) -> int:
+        """Rows of v that the decoder is given."""
+        return n_anchors
+
     def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Negative log-likelihood of all features, from that of the own ones."""
         return total
@@ -173,10 +177,11 @@ class StratifiedDecoder(nn.Module):
                 f"StratifiedDecoder got x with {x.shape[1]!r} columns, but its strata have "
                 f"{self.n_features!r} features; use the data that the model was built for"
             )
-        if len(v) != self.n_anchors:
+        n_rows = self.region.n_rows(self.n_anchors)
+        if len(v) != n_rows:
             raise ModelError(
                 f"StratifiedDecoder got v with {len(v)!r} rows, but it was built for "
-                f"{self.n_anchors!r} anchors; use the anchors of its own data"
+                f"{n_rows!r} anchors; use the anchors of its own data"
             )
 
 

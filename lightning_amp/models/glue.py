@@ -16,6 +16,7 @@ from jaxtyping import Float
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
+from lightning_amp.data.keys import hash_integers
 from lightning_amp.errors import ModelError
 from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
 from lightning_amp.models.blocks import Variant
@@ -36,7 +37,8 @@ BURN_IN_NOISE = 1.5
 class GLUE(LinkedAutoencoders):
     """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; knows nothing of devices and ranks.
 
-    Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`.
+    Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. What is
+    drawn for the graph depends on `seed`, torch's when the model was made, and on the step; of a cell see its `draw`.
 
     Args:
         latent_dim: channels D of all latents; even for attention keys.
@@ -63,6 +65,8 @@ class GLUE(LinkedAutoencoders):
     Raises:
         ModelError: unknown stage, key or variant, or no hidden layer.
     """
+
+    seed: Tensor
 
     def __init__(
         self,
@@ -102,12 +106,18 @@ class GLUE(LinkedAutoencoders):
             )
         self.save_hyperparameters()
         self.automatic_optimization = False
+        self._seed = torch.initial_seed() % 2**63
+        self.register_buffer("seed", torch.tensor(self._seed))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """One optimiser for the discriminator, one for all the rest."""
         rest = [p for n, p in self.named_parameters() if not n.startswith("discriminator.")]
         sets = (list(self.discriminator.parameters()), rest)
         return [torch.optim.RMSprop(parameters, lr=self.settings.lr) for parameters in sets]
+
+    def on_train_start(self) -> None:
+        """Read the seed, which is rank 0's, or that of the run that is resumed."""
+        self._seed = int(self.seed)
 
     def training_step(self, batch: "Batch", batch_idx: int) -> None:
         """One step of the discriminator, unless there is none to train, then one of everything else."""
@@ -117,7 +127,9 @@ class GLUE(LinkedAutoencoders):
         if shown:
             detached = {label: u.detach() for label, u in shown.items()}
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
-        terms = self.terms(batch, latents, shown=shown)
+        # a function of the step, so that a resumed run draws the noise and the edges that it would have drawn
+        random = self._generator(self._seed, self.current_epoch, batch_idx)
+        terms = self.terms(batch, latents, shown=shown, generator=random)
         self._step(generator, terms["loss"])
         n_cells = len(next(iter(batch.values()))["index"])
         self.log("loss", terms.pop("loss"), prog_bar=True, batch_size=n_cells)
@@ -132,7 +144,12 @@ class GLUE(LinkedAutoencoders):
         return result
 
     def terms(
-        self, batch: "Batch", latents: dict[str, Latent], *, shown: dict[int, Tensor]
+        self,
+        batch: "Batch",
+        latents: dict[str, Latent],
+        *,
+        shown: dict[int, Tensor],
+        generator: torch.Generator | None = None,
     ) -> dict[str, Float[Tensor, ""]]:
         """Terms of the loss of everything but the discriminator, and their weighted sum under "loss".
 
@@ -140,9 +157,13 @@ class GLUE(LinkedAutoencoders):
             batch: cells of each modality.
             latents: of the same cells.
             shown: class of a modality -> what the discriminator sees of its cells; empty without an adversary.
+            generator: of the vertices' noise and the sampled edges; the default one when None.
         """
-        h, v = self.settings, sample(*self.vertices(), draw=None)
-        terms = {"nll_graph": self.edge_nll(v.sample), "kl_graph": normal_kl(v.loc, v.std) / len(v.loc)}
+        h, v = self.settings, self.graph_encoder.sample(*self.vertices(), generator)
+        terms = {
+            "nll_graph": self.edge_nll(v.sample, generator),
+            "kl_graph": self.graph_encoder.kl(v.loc, v.std),
+        }
         total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])
         for name, cells in batch.items():
             u = latents[name]
@@ -190,8 +211,10 @@ class GLUE(LinkedAutoencoders):
         totals = gathered.reshape(-1, len(self.encoders), 2).sum(0)
         means = totals[:, 0] / totals[:, 1].clamp_min(1)
         h, (loc, std) = self.settings, self.vertices()
-        kl = normal_kl(loc, std) / len(loc)
-        loss = h.lam_graph * len(means) * (self.edge_nll(loc, seed=VALIDATION_SEED) + h.lam_kl * kl)
+        kl = self.graph_encoder.kl(loc, std)
+        loss = (
+            h.lam_graph * len(means) * (self.edge_nll(loc, self._generator(VALIDATION_SEED)) + h.lam_kl * kl)
+        )
         for modality, mean in zip(self.encoders, means, strict=True):
             loss = loss + h.lam_data * self._weight(modality) * mean
         self.log(name, loss, prog_bar=True, sync_dist=True)
@@ -213,6 +236,11 @@ class GLUE(LinkedAutoencoders):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
+
+    def _generator(self, *key: int) -> torch.Generator:
+        # the meta device has none, and takes any
+        device = "cpu" if self.device.type == "meta" else self.device
+        return torch.Generator(device).manual_seed(hash_integers(*key))
 
     def _weight(self, modality: str) -> float:
         return float((self.settings.modality_weights or {}).get(modality, 1.0))

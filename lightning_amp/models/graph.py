@@ -6,10 +6,13 @@
 
 Positive edges are drawn in proportion to their weight; negative ones keep source and sign and take a target
 drawn uniformly (which may happen to be a neighbour). The two kinds are averaged separately.
-Legend: vertex (V), dim (D), edge (E of the symmetrised graph).
+
+What needs more than a vertex by itself goes through the leaves `vertices` and `rows` (vertices.py), so that a technique
+can give a device some of the vertices: then embedding, loc, std and v have rows for these alone.
+Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +21,9 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.encoders import LEAST_STD
-
-EDGES_AT_A_TIME = 65_536
+from lightning_amp.models.latent import Latent
+from lightning_amp.models.losses import divergence
+from lightning_amp.models.vertices import AllVertices, FeatureVertices
 
 
 class GraphEncoder(nn.Module):
@@ -32,6 +36,12 @@ class GraphEncoder(nn.Module):
         target: the other end; each edge is listed in one direction and means both.
         weight: positive weight of each edge.
         sign: +1 or -1.
+        modalities: vertices of each modality's features.
+
+    Attributes:
+        vertices: what needs other vertices than the one at hand.
+        rows: modality -> what takes the rows of its features from v.
+        ends: source and target of the edges in both directions, in the host's memory.
 
     Raises:
         ModelError: no edges, or a weight that is not positive.
@@ -51,6 +61,7 @@ class GraphEncoder(nn.Module):
         target: Int[Tensor, " edge"],
         weight: Float[Tensor, " edge"],
         sign: Float[Tensor, " edge"],
+        modalities: Mapping[str, Int[Tensor, " feature"]] | None = None,
     ):
         super().__init__()
         if len(weight) == 0 or not bool((weight > 0).all()):
@@ -60,24 +71,47 @@ class GraphEncoder(nn.Module):
             )
         one_way = source != target
         self.n_vertices = n_vertices
-        self.register_buffer("source", torch.cat((source, target[one_way])), persistent=False)
-        self.register_buffer("target", torch.cat((target, source[one_way])), persistent=False)
+        ends = torch.cat((source, target[one_way])), torch.cat((target, source[one_way]))
+        self.ends = ends
+        self.register_buffer("source", ends[0], persistent=False)
+        self.register_buffer("target", ends[1], persistent=False)
         self.register_buffer("weight", torch.cat((weight, weight[one_way])), persistent=False)
         self.register_buffer("sign", torch.cat((sign, sign[one_way])), persistent=False)
         self.embedding = nn.Parameter(torch.randn(n_vertices, dim) * dim**-0.5)
         self.loc = nn.Linear(dim, dim)
         self.std = nn.Linear(dim, dim)
+        self.vertices = AllVertices()
+        self.rows = nn.ModuleDict({name: FeatureVertices(ids) for name, ids in (modalities or {}).items()})
 
-    def forward(self) -> tuple[Float[Tensor, "vertex dim"], Float[Tensor, "vertex dim"]]:
+    def forward(self) -> tuple[Float[Tensor, "own_vertex dim"], Float[Tensor, "own_vertex dim"]]:
         """Mean and standard deviation of v."""
+        h = self.vertices.propagate(self.embedding, self.messages)
+        return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
+
+    def messages(self) -> tuple[Int[Tensor, " edge"], Int[Tensor, " edge"], Float[Tensor, " edge"]]:
+        """Source, target and coefficient of all edges."""
         degree = self.weight.new_zeros(self.n_vertices).index_add_(0, self.source, self.weight)
         coefficient = self.sign * self.weight * (degree[self.source] * degree[self.target]).rsqrt()
-        h = propagate(self.embedding, self.source, target=self.target, coefficient=coefficient)
-        return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
+        return self.source, self.target, coefficient
+
+    def sample(
+        self,
+        loc: Float[Tensor, "own_vertex dim"],
+        std: Float[Tensor, "own_vertex dim"],
+        generator: torch.Generator | None = None,
+    ) -> Latent:
+        """Draw v from Normal(loc, std); by the default generator when there is none."""
+        return Latent(loc, std, loc + std * self.vertices.noise(loc, generator))
+
+    def kl(
+        self, loc: Float[Tensor, "own_vertex dim"], std: Float[Tensor, "own_vertex dim"]
+    ) -> Float[Tensor, ""]:
+        """Divergence of Normal(loc, std) from the standard normal: mean over vertices, divided by their number."""
+        return self.vertices.mean(divergence(loc, std)) / self.n_vertices
 
     def nll(
         self,
-        v: Float[Tensor, "vertex dim"],
+        v: Float[Tensor, "own_vertex dim"],
         *,
         n_positive: int,
         negatives: int,
@@ -98,41 +132,8 @@ class GraphEncoder(nn.Module):
         )
         size = (n_positive, negatives)
         other = torch.randint(self.n_vertices, size, device=v.device, generator=generator)
-        source, sign = v[self.source[edge]], self.sign[edge]
-        positive = F.logsigmoid(sign * (source * v[self.target[edge]]).sum(-1))
-        negative = F.logsigmoid(-sign[:, None] * (v[other] @ source[:, :, None]).squeeze(-1))
+        source, target, others = self.vertices.rows(v, self.source[edge], self.target[edge], other)
+        sign = self.sign[edge]
+        positive = F.logsigmoid(sign * (source * target).sum(-1))
+        negative = F.logsigmoid(-sign[:, None] * (others @ source[:, :, None]).squeeze(-1))
         return -(positive.mean() + negative.mean()) / 2
-
-
-def propagate(
-    x: Float[Tensor, "vertex dim"],
-    source: Int[Tensor, " edge"],
-    *,
-    target: Int[Tensor, " edge"],
-    coefficient: Float[Tensor, " edge"],
-) -> Float[Tensor, "vertex dim"]:
-    """Sum over edges of coefficient * x[source] at their targets; no gradient to the coefficients."""
-    result: Tensor = _Propagate.apply(x, source, target, coefficient)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Propagate(torch.autograd.Function):
-    """Messages of a few edges at a time: all of them, [E, D], would outweigh the vertices many times over."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, target: Tensor, coefficient: Tensor) -> Tensor:
-        ctx.save_for_backward(source, target, coefficient)
-        return _scatter(x, source, target, coefficient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        source, target, coefficient = ctx.saved_tensors
-        return _scatter(grad, target, source, coefficient), None, None, None
-
-
-def _scatter(x: Tensor, source: Tensor, target: Tensor, coefficient: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for first in range(0, len(source), EDGES_AT_A_TIME):
-        piece = slice(first, first + EDGES_AT_A_TIME)
-        out.index_add_(0, target[piece], coefficient[piece, None] * x[source[piece]])
-    return out

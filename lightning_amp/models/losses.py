@@ -12,7 +12,12 @@ LEAK = 0.2
 
 def normal_kl(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> Float[Tensor, ""]:
     """Divergence of Normal(loc, std) from the standard normal, summed over channels, mean over rows."""
-    return (0.5 * (loc.square() + std.square() - 1) - std.log()).sum(dim=1).mean()
+    return divergence(loc, std).mean()
+
+
+def divergence(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> Float[Tensor, " row"]:
+    """Divergence of Normal(loc, std) from the standard normal, summed over channels."""
+    return (0.5 * (loc.square() + std.square() - 1) - std.log()).sum(dim=1)
 
 
 class Discriminator(nn.Module):

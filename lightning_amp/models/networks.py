@@ -9,7 +9,7 @@ from lightning_amp.models.blocks import Variant
 from lightning_amp.models.decoder import KeyKind, StratifiedDecoder
 from lightning_amp.models.encoders import Encoder
 from lightning_amp.models.graph import GraphEncoder
-from lightning_amp.models.inputs import HIC, LIKELIHOODS, TOTALS, GraphInputs, ModelInputs
+from lightning_amp.models.inputs import HIC, LIKELIHOODS, TOTALS, ModelInputs
 from lightning_amp.models.plain import PLAIN_DECODERS, PlainDecoder
 
 STREAMS_PER_MODALITY = 64
@@ -67,8 +67,9 @@ def make_decoders(
     return nn.ModuleDict(decoders)
 
 
-def make_graph_encoder(graph: GraphInputs, dim: int) -> GraphEncoder:
+def make_graph_encoder(inputs: ModelInputs, dim: int) -> GraphEncoder:
     """Encoder of the guidance graph."""
+    graph = inputs.graph
     return GraphEncoder(
         graph.n_vertices,
         dim,
@@ -76,4 +77,5 @@ def make_graph_encoder(graph: GraphInputs, dim: int) -> GraphEncoder:
         target=torch.from_numpy(graph.target),
         weight=torch.from_numpy(graph.weight),
         sign=torch.from_numpy(graph.sign),
+        modalities={name: torch.from_numpy(m.vertices) for name, m in inputs.modalities.items()},
     )

@@ -37,6 +37,11 @@ class Group(NamedTuple):
     near: tuple[int, int]
     missing: int
 
+    @property
+    def n_scores(self) -> int:
+        """Scores of its rows, those of all missing rows counted once."""
+        return self.n_buckets * self.own[1] * (self.near[1] + (self.missing > 0))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
@@ -87,10 +92,11 @@ class Band:
     def groups(self) -> Iterable[Group]:
         """Every bucket of rows in exactly one group, unless sampled."""
         if not self.sampled:
-            return self._groups()
-        return {(g.n_buckets, g.own[1], g.near[1]): g for g in self._groups()}.values()
+            return self.all_groups()
+        return {(g.n_buckets, g.own[1], g.near[1]): g for g in self.all_groups()}.values()
 
-    def _groups(self) -> Iterator[Group]:
+    def all_groups(self) -> Iterator[Group]:
+        """Every bucket of rows in exactly one group."""
         first, last = self._full
         for bucket in range(first, min(first + self._step, last)):
             yield self._group(bucket, -(-(last - bucket) // self._step))

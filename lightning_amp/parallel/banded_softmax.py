@@ -12,11 +12,13 @@ gathered, and gradients of keys and values are added to runs of rows.
 Rows that fill the last bucket are zeros with score 0 to everyone. They are one more column in the softmax, with the
 score log(number of them) and no value. Keys outside the sequence are not computed at all.
 
-Exact up to rounding. Kept for the backward pass: q, k and values themselves. Held at most, in numbers, beside these:
+Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is asked for, 3w N less
+the keys outside the sequence: scores and softmax are then computed once, and one of seven products is saved. Held at
+most, in numbers, beside these:
 
     forward     r M D, |k| M, out N D, and the work
     backward    r M D, |k| M, do N D, dq N D, dk M D, dv M D, and the work
-    the work    scores 2 G C (3w + 1), rows 3 G w D, tables (w + M / w) D
+    the work    scores 2 G C (3w + 1), G C (3w + 1) where P is kept; rows 3 G w D, tables (w + M / w) D
 
 Numbers below float32 are computed with in float32, under autocast too: all products of matrices have an `out=` or are
 in place, and those autocast leaves alone. Results are then held twice for a moment, and values of a group are copied.
@@ -28,7 +30,7 @@ bucket at a time.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp.parallel.band import Band, Group
+from lightning_amp.parallel.ready_gradients import wants_gradients
 from lightning_amp.parallel.rotary import Rotary
 
 SELF_SCORE = -5e4
@@ -54,6 +57,7 @@ def banded_softmax(
     *,
     window: int,
     before: int,
+    keep: bool = False,
 ) -> Float[Tensor, "row dim"]:
     """Attention of a run of buckets.
 
@@ -63,31 +67,35 @@ def banded_softmax(
         values: Values of the same.
         window: Rows of a bucket, w.
         before: Keys before that of the first query, whole buckets.
+        keep: Keep P for a backward pass.
     """
-    return cast(Tensor, _BandedSoftmax.apply(q, k, values, window, before))  # type: ignore[no-untyped-call]
+    keep = keep and wants_gradients((q, k, values))
+    return cast(Tensor, _BandedSoftmax.apply(q, k, values, window, before, keep))  # type: ignore[no-untyped-call]
 
 
 class _BandedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, values: Tensor, window: int, before: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, values: Tensor, window: int, before: int, keep: bool
+    ) -> Tensor:
         ctx.window, ctx.before = window, before
-        ctx.save_for_backward(q, k, values)
-        work = _Work(q, k, values, window=window, before=before)
+        work = _Work(q, k, values, window=window, before=before, keep=keep)
+        ctx.save_for_backward(q, k, values, *work.kept.values())
         keys, _ = work.turn_keys(k)
         out = torch.empty_like(q, dtype=values.dtype)
         for group in work.band.groups():
             queries, own_out = work.turn_queries(q, group), work.band.own(out, group)
             near_keys, near_values = work.near(keys, group), work.near(values, group)
             for rows in work.chunks(group):
-                weights = work.softmax(group, rows, queries[:, rows], near_keys)
+                weights = work.weights(group, rows, queries[:, rows], near_keys)
                 own_out[:, rows] = torch.bmm(weights, near_values, out=work.own_rows(group)[:, rows])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, values = ctx.saved_tensors
-        work = _Work(q, k, values, window=ctx.window, before=ctx.before)
+        q, k, values, *kept = ctx.saved_tensors
+        work = _Work(q, k, values, window=ctx.window, before=ctx.before, kept=kept)
         keys, norms = work.turn_keys(k)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(keys)
         for group in work.band.groups():
@@ -95,23 +103,35 @@ class _BandedSoftmax(torch.autograd.Function):
             near_keys, near_values = work.near(keys, group), work.near(values, group)
             near_dk, near_dv = work.band.near(dk, group), work.band.near(dv, group)
             for rows in work.chunks(group):
-                weights = work.softmax(group, rows, queries[:, rows], near_keys)
+                weights = work.weights(group, rows, queries[:, rows], near_keys)
                 near_dv.baddbmm_(weights.mT, own_grad[:, rows])
                 ds = work.score_gradients(group, rows, weights, own_grad[:, rows], near_values)
                 near_dk.baddbmm_(ds.mT, queries[:, rows])
                 torch.bmm(ds, near_keys, out=work.own_rows(group)[:, rows])
             work.turn_queries_back(group, dq)
         work.turn_keys_back(keys, norms, dk)
-        return dq, dk.to(k.dtype), dv.to(values.dtype), None, None
+        return dq, dk.to(k.dtype), dv.to(values.dtype), None, None, None
 
 
 class _Work:
     """Memory that all groups use one after the other, and what is computed in it.
 
-    `queries` holds the turned queries of a group, `rows` what is computed for these rows.
+    `queries` holds the turned queries of a group, `rows` what is computed for these rows; `kept` all weights by
+    group, each chunk's one after the other. They are not in one tensor, because memory of that size is given back to
+    the system, and taking it anew costs a CPU as much time as the product that is saved.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, values: Tensor, *, window: int, before: int) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        values: Tensor,
+        *,
+        window: int,
+        before: int,
+        keep: bool = False,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
         together, self._chunk = _sizes(q, window)
         self.band = Band(
             rows=len(q),
@@ -128,7 +148,13 @@ class _Work:
         self._rotary = Rotary(self._dim, window, n_places, dtype=self._dtype, device=q.device)
         n_scores = self.band.largest * self._chunk * (3 * window + 1)
         n_rows = self.band.largest * window * self._dim
-        sizes = {"scores": n_scores, "weights": n_scores, "queries": n_rows, "rows": n_rows}
+        sizes = {"scores": n_scores, "queries": n_rows, "rows": n_rows}
+        groups = list(self.band.all_groups()) if keep or kept else []
+        self._known = bool(kept)
+        kept = kept or [q.new_empty(group.n_scores, dtype=self._dtype) for group in groups]
+        self.kept = dict(zip(groups, kept, strict=True))
+        if not self.kept:
+            sizes["weights"] = n_scores
         self._memory = {name: q.new_empty(n, dtype=self._dtype) for name, n in sizes.items()}
 
     def chunks(self, group: Group) -> Iterator[slice]:
@@ -179,17 +205,22 @@ class _Work:
         self._rotary.turn(self.own_rows(group), flat, place=group.place + 1, step=group.step, back=True)
         self.band.own(dq, group).copy_(flat.mul_(self._dim**-0.5))
 
-    def softmax(self, group: Group, rows: slice, queries: Tensor, keys: Tensor) -> Tensor:
-        """Attention weights [bucket, row, key]; they sum to less than 1 where rows are missing."""
+    def weights(self, group: Group, rows: slice, queries: Tensor, keys: Tensor) -> Tensor:
+        """Attention weights [bucket, row, key], kept ones or new; they sum to less than 1 where rows are missing."""
         n_keys = keys.shape[1]
         shape = (*queries.shape[:2], n_keys + (group.missing > 0))
-        scores, weights = self._take("scores", *shape), self._take("weights", *shape)
+        weights = self._kept(group, rows, *shape) if self.kept else self._take("weights", *shape)
+        if not self._known:
+            self._softmax(group, rows, queries, keys, weights)
+        return weights[..., :n_keys]
+
+    def _softmax(self, group: Group, rows: slice, queries: Tensor, keys: Tensor, out: Tensor) -> None:
+        scores, n_keys = self._take("scores", *out.shape), keys.shape[1]
         torch.bmm(queries, keys.mT, out=scores[..., :n_keys])
         self._with_themselves(scores, group, rows).fill_(SELF_SCORE)
         if group.missing:
             scores[..., n_keys] = math.log(group.missing)
-        torch.softmax(scores, -1, out=weights)
-        return weights[..., :n_keys]
+        torch.softmax(scores, -1, out=out)
 
     def score_gradients(
         self, group: Group, rows: slice, weights: Tensor, grad: Tensor, values: Tensor
@@ -204,6 +235,11 @@ class _Work:
         """The scores of rows with themselves, [bucket, row]."""
         first = group.place * self.band.window - group.near[0] + rows.start
         return scores.diagonal(first, 1, 2)[:, : scores.shape[1]]
+
+    def _kept(self, group: Group, rows: slice, *shape: int) -> Tensor:
+        n_buckets, _, n_keys = shape
+        first = rows.start * n_buckets * n_keys
+        return self.kept[group][first : first + math.prod(shape)].view(shape)
 
     def _take(self, name: str, *shape: int) -> Tensor:
         return self._memory[name][: math.prod(shape)].view(shape)

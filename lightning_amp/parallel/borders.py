@@ -8,7 +8,9 @@ once per rank, or be read in part; a whole one that is read inside (a library si
 its gradient. Both train wrongly without failing, so both are refused, before anything is added to a gradient.
 
 The loss's graph is walked from the loss down. A node with the attribute `behind` (`ctx.behind` in the forward of an
-autograd.Function) says on which side the computation lies that it got its inputs from. No collectives, and no waiting
+autograd.Function) says on which side the computation lies that it got its inputs from. One with the attribute `home`
+has the ids of parameters that it reads on the side where they belong: streamed strata are one node, a part of which
+may be inside. No collectives, and no waiting
 for the device; some 1.5 us per node, of which a small step has thousands.
 
 Known limits: what a reentrant checkpoint hides is not seen, nor a gradient that the strategy does not take itself
@@ -45,7 +47,7 @@ def check_borders(
     for leaf, inside in _leaves(loss):
         if id(leaf) in replaced:
             raise _refusal(
-                f"{replaced[id(leaf)].name!r} of a layer that S2 has replaced",
+                f"{replaced[id(leaf)].name!r} of a layer that S2 or nodes has replaced",
                 "still reads, and which is not trained",
                 "reach the layer through its parent module, not through a reference of your own",
             )
@@ -78,7 +80,12 @@ def _leaves(loss: Tensor) -> Iterator[tuple[Tensor, bool]]:
             yield leaf, inside
         side = getattr(node, "behind", None)
         inside = inside if side is None else side == "inside"
-        found += [(before, inside) for before, _ in node.next_functions]
+        home = getattr(node, "home", ())
+        found += [
+            (before, inside)
+            for before, _ in node.next_functions
+            if id(getattr(before, "variable", None)) not in home
+        ]
 
 
 def _name(leaf: Tensor, module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_amp.errors import AmpError
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.protocol import ATTENTION_KEY, CONVOLUTION_KEY
+from lightning_amp.parallel.stand_in import part
 from lightning_amp.parallel.walks import walk_of
 from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
 from lightning_amp.planning.shape import ModelShape
@@ -35,7 +36,7 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
 
 def _unsupported(module: nn.Module, shape: ModelShape) -> tuple[str, ...]:
     assert shape.decoder is not None, "the caller has looked"
-    decoder: Any = module.get_submodule(shape.decoder.fqn) if shape.decoder.fqn else module
+    decoder: Any = part(module, shape.decoder.fqn)
     refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
     refused |= {strategy for strategy, parts in _needed(decoder).items() if not parts}
     return tuple(strategy for strategy in STRATEGIES if strategy in refused)
@@ -82,7 +83,9 @@ def _needed(decoder: Any) -> dict[str, bool]:
     keys = [key for key in (getattr(stratum, "key", None) for stratum in strata) if key is not None]
     return {
         "S2": features,
-        "S5": region and all(_has(key, ATTENTION_KEY) or _has(key, CONVOLUTION_KEY) for key in keys),
+        "S5": region
+        and all(_has(stratum, ("key", "decode")) for stratum in strata)
+        and all(_has(key, ATTENTION_KEY) or _has(key, CONVOLUTION_KEY) for key in keys),
         "nodes": features and bool(keys) and all(hasattr(key, "attention") for key in keys),
         "strata": region and _walks(decoder),
     }

@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
-from lightning_amp.planning.shape import DecoderShape, ModelShape
+from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
+from lightning_amp.planning.shape import DecoderShape, ModelShape, VertexShape
+
+PARTS = ("key", "nodes", "scale", "decode")
 
 
 def describe(
@@ -34,7 +36,30 @@ def describe(
         element_bytes=max(sizes, default=4),
         wide_layers=tuple(wide),
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
+        vertices=None if decoder is None else _vertices(module, decoder),
     )
+
+
+def _vertices(module: nn.Module, decoder: DecoderShape) -> VertexShape | None:
+    """The graph's encoder that has rows for the decoder's modality, one for each anchor."""
+    modality = decoder.fqn.rpartition(".")[2]
+    for fqn, child in module.named_modules():
+        rows = child.rows[modality] if is_vertex_encoder(child) and modality in child.rows else None
+        if fqn and rows is not None and len(rows.get_buffer("ids")) == decoder.anchors:
+            edges = len(child.ends[0])
+            return VertexShape(fqn=fqn, modality=modality, count=child.n_vertices, edges=edges)
+    return None
+
+
+def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
+    """What a module's shape does not say of its decoder, for a plan's notes."""
+    decoder: Any = None if shape.decoder is None else find_decoders(module)[shape.decoder.fqn]
+    if decoder is None or not _is_of_units(decoder):
+        return []
+    return [
+        f"what the units of {type(decoder).__name__} keep is not predicted, for they have not the parts of a stratum"
+        f" ({', '.join(PARTS)}); only their scores are"
+    ]
 
 
 def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linear]:
@@ -50,8 +75,13 @@ def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linea
 
 def _describable(decoder: DecomposedDecoder) -> bool:
     """Whether all strata have the parts that a memory model and techniques need; else it counts as unrecognised."""
-    parts = ("key", "nodes", "scale", "decode")
-    return len(decoder.strata) > 0 and all(hasattr(s, part) for s in decoder.strata for part in parts)
+    parts = all(hasattr(s, part) for s in decoder.strata for part in PARTS)
+    return len(decoder.strata) > 0 and (parts or _is_of_units(decoder))
+
+
+def _is_of_units(decoder: DecomposedDecoder) -> bool:
+    """Whether the strata are units that say how large they are, and have no parts that techniques know."""
+    return all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
 
 
 def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
@@ -61,11 +91,11 @@ def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
         fqn=fqn,
         anchors=decoder.n_anchors,
         dim=decoder.dim,
-        features=tuple(len(stratum.nodes) for stratum in strata),
-        distances=tuple(0 if stratum.key is None else k for k, stratum in enumerate(strata)),
+        features=tuple(s.n_features if _is_of_units(decoder) else len(s.nodes) for s in strata),
+        distances=tuple(0 if getattr(s, "key", None) is None else k for k, s in enumerate(strata)),
         attention=attention,
         window=int(getattr(decoder, "window", 0)) or 1,
         chained=decoder.chained,
         variant=str(getattr(decoder, "variant", "higlue")),
-        n_batches=max(len(stratum.scale) for stratum in strata),
+        n_batches=max(len(getattr(stratum, "scale", "1")) for stratum in strata),
     )

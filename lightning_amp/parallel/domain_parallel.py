@@ -1,6 +1,7 @@
 """nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
 
-    region        own rows of v enter, losses are added up (region.py, anchor_rows.py)
+    region        own rows of v enter, losses are added up (region.py, anchor_rows.py); v has no others where the
+                  graph's vertices are dealt too (vertex_parallel.py)
     attention     of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py)
     features      those of the own anchors; the softmax runs over all ranks' features (anchor_features.py)
 
@@ -11,6 +12,7 @@ sums over ranks. Anchors are dealt in whole buckets, as evenly as they go.
     every stratum with attention        1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
     every stratum (not binarized)       1 all-gather  B              1 all-reduce  B
     the whole decoder                   1 all-reduce  1              1 all-gather  n D + B D + K
+    the same, v given by its own rows   1 all-reduce  1              1 all-reduce  B D + K
     parameters of the strata                                         in the reduction of gradients, once
 
 The numbers are those that a rank puts in. Under `recompute` those of a forward pass come twice; under `stream` those of
@@ -19,8 +21,8 @@ time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
 Known limits: second derivatives are refused; keys are recognised by their children (protocol.py), what their forward
-does with these is not checked; v and its gradient are whole outside of the decoder; random draws inside of the strata
-are each rank's own.
+does with these is not checked; v and its gradient are whole outside of the decoder, unless the graph's vertices are
+dealt too; random draws inside of the strata are each rank's own.
 """
 
 import copy
@@ -49,7 +51,7 @@ def share_anchors(decoder: nn.Module, spec: DomainParallel, mesh: DeviceMesh | N
 
     Args:
         decoder: A decomposed decoder with attention.
-        spec: Has no settings.
+        spec: Whether v will come with the own rows.
         mesh: Device mesh with the axis "model".
 
     Raises:
@@ -74,7 +76,9 @@ def share_anchors(decoder: nn.Module, spec: DomainParallel, mesh: DeviceMesh | N
         )
     rows = deal_rows(decoder.n_anchors, windows.pop(), mesh["model"])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), rows.mesh, "nodes", summed=True, rows=rows)
+        "region": share_region(
+            getattr(decoder, "region", None), rows.mesh, "nodes", summed=True, rows=rows, given=spec.vertices
+        )
     }
     swaps |= {fqn: HaloAttention(attention, rows) for fqn, attention in attentions.items()}
     for k, stratum in enumerate(decoder.strata):

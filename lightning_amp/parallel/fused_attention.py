@@ -5,7 +5,8 @@
 Exact up to rounding: float64 agrees with the reference to 1e-15, output and gradients. In float32 it is closer to the
 float64 result than the reference is, which rounds the angles of its positions to float32. No collectives.
 What shrinks: the scores and weights [N, 3w] and the copies of keys and values [W, 3w, D] become two small chunks, and
-the backward pass needs q, k and values only. The price: the scores are computed a second time in the backward pass.
+the backward pass needs q, k and values only. The price: the scores are computed a second time in the backward pass,
+unless the weights are kept for it, [N, 3w].
 
 Legend: anchor (N), dim (D), row (of a run of buckets), key (of these rows and their neighbours), w window,
 W = ceil(N / w) buckets.
@@ -30,11 +31,12 @@ CLOSE = 1e-10
 RESULTS = ("output", "gradient of q", "gradient of k", "gradient of values")
 
 
-def fuse_attention(attention: nn.Module) -> nn.Module:
+def fuse_attention(attention: nn.Module, *, keep: bool = False) -> nn.Module:
     """The same attention, computed by hand.
 
     Args:
         attention: Attention as the reference model's LocalAttention, of all channels.
+        keep: Keep the weights for the backward pass.
 
     Raises:
         InstallError: The module has parts that would be lost, or computes something else.
@@ -46,7 +48,7 @@ def fuse_attention(attention: nn.Module) -> nn.Module:
             " LocalAttention(dim, window) does, of all channels, and has nothing beside its numbers can be replaced:"
             " move the rest to its parent, or leave 'fused' out (S3 takes any bucketed attention)"
         )
-    return FusedAttention(cast(Any, attention).dim, cast(Any, attention).window)
+    return FusedAttention(cast(Any, attention).dim, cast(Any, attention).window, keep=keep)
 
 
 class FusedAttention(nn.Module):
@@ -55,16 +57,18 @@ class FusedAttention(nn.Module):
     Args:
         dim: Channels D.
         window: Anchors per bucket, w.
+        keep: Keep the weights for the backward pass.
     """
 
-    def __init__(self, dim: int, window: int) -> None:
+    def __init__(self, dim: int, window: int, *, keep: bool = False) -> None:
         super().__init__()
         self.dim = dim
         self.window = window
+        self.keep = keep
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"dim={self.dim}, window={self.window}"
+        return f"dim={self.dim}, window={self.window}" + (", keep=True" if self.keep else "")
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
@@ -87,7 +91,13 @@ class FusedAttention(nn.Module):
         start, stop = max(begin - w, 0), min(end + w, n)
         near = slice(start, stop)
         return fused_rows(
-            q[begin:end], k[near], values[near], window=w, before=begin - start, after=stop - end
+            q[begin:end],
+            k[near],
+            values[near],
+            window=w,
+            before=begin - start,
+            after=stop - end,
+            keep=self.keep,
         )
 
     def forward(
@@ -97,7 +107,7 @@ class FusedAttention(nn.Module):
         values: Float[Tensor, "anchor dim"],
     ) -> Float[Tensor, "anchor dim"]:
         """Attention over all buckets."""
-        return fused_rows(q, k, values, window=self.window)
+        return fused_rows(q, k, values, window=self.window, keep=self.keep)
 
 
 def fused_rows(
@@ -108,6 +118,7 @@ def fused_rows(
     window: int,
     before: int = 0,
     after: int = 0,
+    keep: bool = False,
 ) -> Float[Tensor, "row dim"]:
     """Local attention of a run of buckets, given the keys and values of its neighbours too.
 
@@ -119,12 +130,13 @@ def fused_rows(
         before: Rows before the own ones, whole buckets; 0 where the sequence begins with the own ones.
         after: Rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are
             all that follow, and so are the own rows without any after: the rest of a bucket counts as zeros.
+        keep: Keep the weights for the backward pass.
     """
     n = len(q)
     assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"
     assert before % window == 0, f"{before=} is not a number of whole buckets of {window=}"
     assert after == 0 or n % window == 0, f"{n=} rows end within a bucket of {window=}, and {after=} follow"
-    return banded_softmax(q, k, values, window=window, before=before)
+    return banded_softmax(q, k, values, window=window, before=before, keep=keep)
 
 
 def _structure_problem(attention: nn.Module) -> str:

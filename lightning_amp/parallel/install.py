@@ -27,8 +27,10 @@ from lightning_amp.parallel.recompute import recompute_strata
 from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.stand_in import named_parts, part
 from lightning_amp.parallel.strata_parallel import share_strata
 from lightning_amp.parallel.stream import stream_strata
+from lightning_amp.parallel.vertex_parallel import share_vertices
 from lightning_amp.planning.plan import Plan, Rule
 from lightning_amp.planning.specs import (
     BalanceCells,
@@ -45,6 +47,7 @@ from lightning_amp.planning.specs import (
     SparseLikelihood,
     StrataParallel,
     StreamStrata,
+    VertexParallel,
 )
 from lightning_amp.planning.strategies import STRATEGIES
 
@@ -72,12 +75,13 @@ register(
     lambda old, spec, mesh: Change({"": chunk_attention(old, buckets=spec.buckets, retain=spec.retain)}),
 )
 register(KeyFirstDecode, lambda old, spec, mesh: Change({"": key_first(old)}))
-register(FusedAttention, lambda old, spec, mesh: Change({"": fuse_attention(old)}))
+register(FusedAttention, lambda old, spec, mesh: Change({"": fuse_attention(old, keep=spec.keep)}))
 register(SparseLikelihood, lambda old, spec, mesh: Change({"": sparse_likelihood(old)}))
 register(HiddenParallel, share_hidden)
 register(FeatureParallel, share_features)
 register(RowParallelLinear, share_rows)
 register(DomainParallel, share_anchors)
+register(VertexParallel, share_vertices)
 register(RecomputeStrata, recompute_strata)
 register(StreamStrata, stream_strata)
 register(StrataParallel, share_strata)
@@ -125,7 +129,7 @@ class Installed:
         for relative, new in change.swaps.items():
             path = ".".join(part for part in (fqn, relative) if part)
             parent_name, _, name = path.rpartition(".")
-            parent = module.get_submodule(parent_name)
+            parent = part(module, parent_name)
             _check_parameters(path, parent._modules.get(name), new, change.sharded)
             _check_hooks(path, parent._modules[name])
             self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
@@ -164,7 +168,7 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
     installed = Installed()
     try:
         for rule, fqn in targets:
-            made = techniques[type(rule.spec)](module.get_submodule(fqn), rule.spec, mesh)
+            made = techniques[type(rule.spec)](part(module, fqn), rule.spec, mesh)
             installed.apply(fqn, _as_change(made, rule, fqn), module)
         _refuse_shared(module, installed)
     except BaseException:
@@ -231,7 +235,7 @@ def _check_hooks(fqn: str, old: nn.Module | None) -> None:
 
 
 def _matches(rule: Rule, module: nn.Module) -> list[str]:
-    matches = [fqn for fqn, _ in module.named_modules() if fqn and fnmatchcase(fqn, rule.fqn)]
+    matches = [fqn for fqn, _ in named_parts(module) if fqn and fnmatchcase(fqn, rule.fqn)]
     if not matches:
         raise InstallError(
             f"{rule.strategy} is to change {rule.fqn!r}, which matches no module of"

@@ -20,18 +20,21 @@ Gradients = list[Tensor | None]
 Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
 
 
-def with_gradients(compute: Compute, inputs: Sequence[Tensor]) -> Float[Tensor, ""]:
+def with_gradients(
+    compute: Compute, inputs: Sequence[Tensor], *, home: Iterable[Tensor] = ()
+) -> Float[Tensor, ""]:
     """The total that `compute` returns, as a function of the inputs.
 
     Args:
         compute: Which inputs need gradients -> the total, detached, and the gradients of all inputs, None for those
             that need none or are not used. Called once, with gradients enabled.
         inputs: What the gradients are of.
+        home: Inputs that are read where they belong, inside or outside of what ranks share (borders.py).
 
     Raises:
         InstallError: In the backward pass, when it is run twice or for a second derivative.
     """
-    return cast(Tensor, _Ready.apply(compute, *inputs))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Ready.apply(compute, frozenset(map(id, home)), *inputs))  # type: ignore[no-untyped-call]
 
 
 def wants_gradients(inputs: Iterable[Tensor]) -> bool:
@@ -92,9 +95,13 @@ class GradientSum:
         self._room = torch.empty_like(of, requires_grad=False) if needed else None
         self.value: Tensor | None = None
 
-    def add(self, grad: Tensor | None) -> None:
-        """Add a gradient, if it is one."""
-        if self.value is None and grad is not None and self._room is not None:
+    def add(self, grad: Tensor | None, columns: slice | None = None) -> None:
+        """Add a gradient, if it is one: of everything, or of some columns, where there was memory from the start."""
+        if grad is not None and columns is not None:
+            assert self._room is not None, "what is added to in parts has its memory from the start"
+            self.value = self._room.zero_() if self.value is None else self.value
+            self.value[:, columns].add_(grad)
+        elif self.value is None and grad is not None and self._room is not None:
             self.value = self._room.copy_(grad)
         else:
             self.value = add(self.value, grad)
@@ -126,9 +133,10 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
 
 class _Ready(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Compute, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Compute, home: frozenset[int], *inputs: Tensor) -> Tensor:
+        ctx.home = home
         with torch.enable_grad():
-            total, ctx.ready = compute(ctx.needs_input_grad[1:])
+            total, ctx.ready = compute(ctx.needs_input_grad[2:])
         return total
 
     @staticmethod
@@ -144,4 +152,4 @@ class _Ready(torch.autograd.Function):
                 "a second backward pass through a loss was asked for, and its strata are streamed: their gradients were"
                 " handed out by the first; compute the loss again, or leave 'stream' out"
             )
-        return None, *(None if own is None else own.mul_(grad.to(own.dtype)) for own in ready)
+        return None, None, *(None if own is None else own.mul_(grad.to(own.dtype)) for own in ready)

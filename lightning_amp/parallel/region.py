@@ -8,6 +8,8 @@
     strata     the same as S2 only, of the own strata
     nodes      v becomes the own rows, the losses are summed as under S2; backward, one all-gather of the gradients of
                the own rows, and of the parts of those of u and log_weights
+    nodes, with    v comes with the own rows (vertex_parallel.py), which enter as they are; gradients of u and
+    vertices       log_weights are summed (one all-reduce, backward)
 
 Everything outside then has equal gradients on all ranks of the model axis and needs no sum over it. Parameters inside
 are held whole by every rank, and each rank's gradient is a part of the whole: they need one sum (`Change.partial`).
@@ -35,6 +37,7 @@ class SharedRegion(nn.Module):
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
         rows: The ranks' anchors under nodes, None without it.
+        given: Whether v comes with the own rows alone.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class SharedRegion(nn.Module):
         channels: Channels | None = None,
         summed: bool = False,
         rows: AnchorRows | None = None,
+        given: bool = False,
     ) -> None:
         super().__init__()
         self.mesh = mesh
@@ -52,6 +56,7 @@ class SharedRegion(nn.Module):
         self.channels = channels
         self.summed = summed
         self.rows = rows
+        self.given = given
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
@@ -61,12 +66,18 @@ class SharedRegion(nn.Module):
     def enter(
         self,
         u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
+        v: Float[Tensor, "given_anchor dim"],
         log_weights: Float[Tensor, "#cell stratum"],
     ) -> tuple[
         Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], Float[Tensor, "#cell stratum"]
     ]:
-        """What the strata read on this rank."""
+        """What the strata read on this rank.
+
+        Raises:
+            InstallError: v was to come with the own rows, and has others.
+        """
+        if self.given:
+            return self._enter_own(u, v, log_weights)
         if self.rows is not None:
             return take_rows(self.rows, u, v, log_weights)
         if self.channels is None:
@@ -75,6 +86,21 @@ class SharedRegion(nn.Module):
         u, v = take_channels(self.channels, u, v)
         if self.summed:
             (log_weights,) = collectives.enter(self.mesh, log_weights)
+        return u, v, log_weights
+
+    def n_rows(self, n_anchors: int) -> int:
+        """Rows of v that the decoder is to be given."""
+        return len(self.rows.own) if self.rows is not None and self.given else n_anchors
+
+    def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.rows is not None, "own rows are those of nodes"
+        if len(v) != len(self.rows.own):
+            raise InstallError(
+                f"v was to come with this rank's {len(self.rows.own)!r} of {self.rows.bounds[-1]!r} anchors, found"
+                f" {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
+                " DomainParallel(vertices=False)"
+            )
+        u, log_weights = collectives.enter(self.mesh, u, log_weights)
         return u, v, log_weights
 
     def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
@@ -94,6 +120,7 @@ def share_region(
     channels: Channels | None = None,
     summed: bool = False,
     rows: AnchorRows | None = None,
+    given: bool = False,
 ) -> SharedRegion:
     """The border with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
 
@@ -104,6 +131,7 @@ def share_region(
         channels: As SharedRegion has it.
         summed: The same.
         rows: The same.
+        given: The same.
 
     Raises:
         InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
@@ -126,7 +154,7 @@ def share_region(
             " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             " replaced: move the rest to the decoder, or leave the strategy out"
         )
-    return SharedRegion(mesh, (strategy,), channels=channels, summed=summed, rows=rows)
+    return SharedRegion(mesh, (strategy,), channels=channels, summed=summed, rows=rows, given=given)
 
 
 def _problem(region: nn.Module | None) -> str:

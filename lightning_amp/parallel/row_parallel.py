@@ -30,7 +30,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.hooks import hooks_within
-from lightning_amp.parallel.runs import join_runs, own_run
+from lightning_amp.parallel.runs import Runs, join_runs, own_run
 from lightning_amp.parallel.sharded_parameter import shard_parameter
 from lightning_amp.planning.specs import RowParallelLinear
 
@@ -59,7 +59,8 @@ def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh | No
         )
     assert isinstance(linear, nn.Linear), "checked above"
     shared = SharedLinear(linear, mesh["model"])
-    weight = shard_parameter(shared, "weight", linear.get_parameter("weight"), dim=1, mesh=mesh["model"])
+    parts = Runs(mesh=mesh["model"], n=linear.in_features, dim=1)
+    weight = shard_parameter(shared, "weight", linear.get_parameter("weight"), parts=parts)
     return Change({"": shared}, sharded=[weight])
 
 

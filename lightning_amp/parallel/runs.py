@@ -4,6 +4,7 @@ The last run that has any may be shorter, and ranks after it have none: 5 things
 Legend: n things, R ranks.
 """
 
+from dataclasses import dataclass
 from math import prod
 
 import torch.nn.functional as F
@@ -33,3 +34,31 @@ def join_runs(own: Tensor, n: int, mesh: DeviceMesh, *, dim: int) -> Tensor:
     padded = F.pad(flat, (0, 0, 0, run_length(n, mesh) - len(rows)))
     whole = collectives.all_gather(mesh, padded).flatten(0, 1)[:n]
     return whole.reshape(n, *rows.shape[1:]).movedim(0, dim).contiguous()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Runs:
+    """A tensor of which every rank has a run of one dimension.
+
+    Attributes:
+        mesh: The mesh axis.
+        n: Length of the dimension.
+        dim: The dimension.
+    """
+
+    mesh: DeviceMesh
+    n: int
+    dim: int
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole; a view."""
+        run = own_run(self.n, self.mesh)
+        return whole.narrow(self.dim, run.start, run.stop - run.start)
+
+    def put(self, whole: Tensor, own: Tensor) -> None:
+        """Write this rank's part into the whole."""
+        self.own(whole).copy_(own)
+
+    def join(self, own: Tensor) -> Tensor:
+        """The whole from every rank's part; a collective."""
+        return join_runs(own, self.n, self.mesh, dim=self.dim)

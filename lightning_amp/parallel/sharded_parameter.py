@@ -1,12 +1,32 @@
 """A parameter of which every rank of a mesh axis owns a shard: gradient and optimiser state exist there only."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.parallel.runs import join_runs, own_run
+
+class Parts(Protocol):
+    """How a tensor is dealt to the ranks of a mesh axis."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh axis."""
+        ...
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole, a view or a copy."""
+        ...
+
+    def put(self, whole: Tensor, own: Tensor) -> None:
+        """Write this rank's part into the whole."""
+        ...
+
+    def join(self, own: Tensor) -> Tensor:
+        """The whole from every rank's part; a collective."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -18,8 +38,7 @@ class ShardedParameter:
         shard: The rank's own part, a parameter of its own.
         module: The module that holds the shard, under `name`.
         name: Name of the parameter in that module.
-        dim: The dimension that is split, in runs (parallel/runs.py).
-        mesh: The mesh axis.
+        parts: How it is dealt: `Runs` of a dimension (runs.py), or `VertexRows` (vertex_rows.py).
         version: How often the shard had been written when it was made.
     """
 
@@ -27,18 +46,21 @@ class ShardedParameter:
     shard: nn.Parameter
     module: nn.Module
     name: str
-    dim: int
-    mesh: DeviceMesh
+    parts: Parts
     version: int
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh axis."""
+        return self.parts.mesh
+
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor with the shape of the whole parameter; a view."""
-        run = own_run(whole.shape[self.dim], self.mesh)
-        return whole.narrow(self.dim, run.start, run.stop - run.start)
+        """This rank's part of a tensor with the shape of the whole parameter, a view or a copy."""
+        return self.parts.own(whole)
 
     def join(self, own: Tensor) -> Tensor:
         """The whole tensor from every rank's part; a collective."""
-        return join_runs(own, self.whole.shape[self.dim], self.mesh, dim=self.dim)
+        return self.parts.join(own)
 
     @property
     def trained(self) -> bool:
@@ -61,7 +83,7 @@ class ShardedParameter:
     def restore_own(self) -> None:
         """Write the trained values of this rank into the whole parameter, and nan elsewhere; no collective."""
         whole = torch.full_like(self.whole, torch.nan, device=self.shard.device)
-        self.own(whole).copy_(self.shard)
+        self.parts.put(whole, self.shard)
         self._replace(whole)
 
     def _replace(self, values: Tensor) -> None:
@@ -69,26 +91,18 @@ class ShardedParameter:
         self.whole.requires_grad_(self.shard.requires_grad)
 
 
-def shard_parameter(
-    module: nn.Module, name: str, whole: nn.Parameter, *, dim: int, mesh: DeviceMesh
-) -> ShardedParameter:
+def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts: Parts) -> ShardedParameter:
     """Give a module this rank's shard of a parameter under a name.
 
     Args:
         module: Gets the shard.
         name: Of the parameter in the module.
         whole: The parameter to split.
-        dim: The dimension to split.
-        mesh: The mesh axis.
+        parts: How it is dealt.
     """
-    run = own_run(whole.shape[dim], mesh)
-    own = (
-        whole.detach()
-        .narrow(dim, run.start, run.stop - run.start)
-        .clone(memory_format=torch.contiguous_format)
-    )
+    own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)
     shard = nn.Parameter(own, requires_grad=whole.requires_grad)
     module.register_parameter(name, shard)
     return ShardedParameter(
-        whole=whole, shard=shard, module=module, name=name, dim=dim, mesh=mesh, version=shard._version
+        whole=whole, shard=shard, module=module, name=name, parts=parts, version=shard._version
     )

@@ -12,14 +12,19 @@ before it, and the gradient of v_k, and hands down that of v_{k-1}.
 
 The cells of a stratum are taken in blocks (cell_blocks.py), so that [B, F_k] exists for one block only.
 
+On a CPU with several threads some strata run side by side, as many as the spec says (side_by_side.py), and so many are
+alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
+gradient is carried down between them: its norm and projection are computed once more for that.
+
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
 whose own hooks run once, in the outer backward pass; chained strata run, and draw random numbers, from the last on.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -27,16 +32,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
+from lightning_amp.errors import InstallError
 from lightning_amp.parallel.cell_blocks import block_cells
 from lightning_amp.parallel.change import Change
+from lightning_amp.parallel.freed_memory import keep_freed_memory
 from lightning_amp.parallel.ready_gradients import (
     Gradients,
     GradientSum,
+    add,
     gradients,
     leaf,
     wants_gradients,
     with_gradients,
 )
+from lightning_amp.parallel.side_by_side import run_in_order, workers_for
 from lightning_amp.parallel.walks import walk_of
 from lightning_amp.planning.specs import StreamStrata
 
@@ -46,13 +55,18 @@ def stream_strata(decoder: nn.Module, spec: StreamStrata, mesh: DeviceMesh | Non
 
     Args:
         decoder: A decomposed decoder whose loss is computed inside it.
-        spec: Cells of a block.
+        spec: Cells of a block, and strata side by side.
         mesh: Is not used.
 
     Raises:
-        InstallError: The decoder's way through the strata, or what a stratum does with its cells, is its own.
+        InstallError: The decoder's way through the strata, or what a stratum does with its cells, is its own; or
+            `spec.workers` is not positive.
     """
-    swaps: dict[str, nn.Module] = {"walk": StreamedStrata(walk_of(decoder, "stream"))}
+    if isinstance(spec.workers, bool) or not isinstance(spec.workers, int) or spec.workers < 1:
+        raise InstallError(
+            f"stream was asked for with workers={spec.workers!r}; that many strata run side by side, at least 1"
+        )
+    swaps: dict[str, nn.Module] = {"walk": StreamedStrata(walk_of(decoder, "stream"), workers=spec.workers)}
     for k, stratum in enumerate(cast(Any, decoder).strata):
         swaps[f"strata.{k}.cells"] = block_cells(getattr(stratum, "cells", None), size=spec.cells)
     return Change(swaps)
@@ -63,13 +77,19 @@ class StreamedStrata(nn.Module):
 
     Args:
         inner: The way that is taken where no gradients are wanted.
+        workers: Most strata side by side.
     """
 
     is_technique = True
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, workers: int) -> None:
         super().__init__()
         self.inner = inner
+        self.workers = workers
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"workers={self.workers}"
 
     def forward(
         self,
@@ -97,11 +117,13 @@ class StreamedStrata(nn.Module):
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
             leaves = [leaf(tensor, need) for tensor, need in zip(inputs, needed, strict=False)]
             stream = _Stream(strata, leaves, cells, own)
-            total = stream.run(own)
+            keep_freed_memory(v.device)
+            workers = workers_for(strata[own.start : own.stop], v, asked=self.workers)
+            total = stream.run(own, workers=workers)
             ready = [*stream.shared, *(stream.ready[id(p)] for p in parameters)]
             return total, [gradient.value for gradient in ready]
 
-        return with_gradients(compute, [*inputs, *parameters])
+        return with_gradients(compute, [*inputs, *parameters], home=parameters)
 
 
 class _Stream:
@@ -125,16 +147,20 @@ class _Stream:
         self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
         self.total = self.u.new_zeros(())
 
-    def run(self, own: range) -> Tensor:
+    def run(self, own: range, *, workers: int) -> Tensor:
         """All own strata; returns their negative log-likelihood."""
         if not len(own):
             return self.total
-        if any(getattr(stratum, "chained", False) for stratum in self.strata[: own.stop]):
+        if not any(getattr(stratum, "chained", False) for stratum in self.strata[: own.stop]):
+            run_in_order(lambda k: self._pass(k, self.v, None), own, self._take, workers=workers)
+        elif workers == 1:
             self._chain(own)
         else:
-            for k in own:
-                self._add_v(self._stratum(k, self.v, None))
+            self._chain_side_by_side(own, workers)
         return self.total
+
+    def _take(self, passed: "_Passed") -> None:
+        self._add_v(self._add(passed))
 
     def _add_v(self, grad: Tensor | None) -> None:
         self.shared[1].add(grad)
@@ -142,10 +168,24 @@ class _Stream:
     def _chain(self, own: range) -> None:
         """From the last stratum down to the first; those before the own ones hand the gradient down only."""
         handed: Tensor | None = None
-        for k, before in self._spine_backwards(own.stop):
-            v = self.v if k == 0 else leaf(before, True)
-            run = self._stratum if k >= own.start else self._spine_back
-            handed = run(k, v, handed)
+        for k, v in self._spine_backwards(own.stop):
+            handed = self._add(self._pass(k, v, handed)) if k >= own.start else self._spine_back(k, v, handed)
+        self._add_v(handed)
+
+    def _chain_side_by_side(self, own: range, workers: int) -> None:
+        """The same, and the gradient is handed down the spine when a stratum's branch is done."""
+        handed: Tensor | None = None
+
+        def take(passed: _Passed) -> None:
+            nonlocal handed
+            below = self._spine_back(passed.k, passed.v, handed)
+            handed = add(self._add(passed), below)
+
+        steps = self._spine_backwards(own.stop)
+        branches = islice(steps, len(own))
+        run_in_order(lambda step: self._pass(*step, None), branches, take, workers=workers)
+        for k, v in steps:
+            handed = self._spine_back(k, v, handed)
         self._add_v(handed)
 
     def _spine_backwards(self, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -160,7 +200,9 @@ class _Stream:
             with torch.no_grad():
                 part = self._along(kept.pop(), range(first, min(first + step, stop) - 1))
             while part:
-                yield first + len(part) - 1, part.pop()
+                k = first + len(part) - 1
+                before = part.pop()
+                yield k, self.v if k == 0 else leaf(before, True)
 
     def _along(self, v: Tensor, strata: range) -> list[Tensor]:
         found = [v]
@@ -168,8 +210,8 @@ class _Stream:
             found.append(cast(Any, self.strata[k]).spine(found[-1]))
         return found
 
-    def _stratum(self, k: int, v: Tensor, handed: Tensor | None) -> Tensor | None:
-        """Forward and backward pass of a stratum, given the gradient of the v that it hands on."""
+    def _pass(self, k: int, v: Tensor, handed: Tensor | None) -> "_Passed":
+        """Forward and backward pass of a stratum, given the gradient of the v that it hands on; adds up nothing."""
         module = cast(Any, self.strata[k])
         arguments = module.arguments(k, self.log_weights, **self.cells)
         copies = _copies(module)
@@ -178,8 +220,7 @@ class _Stream:
         if handed is not None and v_next.requires_grad:
             outputs, seeds = [nll, v_next], [seeds[0], handed]
         del v_next
-        self.total = self.total + nll.detach()
-        return self._collect(k, outputs, seeds, v, copies)
+        return _Passed(k, v, nll.detach(), self._gradients(outputs, seeds, v, copies))
 
     def _spine_back(self, k: int, v: Tensor, handed: Tensor | None) -> Tensor | None:
         copies = _copies(self.strata[k])
@@ -187,20 +228,35 @@ class _Stream:
         v_next = functional_call(_Spine(self.strata[k]), named, (v,))
         if handed is None or v_next is v:
             return handed
-        return self._collect(k, [v_next], [handed], v, copies)
+        return self._add(_Passed(k, v, None, self._gradients([v_next], [handed], v, copies)))
 
-    def _collect(
-        self, k: int, outputs: list[Tensor], seeds: list[Tensor], v: Tensor, copies: dict[str, Tensor]
-    ) -> Tensor | None:
-        """Add up the gradients of all but v; returns that of v."""
-        inputs = [self.u, v, self.log_weights, self.library, *copies.values()]
-        found = gradients(outputs, inputs, seeds)
-        parameters = dict(self.strata[k].named_parameters())
-        for name, grad in zip(copies, found[4:], strict=True):
-            self.ready[id(parameters[name])].add(grad)
+    def _gradients(
+        self, outputs: list[Tensor], seeds: list[Tensor], v: Tensor, copies: dict[str, Tensor]
+    ) -> Gradients:
+        return gradients(outputs, [self.u, v, self.log_weights, self.library, *copies.values()], seeds)
+
+    def _add(self, passed: "_Passed") -> Tensor | None:
+        """Add up a stratum's loss and the gradients of all but v; returns that of v."""
+        found = passed.gradients
+        if passed.nll is not None:
+            self.total = self.total + passed.nll
+        runs = _runs(self.strata[passed.k])
+        for (name, p), grad in zip(self.strata[passed.k].named_parameters(), found[4:], strict=True):
+            self.ready[id(p)].add(grad, runs.get(name))
         for i in (0, 2, 3):
             self.shared[i].add(found[i])
         return found[1]
+
+
+class _Passed(NamedTuple):
+    """What a stratum has left: its loss, None of the spine alone, and gradients of u, v, log_weights, library and its
+    parameters.
+    """
+
+    k: int
+    v: Tensor
+    nll: Tensor | None
+    gradients: Gradients
 
 
 class _Spine(nn.Module):
@@ -216,6 +272,14 @@ class _Spine(nn.Module):
 
 def _copies(stratum: nn.Module) -> dict[str, Tensor]:
     """The parameters as leaves of their own: hooks on the originals, such as those of the gradients' reduction, would
-    run here and in the outer backward pass.
+    run here and in the outer backward pass. Of a table that strata share, a stratum gets its own columns.
     """
-    return {name: leaf(p, p.requires_grad) for name, p in stratum.named_parameters()}
+    runs = _runs(stratum)
+    return {
+        name: leaf(p[:, runs[name]] if name in runs else p, p.requires_grad)
+        for name, p in stratum.named_parameters()
+    }
+
+
+def _runs(stratum: nn.Module) -> Mapping[str, slice]:
+    return cast(Mapping[str, slice], getattr(stratum, "runs", {}))

@@ -51,6 +51,7 @@ def candidates(
     rates: Rates,
     own: frozenset[str] = frozenset(),
     model_parallel_size: int | None = None,
+    node_devices: int | None = None,
 ) -> tuple[Candidate, ...]:
     """All legal plans, the chosen one first, then by what speaks for them; none where the model axis is too long.
 
@@ -60,12 +61,15 @@ def candidates(
         budget: Memory of one device in bytes, None when unknown.
         rates: What a device reaches.
         own: Strategies that every plan has: S1 on several devices, and those from outside whose signal is raised.
-        model_parallel_size: Ranks of the model axis, None for any number.
+        model_parallel_size: Ranks of the model axis, None for any number that a node has.
+        node_devices: Devices of a node, None when all are on one.
     """
+    node = node_devices or devices
+    lengths = [n for n in range(1, node + 1) if node % n == 0]
     found = [
         _candidate(shape, chosen, MeshShape(data=devices // model, model=model), rates)
-        for model in range(1, devices + 1)
-        if devices % model == 0 and model_parallel_size in (None, model)
+        for model in (lengths if model_parallel_size is None else [model_parallel_size])
+        if devices % model == 0
         for chosen in _legal(shape, own, model)
     ]
     if not found:

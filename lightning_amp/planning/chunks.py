@@ -1,4 +1,4 @@
-"""How much of a stratum exists at a time: buckets of attention under S3, cells under stream.
+"""How much of a stratum exists at a time: buckets of attention under S3, cells under stream; and how many strata.
 
 The memory model counts with the same numbers.
 """
@@ -24,3 +24,32 @@ def block_cells(features: int, *, anchors: int) -> int:
         anchors: N; without S4 the scores of all anchors are made.
     """
     return max(8, BLOCK_SCORES // max(features, anchors))
+
+
+KEPT_WEIGHTS = 2**24
+"""Attention weights [N, 3 w] up to which a streamed stratum keeps them: 64 MiB."""
+
+
+def keeps_weights(anchors: int, *, window: int) -> bool:
+    """Whether fused attention keeps its weights for the backward pass of a streamed stratum.
+
+    Args:
+        anchors: N.
+        window: w.
+    """
+    return 3 * anchors * window <= KEPT_WEIGHTS
+
+
+LATENTS_SIDE_BY_SIDE = 2**24
+"""Numbers of a tensor [N, D] of all strata that run side by side: 64 MiB, of a dozen such tensors."""
+
+
+def strata_side_by_side(threads: int, *, anchors: int, dim: int) -> int:
+    """Streamed strata that a CPU runs at the same time.
+
+    Args:
+        threads: That it computes with.
+        anchors: N.
+        dim: D.
+    """
+    return max(1, min(threads, LATENTS_SIDE_BY_SIDE // (anchors * dim)))

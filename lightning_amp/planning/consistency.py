@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.specs import BalanceCells
+from lightning_amp.planning.specs import BalanceCells, StreamStrata
 from lightning_amp.planning.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -78,5 +78,9 @@ def _contradictions(plan: "Plan") -> Iterator[str]:
     for axis, choice in asdict(allowed).items():
         if getattr(plan.axes, axis) != choice:
             yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {choice!r}"
+    together = plan.axes.features == "sharded" or plan.axes.placement not in ("replicated", "strata")
+    for rule in plan.rules:
+        if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
+            yield f"workers={rule.spec.workers!r}, where ranks compute each stratum together, in one order: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

@@ -11,6 +11,9 @@ the tensors that a stratum makes and drops (stratum_peaks.py):
 
 M_base is weights, optimiser state, the last step's gradients and base activations. The optimiser step holds fewer.
 
+Where a CPU runs streamed strata side by side, others stand beside each one at their most: an upper bound, for their
+highest moments need not meet.
+
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
 divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted.
 Legend: stratum_sizes.py.
@@ -27,6 +30,7 @@ from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.stratum_memory import alive_bytes, left_bytes
 from lightning_amp.planning.stratum_peaks import backward_moments, forward_moments
 from lightning_amp.planning.stratum_sizes import StratumSizes
+from lightning_amp.planning.vertex_memory import vertex_bytes
 
 NODE_BYTES = 8
 """Of the anchor of a feature, int64."""
@@ -63,6 +67,7 @@ class Estimate:
         other_decoder_bytes: The most that the decoders hold which come after the strata.
         gradient_bytes: The last step's gradients, which are gone when the backward pass starts.
         entered_bytes: Gradients of what enters the strata, whose memory under stream is there from the first one on.
+        beside_bytes: What other strata hold at most that run at the same time.
         border_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
     """
@@ -74,6 +79,7 @@ class Estimate:
     other_decoder_bytes: int
     gradient_bytes: int
     entered_bytes: int = 0
+    beside_bytes: int = 0
     border_bytes: int
     edge_bytes: int
 
@@ -101,8 +107,8 @@ class Estimate:
         forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
         return max(
             end + self.other_decoder_bytes,
-            max(forward, default=0),
-            max(self._backward(before), default=0),
+            max(forward, default=0) + self.beside_bytes,
+            max(self._backward(before), default=0) + self.beside_bytes,
             (end if self.activations == "stream" else self.base_bytes)
             + self.border_bytes
             - self.entered_bytes,
@@ -141,38 +147,54 @@ class Estimate:
         return found
 
 
-def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1) -> Estimate:
+def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers: bool = False) -> Estimate:
     """Predict the memory of a training step on one rank.
 
     Args:
         shape: The model, with the cells of one rank's batch.
         axes: The decoder's choices.
         model_ranks: Ranks of the model axis.
+        wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features alone.
     """
     strata = _strata(shape, axes, model_ranks)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, 0
-    if axes.features == "sharded":
+    vertices = vertex_bytes(shape, strata[0] if strata else None)
+    parameters -= vertices.parameters
+    buffers += vertices.buffers
+    inputs -= vertices.kept
+    if axes.features == "sharded" or wide_layers:
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
     if axes.features == "sharded" or axes.placement == "nodes":
         buffers += NODE_BYTES * sum(s.features for s in strata)
-    entered, border = _border(shape, axes, model_ranks)
+    entered, border = _border(shape, axes, strata)
     runs = _runs(shape, axes, model_ranks)
+    found = tuple(_stratum(s, spine) for s, spine in zip(strata, _spines(strata, runs), strict=True))
     return Estimate(
         base_bytes=buffers
         + parameters * (2 + shape.optimizer_slots)
         + shape.base_activation_bytes
         + inputs
         + entered,
-        strata=tuple(_stratum(s, spine) for s, spine in zip(strata, _spines(strata, runs), strict=True)),
+        strata=found,
         runs=runs,
         activations=axes.activations,
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
         entered_bytes=_ready(strata),
+        beside_bytes=_beside(strata, found),
         border_bytes=border,
         edge_bytes=shape.edge_bytes,
     )
+
+
+def _beside(strata: list[StratumSizes], found: tuple[StratumBytes, ...]) -> int:
+    """What strata hold beside another one: of all but one the most, and the gradients of one that waits to be added."""
+    if not strata or strata[0].side_by_side == 1:
+        return 0
+    s = strata[0]
+    waiting = s.element * (s.rows * (1 + s.decoder.chained) + s.cells * s.width) + max(n.left for n in found)
+    return (s.side_by_side - 1) * max(max(n.forward, n.backward) for n in found) + waiting
 
 
 def _backwards(strata: list[StratumSizes]) -> bool:
@@ -239,16 +261,20 @@ def _strata(shape: ModelShape, axes: Axes, model_ranks: int) -> list[StratumSize
     ]
 
 
-def _border(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[int, int]:
+def _border(shape: ModelShape, axes: Axes, strata: list[StratumSizes]) -> tuple[int, int]:
     """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take."""
     decoder = shape.decoder
-    if decoder is None:
+    if decoder is None or not strata:
         return 0, 0
+    model_ranks = strata[0].ranks
     rows = shape.element_bytes * (decoder.anchors + shape.batch_size)
     if axes.placement.startswith("hidden"):
         own = rows * widest(decoder.dim, model_ranks)
         # the gradients take the place of the copies, are gathered as [R, N + B, d], and joined
         return own, 2 * model_ranks * own
+    if axes.placement == "nodes" and shape.vertices is not None:
+        # v's gradient is that of the own rows, and goes on as it is
+        return 0, shape.element_bytes * decoder.dim * (strata[0].anchors + 3 * shape.batch_size)
     # under S2 joined and summed, in copies
     summed = axes.features == "sharded" or axes.placement in ("strata", "nodes")
     return 0, rows * decoder.dim * (3 if summed else 1)

@@ -4,7 +4,7 @@ Products, with a multiplication and an addition counted as two operations; backw
 gradients of both factors:
 
     linear       2 n D (D + D + 2 D)        qk, value, feed-forward: 8 n D d under S5
-    attention    2 units of 2 pairs a       scores, values; backward 4 units, under S3 and fused 5
+    attention    2 units of 2 pairs a       scores, values; backward 4 units, under S3 5, and fused without kept weights
     decode       2 B N D                    2 B F_k D with S4
     convolution  4 n D                      two taps per channel
 
@@ -100,7 +100,8 @@ def _attention(s: WorkSizes) -> Part:
 def _fused(s: WorkSizes, unit: float) -> Part:
     rows, buckets = s.anchors * s.attended, s.padded // s.decoder.window
     groups = -(-buckets // max(1, FUSED_SCORES // (3 * s.decoder.window**2)))
-    return Pass(2 * unit, 21 * rows, 23 + 22 * groups), Pass(5 * unit, 54 * rows, 26 + 53 * groups)
+    again = not s.keeps_weights
+    return Pass(2 * unit, 21 * rows, 23 + 22 * groups), Pass((4 + again) * unit, 54 * rows, 26 + 53 * groups)
 
 
 def _convolution(s: WorkSizes) -> Part:

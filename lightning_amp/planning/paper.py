@@ -29,11 +29,18 @@ def mapped(
     devices: int,
     budget: int | None,
     model_parallel_size: int | str,
+    node_devices: int | None = None,
 ) -> tuple[tuple[str, ...], list[str]]:
     """The mapping's strategies, with a sentence that says which row of it applied."""
 
     def peak(chosen: set[str]) -> int:
-        ranks = model_ranks_of(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
+        ranks = model_ranks_of(
+            chosen,
+            shape,
+            devices=devices,
+            model_parallel_size=model_parallel_size,
+            node_devices=node_devices,
+        )
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
     own, notes = registered(diagnosis, shape, devices=devices)
@@ -74,14 +81,20 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
 
 
 def model_ranks_of(
-    chosen: Collection[str], shape: ModelShape, *, devices: int, model_parallel_size: int | str
+    chosen: Collection[str],
+    shape: ModelShape,
+    *,
+    devices: int,
+    model_parallel_size: int | str,
+    node_devices: int | None = None,
 ) -> int:
-    """Ranks of the model axis, unless the user says how many: all (the paper's same-batch execution), or as many as
-    there are channels for.
+    """Ranks of the model axis, unless the user says how many: all of a node (the paper's same-batch execution), or as
+    many as there are channels for.
     """
     if isinstance(model_parallel_size, int):
         return model_parallel_size
     if not any(STRATEGIES[s].model_axis for s in chosen):
         return 1
     most = shape.decoder.hidden_parts if "S5" in chosen and shape.decoder is not None else devices
-    return max(n for n in range(1, min(devices, most) + 1) if devices % n == 0)
+    node = node_devices or devices
+    return max(n for n in range(1, min(node, most) + 1) if node % n == 0)

@@ -1,20 +1,30 @@
-"""Settings of a technique that depend on the mesh and on the other choices, filled in when the rules are made."""
+"""Settings of a technique that depend on the mesh, the device and the other choices, filled in when rules are made."""
 
 from dataclasses import replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.partition import deal
 from lightning_amp.planning.plan import Axes, MeshShape
+from lightning_amp.planning.rank_sizes import RankSizes
 from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.specs import Spec, StrataParallel
+from lightning_amp.planning.specs import FusedAttention, Spec, StrataParallel, StreamStrata
 from lightning_amp.planning.work import stratum_seconds
 
 
 def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
-    """The spec with its open settings decided; one that has none, or has them set, as it is."""
-    if not isinstance(spec, StrataParallel) or spec.ends:
-        return spec
-    return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
+    """The spec with the settings that are decided here; one that has none, or ends that are set, as it is."""
+    match spec:
+        case StrataParallel(ends=""):
+            return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
+        case FusedAttention() | StreamStrata():
+            assert shape.decoder is not None, (
+                "a strategy with a choice needs a decoder, which the policy has checked"
+            )
+            sizes = RankSizes(decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=mesh.model)
+            if isinstance(spec, FusedAttention):
+                return replace(spec, keep=sizes.keeps_weights)
+            return replace(spec, workers=sizes.side_by_side)
+    return spec
 
 
 def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ def plan(
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
     rates: Rates = CPU_CORE,
+    node_devices: int | None = None,
 ) -> Plan:
     """Decide what to install.
 
@@ -51,6 +52,8 @@ def plan(
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: The model; None means the reference model with its default sizes.
         rates: What one device reaches, for the predicted times.
+        node_devices: Devices of one node; the model axis stays inside it unless `model_parallel_size` is longer. None
+            when all devices are on one node.
 
     Raises:
         PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
@@ -71,6 +74,7 @@ def plan(
         budget=budget,
         rates=rates,
         model_parallel_size=model_parallel_size,
+        node_devices=node_devices,
     )
     asked = policy if strategies is None else "strategies"
     choice = _choose(request, asked, strategies)
@@ -87,6 +91,7 @@ class Request:
     budget: int | None
     rates: Rates
     model_parallel_size: int | str
+    node_devices: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +122,7 @@ def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[st
             devices=request.devices,
             budget=request.budget,
             model_parallel_size=size,
+            node_devices=request.node_devices,
         )
         return Choice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
     own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
@@ -131,7 +137,13 @@ def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[st
 
 def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: str) -> Plan:
     shape, chosen = request.shape, choice.strategies
-    mesh = _mesh(chosen, shape, devices=request.devices, model_parallel_size=choice.model_parallel_size)
+    mesh = _mesh(
+        chosen,
+        shape,
+        devices=request.devices,
+        model_parallel_size=choice.model_parallel_size,
+        node_devices=request.node_devices,
+    )
     _check_decoder(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
@@ -150,7 +162,12 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
         strata_bytes=predicted.strata_bytes,
         budget_bytes=request.budget,
         balance_cells=balance,
-        notes=(*choice.notes, *_notes(chosen, shape), *balance_note),
+        notes=(
+            *choice.notes,
+            *_notes(chosen, shape),
+            *_across_nodes(mesh, request.node_devices),
+            *balance_note,
+        ),
         predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
         rates_device="" if shape.decoder is None else request.rates.device,
         candidates=choice.compared,
@@ -188,6 +205,7 @@ def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
         rates=request.rates,
         own=own,
         model_parallel_size=asked if isinstance(asked, int) else None,
+        node_devices=request.node_devices,
     )
     if not found:
         raise PlanError(
@@ -199,11 +217,16 @@ def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
 
 def _of_paper(best: Candidate, request: Request) -> list[str]:
     """What AMP's mapping would need instead, where that is not the same."""
-    shape, devices = request.shape, request.devices
+    shape, devices, node = request.shape, request.devices, request.node_devices
     chosen, _ = mapped(
-        request.diagnosis, shape, devices=devices, budget=request.budget, model_parallel_size="auto"
+        request.diagnosis,
+        shape,
+        devices=devices,
+        budget=request.budget,
+        model_parallel_size="auto",
+        node_devices=node,
     )
-    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto")
+    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto", node_devices=node)
     mesh = MeshShape(data=devices // model, model=model)
     seconds = decoder_seconds(shape, Axes.of(chosen), mesh, request.rates)
     if (chosen, model) == (best.strategies, best.model) or seconds is None:
@@ -226,12 +249,25 @@ def _check_divides(model_parallel_size: int | str, devices: int) -> None:
 
 
 def _mesh(
-    chosen: tuple[str, ...], shape: ModelShape, *, devices: int, model_parallel_size: int | str
+    chosen: tuple[str, ...],
+    shape: ModelShape,
+    *,
+    devices: int,
+    model_parallel_size: int | str,
+    node_devices: int | None,
 ) -> MeshShape:
-    """All ranks on the model axis where a strategy needs it, else on data."""
+    """All ranks of a node on the model axis where a strategy needs it, else on data."""
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
-    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size=model_parallel_size)
+    model = model_ranks_of(
+        chosen, shape, devices=devices, model_parallel_size=model_parallel_size, node_devices=node_devices
+    )
     _check_divides(model, devices)
+    if sharding and model < 2 <= devices and node_devices == 1 and model_parallel_size == "auto":
+        raise PlanError(
+            f"{', '.join(sharding)} split a module over the model axis, which stays inside a node, and a node has"
+            f" {node_devices} device; set model_parallel_size={devices} to let it cross nodes, or leave these"
+            " strategies out"
+        )
     if sharding and model < 2:
         raise PlanError(
             f"{', '.join(sharding)} split a module over the model axis, which has {model} rank with devices={devices};"
@@ -269,6 +305,15 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
         raise PlanError(
             f"strategies {', '.join(chosen)} were asked for: {'; '.join(found)}. Leave one of them out"
         )
+
+
+def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
+    if node_devices is None or node_devices % mesh.model == 0:
+        return []
+    return [
+        f"the model axis of {mesh.model} ranks crosses nodes of {node_devices}: the predicted times take the network"
+        " between nodes to be as fast as that inside one"
+    ]
 
 
 def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:

@@ -32,4 +32,4 @@ def predict(
                 f"shape_after of {strategy} returned {shape!r}; allowed is a ModelShape: return"
                 " dataclasses.replace(shape, ...) with the sizes that it changes"
             )
-    return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks)
+    return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks, wide_layers="S2" in chosen)

@@ -7,7 +7,7 @@ share unevenly it is the one that has most.
 
 from dataclasses import dataclass
 
-from lightning_amp.planning.chunks import block_cells, chunk_buckets
+from lightning_amp.planning.chunks import block_cells, chunk_buckets, keeps_weights, strata_side_by_side
 from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import DecoderShape
 
@@ -108,6 +108,20 @@ class RankSizes:
         if not self.streamed:
             return self.cells
         return min(self.cells, block_cells(max(self.decoder.features), anchors=self.decoder.anchors))
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether fused attention keeps its weights."""
+        fused = self.streamed and self.axes.attention == "fused"
+        return fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
+
+    @property
+    def side_by_side(self) -> int:
+        """Strata that run at the same time; ranks that compute one together take them in one order."""
+        alone = self.axes.placement in ("replicated", "strata") and not self.by_features
+        if not (self.streamed and alone):
+            return 1
+        return strata_side_by_side(self.decoder.threads, anchors=self.anchors, dim=self.decoder.dim)
 
 
 def widest(dim: int, ranks: int) -> int:

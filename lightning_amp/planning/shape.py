@@ -12,6 +12,8 @@ from lightning_amp.profiling.profile import ModalityProfile, Profile
 LATENT_DIM = 64
 WINDOW_PER_STRATUM = 20
 """Default attention window in bins, per stratum of the decoder: w = 20 K."""
+VERTEX_ROWS_KEPT = 6
+"""Tensors [V, D] that the graph's encoder and the latents of its vertices keep for the backward pass."""
 OTHER_DECODER_KEPT, OTHER_DECODER_MADE = 9, 5
 """Tensors [B, F] that a decoder without strata keeps for the backward pass, and those that it makes and drops."""
 TABLES_PER_FEATURE = 4
@@ -34,6 +36,7 @@ class DecoderShape:
         variant: "higlue" or "paper".
         n_batches: Experimental batches, the rows of the decoder's tables.
         unsupported: Strategies that the decoder's modules refuse.
+        threads: Of the CPU that it runs on; 1 on other devices, which run one stratum at a time.
     """
 
     fqn: str
@@ -47,11 +50,29 @@ class DecoderShape:
     variant: str = "higlue"
     n_batches: int = 1
     unsupported: tuple[str, ...] = ()
+    threads: int = 1
 
     @property
     def hidden_parts(self) -> int:
         """Most ranks that S5 can deal the hidden dimension to: pairs of channels, of an odd D single ones."""
         return self.dim // 2 if self.dim % 2 == 0 else self.dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VertexShape:
+    """An encoder of the guidance graph, whose vertices can be split where the decoder's anchors are.
+
+    Attributes:
+        fqn: Name of the module in the LightningModule.
+        modality: Whose vertices are the decoder's anchors.
+        count: V.
+        edges: E, in both directions.
+    """
+
+    fqn: str
+    modality: str
+    count: int
+    edges: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +102,8 @@ class ModelShape:
         wide_layers: Names of the Linear layers that read all features of the decoder's modality.
         wide_weight_bytes: Weights of these layers, which are among the parameters.
         wide_input_bytes: What these layers keep of their inputs, which is among the base activations.
+        vertices: The graph's encoder, None when no module was recognised.
+        vertex_bytes: What it keeps of its vertices, which is among the base activations.
     """
 
     decoder: DecoderShape | None
@@ -95,6 +118,8 @@ class ModelShape:
     wide_layers: tuple[str, ...] = ()
     wide_weight_bytes: int = 0
     wide_input_bytes: int = 0
+    vertices: VertexShape | None = None
+    vertex_bytes: int = 0
 
 
 def decoder_shape(
@@ -136,6 +161,7 @@ def reference_shape(
         base_activation_bytes=0,
         wide_layers=() if decoder is None else (decoder.fqn.replace("decoders.", "encoders.") + ".first",),
         wide_weight_bytes=4 * network.hidden_dim * sum(decoder.features if decoder else ()),
+        vertices=_vertices(decoder, profile),
     )
     return outside_strata(shape, network, profile, latent_dim=latent_dim)
 
@@ -160,6 +186,21 @@ def outside_strata(
         other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
         edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim, element_bytes=element),
         wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
+        vertex_bytes=element
+        * VERTEX_ROWS_KEPT
+        * (profile.graph.vertices if profile.graph else 0)
+        * latent_dim,
+    )
+
+
+def _vertices(decoder: DecoderShape | None, profile: Profile) -> VertexShape | None:
+    """The reference model's encoder of the graph, where it has the decoder's anchors."""
+    if decoder is None or profile.graph is None:
+        return None
+    modality = decoder.fqn.rpartition(".")[2]
+    graph = profile.graph
+    return VertexShape(
+        fqn="graph_encoder", modality=modality, count=graph.vertices, edges=2 * graph.edges - graph.vertices
     )
 
 
@@ -213,7 +254,7 @@ def base_activations(
         "counts and their logarithms [B, F]": 2 * batch_size * features,
         "hidden layers [B, h]": 5 * network.hidden_depth * cells * network.hidden_dim,
         "cells' latents [B, D]": 10 * cells * latent_dim,
-        "vertices' latents [V, D]": 6 * vertices * latent_dim,
+        "vertices' latents [V, D]": VERTEX_ROWS_KEPT * vertices * latent_dim,
         "ends of sampled edges [E, D]": (network.negatives_per_edge + 2) * edges * latent_dim,
         "scores of sampled edges [E]": 4 * network.negatives_per_edge * edges,
     }

@@ -68,7 +68,13 @@ class HiddenParallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAttention:
-    """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out."""
+    """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out.
+
+    Attributes:
+        keep: Keep the weights of all queries for the backward pass instead of computing them twice.
+    """
+
+    keep: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +84,26 @@ class SparseLikelihood:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainParallel:
-    """The anchors of the decoder are split over the model axis, in whole buckets of attention."""
+    """The anchors of the decoder are split over the model axis, in whole buckets of attention.
+
+    Attributes:
+        vertices: v comes with the own rows alone, from a graph encoder whose vertices are split too.
+    """
+
+    vertices: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VertexParallel:
+    """The vertices of the graph are split over the model axis; a rank has embedding, noise and v of its own.
+
+    Attributes:
+        modality: Whose vertices are the anchors of the decoder that is split.
+        window: Anchors of a bucket of its attention.
+    """
+
+    modality: str
+    window: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +117,11 @@ class StreamStrata:
 
     Attributes:
         cells: Cells of a batch whose scores of one stratum exist at the same time.
+        workers: Strata that a CPU with as many threads computes side by side, and that are alive then.
     """
 
     cells: int
+    workers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

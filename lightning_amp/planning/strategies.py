@@ -8,7 +8,7 @@
     HEAVY_DECOMPOSITION         S5          HiddenParallel
     none: chosen by cost        fused       FusedAttention
                                 sparse      SparseLikelihood
-                                nodes       DomainParallel
+                                nodes       DomainParallel, VertexParallel
                                 recompute   RecomputeStrata
                                 stream      StreamStrata
                                 strata      StrataParallel
@@ -41,6 +41,7 @@ from lightning_amp.planning.specs import (
     Spec,
     StrataParallel,
     StreamStrata,
+    VertexParallel,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +114,11 @@ def _sparse_likelihood(shape: "ModelShape") -> list[Target]:
 
 
 def _domain_parallel(shape: "ModelShape") -> list[Target]:
-    return [(_decoder(shape).fqn, DomainParallel())]
+    decoder, vertices = _decoder(shape), shape.vertices
+    anchors: Target = (decoder.fqn, DomainParallel(vertices=vertices is not None))
+    if vertices is None:
+        return [anchors]
+    return [anchors, (vertices.fqn, VertexParallel(modality=vertices.modality, window=decoder.window))]
 
 
 def _recompute(shape: "ModelShape") -> list[Target]:
@@ -191,8 +196,8 @@ STRATEGIES: dict[str, StrategyInfo] = {
     ),
     "nodes": StrategyInfo(
         title="domain parallel over nodes",
-        shrinks="[N, D] to [N / R, D]",
-        specs=(DomainParallel,),
+        shrinks="[N, D] and [V, D] to those of a rank",
+        specs=(DomainParallel, VertexParallel),
         targets=_domain_parallel,
         choice=("placement", "nodes"),
         model_axis=True,

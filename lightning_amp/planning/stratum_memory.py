@@ -114,7 +114,7 @@ def attention_terms(s: StratumSizes) -> Terms:
     halo = NEIGHBOUR[s.axes.attention] * w * a * (s.near - s.anchors) // w if s.by_nodes else 0
     terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
     if s.fused:
-        return terms
+        return terms | ({"weights [N, 3 w]": s.element * s.weights} if s.weights else {})
     terms["rotation [3 w, a]"] = s.element * 3 * w * a
     if s.axes.attention == "chunked":
         return terms | {"queries, keys, values of the buckets [P, a]": s.element * 3 * p * a}

@@ -111,7 +111,7 @@ def _attending(s: StratumSizes) -> int:
     inputs = 3 * s.rows
     if s.fused:
         # the turned keys, and the output
-        return s.element * (inputs + 2 * s.near * a + s.rows + _fused_work(s))
+        return s.element * (inputs + 2 * s.near * a + s.rows + s.weights + _fused_work(s))
     # of all channels, before the own ones are taken
     products = r * a if s.gathered else 0
     tensors = {
@@ -132,7 +132,7 @@ def _attending_back(s: StratumSizes) -> int:
         # turned keys, and the gradients of queries, keys and values
         # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
         values = s.rows * (s.paper + (s.decoder.chained and s.streamed))
-        return s.element * (inputs + values + 3 * s.near * a + _fused_work(s))
+        return s.element * (inputs + values + 3 * s.near * a + s.weights + _fused_work(s))
     # gradients of queries, keys and values, from the chunks done before
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
@@ -152,4 +152,5 @@ def _fused_work(s: StratumSizes) -> int:
     # buckets that meet neighbours on both sides; those of a group are three apart at least
     inner = max(0, buckets - 2 + (s.near - s.anchors) // w)
     group = max(1, -(-inner // max(3, -(-inner // at_once))))
-    return 2 * group * chunk * (3 * w + 1) + 3 * group * w * a + (w + -(-s.near // w) + 1) * a
+    scores = (1 if s.weights else 2) * group * chunk * (3 * w + 1)
+    return scores + 3 * group * w * a + (w + -(-s.near // w) + 1) * a

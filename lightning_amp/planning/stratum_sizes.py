@@ -80,6 +80,20 @@ class StratumSizes(RankSizes):
         return self.padded if self.axes.attention == "eager" else self.chunk
 
     @property
+    def weights(self) -> int:
+        """Attention weights that are kept: 3 w of every anchor, less what lies outside the sequence."""
+        n, w = self.anchors, self.decoder.window
+        if not (self.attends and self.keeps_weights):
+            return 0
+        last = n - (self.padded - w)
+        if n <= w:
+            return n * (n + (n < w))
+        # the rest of the last bucket is one more key of those that meet it
+        rest = (w + last) * (last < w)
+        outside = 0 if self.by_nodes else w * w + w * (w - last) + last * (2 * w - last)
+        return 3 * w * n - outside + rest
+
+    @property
     def chunks(self) -> int:
         """C."""
         return -(-self.padded // self.queries)

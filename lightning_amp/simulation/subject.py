@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from lightning_amp.models.blocks import Variant
 from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.models.glue import GLUE
+from lightning_amp.models.graph import GraphEncoder
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.planning.shape import DecoderShape, NetworkShape
 from lightning_amp.profiling.profile import Profile
 
 LEARNING_RATE = 2e-3
@@ -66,25 +67,66 @@ class DecoderAlone(nn.Module):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Forward, backward, update."""
         (optimizer,) = self.optimizers()
-        u, v = batch["u"].requires_grad_(), batch["v"].requires_grad_()
-        cells = {name: batch[name] for name in ("batch", "library", "x")}
-        loss = self.get_submodule(self.fqn)(u, v, **cells)
+        loss = self.loss(batch)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
 
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of the decoder, from the batch's latents."""
+        return self.decoded(batch, batch["v"].requires_grad_())
 
-def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
-    """A decoder by itself.
+    def decoded(self, batch: dict[str, Tensor], v: Tensor) -> Tensor:
+        """Loss of the decoder for latents of its anchors."""
+        cells = {name: batch[name] for name in ("batch", "library", "x")}
+        loss: Tensor = self.get_submodule(self.fqn)(batch["u"].requires_grad_(), v, **cells)
+        return loss
+
+
+class DecoderWithGraph(DecoderAlone):
+    """A decoder, and an encoder of a graph of its anchors alone: each joined to itself and to the next.
+
+    Args:
+        shape: The decoder.
+    """
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__(shape)
+        every = torch.arange(shape.anchors, device="cpu")
+        source = torch.cat((every, every[:-1]))
+        ones = torch.ones(len(source), device="cpu")
+        self.graph_encoder = GraphEncoder(
+            shape.anchors,
+            shape.dim,
+            source=source,
+            target=torch.cat((every, every[1:])),
+            weight=ones,
+            sign=ones,
+            modalities={shape.fqn: every},
+        ).to("meta")
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of decoder and graph, with the reference model's number of sampled edges."""
+        encoder, network = self.graph_encoder, NetworkShape()
+        v = encoder.sample(*encoder())
+        edges = encoder.nll(v.sample, n_positive=network.edges_per_step, negatives=network.negatives_per_edge)
+        return self.decoded(batch, encoder.rows[self.fqn](v.sample)) + edges + encoder.kl(v.loc, v.std)
+
+
+def decoder_subject(shape: DecoderShape, *, batch_size: int, graph: bool = False) -> Subject:
+    """A decoder by itself, or with the encoder of a graph that its anchors' latents come from.
 
     Args:
         shape: Its sizes.
         batch_size: Cells per rank.
+        graph: Whether the anchors' latents come from a graph, else they are given.
     """
     with torch.device("meta"):
-        module = DecoderAlone(shape)
+        module = DecoderWithGraph(shape) if graph else DecoderAlone(shape)
         batch = _cells(batch_size, sum(shape.features))
-        batch["u"], batch["v"] = torch.empty(batch_size, shape.dim), torch.empty(shape.anchors, shape.dim)
+        batch["u"] = torch.empty(batch_size, shape.dim)
+        if not graph:
+            batch["v"] = torch.empty(shape.anchors, shape.dim)
     _give_nodes(module.get_submodule(shape.fqn), _nodes(shape.anchors, shape.features, shape.distances))
     return Subject(module=module, batch=batch)
 

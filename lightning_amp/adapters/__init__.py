@@ -1,0 +1,1 @@
+"""Decoders written elsewhere, recognised by their structure and computed by ours with the same parameter objects."""

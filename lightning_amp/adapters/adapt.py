@@ -1,0 +1,103 @@
+"""Find decoders written elsewhere in a module, and let ours stand in for their forward until `undo`.
+
+The module's parameters, names, children and state_dict stay what they are. Its `forward` is set on the instance, so its
+class, and other instances of it, are not touched. A decoder that no rule of the plan has changed gets its own forward
+back by `keep`: it then computes bit for bit what it did before.
+
+Known limit: a LightningModule that is such a decoder itself is not looked at.
+"""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lightning_amp.adapters.decoder import AdaptedDecoder
+from lightning_amp.adapters.higlue import resembles
+from lightning_amp.adapters.layout import NotRecognised
+from lightning_amp.adapters.lazy import LazyDistribution
+from lightning_amp.adapters.probe import adapted
+from lightning_amp.errors import ModelError
+from lightning_amp.parallel.stand_in import StandIn
+
+
+class Adapted:
+    """The decoders of a module that ours stand in for.
+
+    Attributes:
+        decoders: The foreign decoders, by name.
+        notes: Why others that look like them are not among them, one sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.decoders: dict[str, nn.Module] = {}
+        self.notes: list[str] = []
+
+    def keep(self, changed: Iterable[str]) -> None:
+        """Undo those in which nothing was changed.
+
+        Args:
+            changed: Names of the modules that were.
+        """
+        names = tuple(changed)
+        for fqn in list(self.decoders):
+            if not any(name.startswith(f"{fqn}.") for name in names):
+                _restore(self.decoders.pop(fqn))
+
+    def undo(self) -> None:
+        """Give all of them their own forward back; may be called twice."""
+        while self.decoders:
+            _restore(self.decoders.popitem()[1])
+
+
+def adapt(module: nn.Module) -> Adapted:
+    """Let our decoders stand in for all that are recognised in a module.
+
+    Args:
+        module: The LightningModule.
+    """
+    found = Adapted()
+    for fqn, child in module.named_modules():
+        if fqn and resembles(child):
+            try:
+                forward = _Forward(adapted(child), child)
+            except NotRecognised as reason:
+                found.notes.append(
+                    f"{fqn!r} looks like a decoder of HiGLUE's shape and is trained as any other module (S1), because"
+                    f" it {reason}"
+                )
+                continue
+            cast(Any, child).forward = forward
+            found.decoders[fqn] = child
+    return found
+
+
+def _restore(module: nn.Module) -> None:
+    vars(module).pop("forward", None)
+
+
+class _Forward(StandIn):
+    """What a foreign decoder's callers call."""
+
+    decoder: AdaptedDecoder
+
+    def __init__(self, decoder: AdaptedDecoder, module: nn.Module) -> None:
+        super().__init__(decoder)
+        self.module = module
+
+    def __call__(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> LazyDistribution:  # noqa: E741
+        """The distribution of the cells' counts, computed when it is asked for.
+
+        Raises:
+            ModelError: l is not one number per cell.
+        """
+        if not isinstance(l, Tensor) or l.shape != (len(u), 1):
+            found = tuple(l.shape) if isinstance(l, Tensor) else l
+            raise ModelError(
+                f"a decoder of HiGLUE's shape was called with l={found!r}; allowed is the library size of every cell,"
+                f" of the shape {(len(u), 1)!r}"
+            )
+        return LazyDistribution(self.decoder, self._eager, (u, v, b, l))
+
+    def _eager(self, *inputs: Tensor) -> Any:
+        return type(self.module).forward(self.module, *inputs)

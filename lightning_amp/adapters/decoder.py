@@ -1,0 +1,124 @@
+"""The decoder that computes what a foreign one returns, with the foreign one's layers and tables.
+
+Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lightning_amp.adapters.layout import Layout
+from lightning_amp.adapters.stratum import AdaptedStratum
+from lightning_amp.errors import ModelError
+from lightning_amp.models.blocks import Variant
+from lightning_amp.models.decoder import Region, StratifiedDecoder
+from lightning_amp.models.walk import EveryStratum
+from lightning_amp.parallel.region import SharedRegion
+
+
+class AdaptedDecoder(StratifiedDecoder):
+    """All strata of a foreign decoder.
+
+    Args:
+        strata: The strata.
+        layout: Their anchors and columns.
+        dim: Channels D.
+        window: Anchors per attention bucket.
+        variant: The form of the keys that the memory model is to take, "higlue" or "paper".
+        strata_weights: Logits of the strata's weights; without any, all strata have the same.
+        head: Adds the cell's part to these logits.
+        normalised: Whether the weights of the strata add up to 1 where there are no logits, or are 1 each.
+        kind: Class of the distribution that the foreign decoder returns.
+    """
+
+    def __init__(
+        self,
+        strata: Sequence[AdaptedStratum],
+        layout: Layout,
+        *,
+        dim: int,
+        window: int,
+        variant: Variant,
+        strata_weights: nn.Parameter | None,
+        head: nn.Linear | None,
+        normalised: bool,
+        kind: type,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.dim = dim
+        self.n_anchors = layout.n_anchors
+        self.n_strata = len(strata)
+        self.n_features = layout.n_features
+        self.chained = any(stratum.chained for stratum in strata)
+        self.variant = variant
+        self.window = window
+        self.strata = nn.ModuleList(strata)
+        self.region = Region()
+        self.walk = EveryStratum()
+        self.register_parameter("strata_weights", strata_weights)
+        self.head = head
+        self.normalised = normalised
+        self.kind = kind
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks compute the strata together."""
+        return isinstance(self.region, SharedRegion)
+
+    def nll(
+        self,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        *,
+        batch: Int[Tensor, " cell"],
+        library: Float[Tensor, "cell 1"],
+        x: Float[Tensor, "cell feature"],
+    ) -> Float[Tensor, ""]:
+        """Minus the log-likelihood summed over all cells and features.
+
+        Raises:
+            ModelError: v has not one row per anchor, where ranks share the anchors.
+        """
+        self._check_inputs(v, x)
+        u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
+        total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
+        return self.region.leave(total)
+
+    def location(
+        self,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        *,
+        batch: Int[Tensor, " cell"],
+        library: Float[Tensor, "cell 1"],
+    ) -> Float[Tensor, "cell feature"]:
+        """Logarithm of the mean (logits of binary data) of every feature; every rank of the model axis must call it."""
+        self._check_inputs(v, None)
+        u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
+        found = []
+        for k, module in enumerate(self.strata):
+            stratum = cast(AdaptedStratum, module)
+            own, v = stratum.location(
+                v, u, batch=batch, library=library, log_weight=log_weights[:, k : k + 1]
+            )
+            found.append(own)
+        return torch.cat(found, dim=1)
+
+    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+        """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
+        if isinstance(self.strata_weights, Tensor):
+            return super().log_weights(u)
+        return u.new_full((1, self.n_strata), -math.log(self.n_strata) if self.normalised else 0.0)
+
+    def _check_inputs(self, v: Tensor, x: object) -> None:
+        rows = self.region.rows if isinstance(self.region, SharedRegion) else None
+        if rows is not None and len(v) != rows.bounds[-1]:
+            raise ModelError(
+                f"nodes was asked for on a decoder whose features have {rows.bounds[-1]!r} anchors, and v has"
+                f" {len(v)!r} rows; ranks can share the anchors only if the last one has a feature: hand in as many"
+                " rows as there are anchors, or leave 'nodes' out"
+            )

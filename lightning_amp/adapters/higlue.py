@@ -1,0 +1,240 @@
+"""A decoder of HiGLUE's shape: how it is known, and our decoder made of its layers.
+
+    feature_masks, strata_masks                 lists of indices, one per stratum (layout.py)
+    scale_lin, bias                             tables [experiment, feature]
+    log_theta, zi_logits                        the same, where the counts are not binary
+    prenorm_layers, key_layers, value_layers,
+    attn_layers, postnorm_layers, ff_layers     lists of modules, one for each of the last strata
+    key_convs, key_conv_activations             the same, for keys by convolution
+    strata_weights, strata_weight_head          optional
+    use_attn, use_activation                    flags; where one is missing, both are tried
+
+`forward(u, v, b, l)` returns a distribution. Copies of this decoder differ in what they do with these parts: `Form` is
+one way, and probe.py finds out which one an instance takes. No flag is believed without that.
+
+Legend: anchor (N), dim (D), stratum (K), feature (F), experiment (row of the tables).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp.adapters.decoder import AdaptedDecoder
+from lightning_amp.adapters.keys import AdaptedAttentionKey, AdaptedConvolutionKey
+from lightning_amp.adapters.layout import LISTS, Layout, NotRecognised
+from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.stratum import ZINB
+from lightning_amp.parallel.hooks import hooks_within
+
+BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
+COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}
+TABLES = (*COUNT_TABLES.values(), "ber_logits")
+ATTENTION_LISTS = {
+    "prenorm": "prenorm_layers",
+    "qk": "key_layers",
+    "value": "value_layers",
+    "attention": "attn_layers",
+    "postnorm": "postnorm_layers",
+    "ff": "ff_layers",
+}
+CONVOLUTION_LISTS = {"pairs": "key_convs", "activation": "key_conv_activations"}
+REPLACED = ("attn_layers", "ff_activations")
+"""Lists whose modules ours stand in for: their hooks would not run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """One way of computing with the parts.
+
+    Attributes:
+        attention: Keys by attention, else by convolution.
+        projected: Attention reads `val`, else p.
+        residual: The feed-forward layer adds to its input.
+        postnorm: A LayerNorm comes before the feed-forward layer.
+        chained: A stratum hands `val` on.
+        activation: Something follows the convolution.
+        normalised: Without logits, the weights of the strata are 1 / K each, else 1.
+        least: What is added to the means.
+        kind: Class of the distribution that is returned.
+        ours: Whether our likelihood is to be used, which is the same and has a sparse form.
+    """
+
+    attention: bool = True
+    projected: bool = False
+    residual: bool = True
+    postnorm: bool = True
+    chained: bool = False
+    activation: bool = False
+    normalised: bool = False
+    least: float = 0.0
+    kind: type = torch.distributions.Distribution
+    ours: bool = False
+
+    @property
+    def binarized(self) -> bool:
+        """Whether the data are binary."""
+        return issubclass(self.kind, torch.distributions.Bernoulli)
+
+
+def resembles(module: nn.Module) -> bool:
+    """Whether a module has what no other kind of module would have by chance."""
+    return all(hasattr(module, name) for name in LISTS) and isinstance(
+        getattr(module, "scale_lin", None), nn.Parameter
+    )
+
+
+def check_parts(module: nn.Module, layout: Layout) -> None:
+    """Whether the parts are there that all forms need.
+
+    Raises:
+        NotRecognised: A table is missing or has other columns, there are no keys, or something of the module's would
+            not be run.
+    """
+    for name in BINARY_TABLES.values():
+        table = getattr(module, name, None)
+        if not isinstance(table, nn.Parameter) or table.dim() != 2 or table.shape[1] != layout.n_features:
+            found = tuple(table.shape) if isinstance(table, nn.Parameter) else table
+            raise NotRecognised(f"has {name}={found!r}, and not a table of {layout.n_features!r} columns")
+    if not (_has_lists(module, ATTENTION_LISTS) or _has_lists(module, CONVOLUTION_LISTS)):
+        needed = tuple(ATTENTION_LISTS.values()), tuple(CONVOLUTION_LISTS.values())
+        raise NotRecognised(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        raise NotRecognised("has a forward of its own on the instance, or was compiled")
+    hooked = [name for name in REPLACED if _hooked(getattr(module, name, None))]
+    if hooked:
+        raise NotRecognised(f"has hooks on modules of {hooked!r}, which would not run")
+
+
+def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
+    """The ways that a module's parts can be computed with, the likeliest first.
+
+    Args:
+        module: The decoder.
+        seen: What is known already: `chained`, `least` and `kind`.
+    """
+    both = (True, False)
+    attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]
+    weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
+    ours = (False,) if seen.binarized else both
+    for by_attention, normalised in product(attention, weights):
+        for keys in _key_forms(module) if by_attention else _convolution_forms(module):
+            for own in ours:
+                chained = seen.chained and by_attention
+                found = replace(
+                    seen, attention=by_attention, chained=chained, normalised=normalised, ours=own
+                )
+                yield replace(found, **keys)
+
+
+def _key_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
+    postnorm = (True, False) if hasattr(module, "postnorm_layers") else (False,)
+    for projected, residual, post in product((False, True), (True, False), postnorm):
+        yield {"projected": projected, "residual": residual, "postnorm": post}
+
+
+def _convolution_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
+    yield from ({"activation": activation} for activation in _flag(module, "use_activation"))
+
+
+def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
+    """Our decoder of a module's layers and tables.
+
+    Raises:
+        NotRecognised: A layer has a setting that ours does not know.
+    """
+    n_strata = len(layout.nodes)
+    tables = BINARY_TABLES if form.binarized else COUNT_TABLES
+    device = module.scale_lin.device
+    strata = [
+        AdaptedStratum(
+            _key(module, k, n_strata, form),
+            layout.nodes[k].to(device),
+            columns=layout.columns[k],
+            tables={name: _table(module, foreign) for name, foreign in tables.items()},
+            likelihood=ZINB() if form.ours else GivenDistribution(form.kind),
+            chained=form.chained and form.attention and k > 0,
+            least=form.least,
+        )
+        for k in range(n_strata)
+    ]
+    windows = {layer.window_size for layer in module.attn_layers} if form.attention else {1}
+    head = getattr(module, "strata_weight_head", None)
+    weights = getattr(module, "strata_weights", None)
+    return AdaptedDecoder(
+        strata,
+        layout,
+        dim=dim_of(module),
+        window=max(windows, default=1),
+        variant="higlue" if form.postnorm else "paper",
+        strata_weights=weights if isinstance(weights, nn.Parameter) else None,
+        head=head if isinstance(head, nn.Linear) else None,
+        normalised=form.normalised,
+        kind=form.kind,
+    )
+
+
+def dim_of(module: Any) -> int:
+    """D, of the first layer.
+
+    Raises:
+        NotRecognised: There is no layer.
+    """
+    layers: Any = getattr(module, "value_layers", None) or getattr(module, "key_convs", None) or ()
+    if not len(layers):
+        raise NotRecognised("has one stratum only, which is the anchors themselves")
+    return int(getattr(layers[0], "in_features", None) or layers[0].in_channels)
+
+
+def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
+    """The key of stratum k; the first strata, for which there are no layers, have none."""
+    lists = {name: getattr(module, foreign, None) for name, foreign in _lists(form.attention).items()}
+    lengths = {len(layers) for layers in lists.values() if layers is not None}
+    if len(lengths) != 1 or n_strata - max(lengths) not in (0, 1):
+        raise NotRecognised(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
+    place = k - n_strata + lengths.pop()
+    if k == 0:
+        return None
+    layers: dict[str, Any] = {name: found[place] for name, found in lists.items() if found is not None}
+    if not form.attention:
+        pairs = layers["pairs"]
+        if not isinstance(pairs, nn.Conv1d):
+            raise NotRecognised(f"has key_convs of the type {type(pairs).__name__!r}")
+        return AdaptedConvolutionKey(
+            pairs,
+            layers["activation"] if form.activation else nn.Identity(),
+            padding=0 if pairs.padding == "same" else pairs.dilation[0],
+        )
+    layers["attention"] = LocalAttention(dim_of(module), layers["attention"].window_size)
+    if not form.postnorm:
+        layers["postnorm"] = nn.Identity()
+    return AdaptedAttentionKey(layers, projected=form.projected, residual=form.residual)
+
+
+def _table(module: nn.Module, name: str) -> nn.Parameter:
+    table, like = getattr(module, name, None), getattr(module, "scale_lin", None)
+    if not isinstance(table, nn.Parameter) or not isinstance(like, nn.Parameter) or table.shape != like.shape:
+        raise NotRecognised(f"has no table {name!r} of the size of 'scale_lin'")
+    return table
+
+
+def _lists(attention: bool) -> dict[str, str]:
+    return ATTENTION_LISTS if attention else CONVOLUTION_LISTS
+
+
+def _has_lists(module: nn.Module, lists: dict[str, str]) -> bool:
+    needed = [name for name in lists.values() if name not in ("postnorm_layers", "key_conv_activations")]
+    return all(isinstance(getattr(module, name, None), nn.ModuleList) for name in needed)
+
+
+def _flag(module: nn.Module, name: str) -> tuple[bool, ...]:
+    value = getattr(module, name, None)
+    return (True, False) if value is None else (bool(value),)
+
+
+def _hooked(layers: object) -> bool:
+    return isinstance(layers, nn.Module) and bool(hooks_within(layers))

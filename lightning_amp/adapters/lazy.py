@@ -1,0 +1,274 @@
+"""What a foreign decoder returns while ours computes: a distribution whose log-probability waits to be summed.
+
+    decoder(u, v, b, l).log_prob(x)        [cell, feature], nothing computed yet
+        .mean(), .sum(), torch.mean, torch.sum                 a scalar: the loss of our decoder, in one call
+        -, times or divided by a number                        still waiting
+    everything else                        the distribution, or its log-probability, in full
+
+In full it is of the module's own class, and made by its own forward, with gradients. Where ranks share the strata it
+is computed by all of them together, and without gradients: parameters have parts of gradients there, so that a loss
+made of single entries would train on something else. With gradients enabled it is therefore refused.
+
+Known limits: where ranks share the strata, asking for something in full on one rank of a model group alone waits for
+the others; what is computed in full is not counted in a plan's prediction.
+Legend: cell (B), anchor (N), dim (D), feature (F).
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_amp.adapters.decoder import AdaptedDecoder
+from lightning_amp.adapters.stratum import distribution
+from lightning_amp.errors import InstallError
+
+Number = int | float | Tensor
+EAGER = (
+    "{what} was asked for with gradients, and is computed by the module's own forward: exact, but nothing of what the"
+    " plan has installed in its decoder is used; log_prob(x).mean() and .sum() use it"
+)
+
+
+class LazyDistribution:
+    """The distribution of a foreign decoder for some cells.
+
+    Args:
+        decoder: Ours.
+        eager: The foreign module's own forward.
+        inputs: u, v, b and l as the module was called with.
+    """
+
+    def __init__(
+        self,
+        decoder: AdaptedDecoder,
+        eager: Callable[..., Any],
+        inputs: tuple[
+            Float[Tensor, "cell dim"],
+            Float[Tensor, "anchor dim"],
+            Int[Tensor, " cell"],
+            Float[Tensor, "cell 1"],
+        ],
+    ) -> None:
+        self._decoder = decoder
+        self._eager = eager
+        self._kind = decoder.kind
+        self._inputs = inputs
+        self._whole: dict[bool, Any] = {}
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # isinstance is asked by people's code; type() still tells the truth
+        return self._kind
+
+    def __repr__(self) -> str:
+        return f"{self._kind.__name__}(computed when it is asked for)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.in_full(f"{self._kind.__name__}.{name}"), name)
+
+    def log_prob(self, value: Float[Tensor, "cell feature"]) -> Any:
+        """Log-probability of every count, waiting to be summed.
+
+        Raises:
+            InstallError: The counts have another shape, and ranks share the strata.
+        """
+        u, v, b, l = self._inputs  # noqa: E741
+        shape = (len(u), self._decoder.n_features)
+        totals: dict[bool, Tensor] = {}
+        if tuple(getattr(value, "shape", ())) != shape:
+            return self.in_full(f"log_prob of something that is not of the shape {shape!r}").log_prob(value)
+
+        def total() -> Tensor:
+            wanted = torch.is_grad_enabled()
+            if wanted not in totals:
+                totals[wanted] = -self._decoder.nll(u, v, batch=b, library=l, x=value)
+            return totals[wanted]
+
+        return LazyLogProb(total, lambda what: self.in_full(what).log_prob(value), shape)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """Counts drawn from it, without gradients."""
+        with torch.no_grad():
+            drawn: Tensor = self.in_full("sample").sample(torch.Size(sample_shape))
+            return drawn
+
+    def in_full(self, what: str) -> Any:
+        """The distribution itself.
+
+        Args:
+            what: What was asked for, for the message.
+
+        Raises:
+            InstallError: It would need gradients that ranks have parts of.
+        """
+        wanted = torch.is_grad_enabled()
+        if wanted and self._decoder.shared:
+            raise InstallError(
+                f"{what} was asked for with gradients, and the decoder's strata are shared by several ranks, which sum"
+                " a loss over all cells and features; allowed are log_prob(x).mean() and .sum() and multiples of them,"
+                " and everything under torch.no_grad(): write the loss with these, or leave out what shares the strata"
+                " (S2, S5, nodes, strata)"
+            )
+        if wanted not in self._whole:
+            if wanted:
+                warnings.warn(EAGER.format(what=what), stacklevel=3)
+            self._whole[wanted] = self._shared() if self._decoder.shared else self._eager(*self._inputs)
+        return self._whole[wanted]
+
+    def _shared(self) -> Any:
+        u, v, b, l = self._inputs  # noqa: E741
+        location = self._decoder.location(u, v, batch=b, library=l)
+        stratum: Any = self._decoder.strata[0]
+        if stratum.binarized:
+            return distribution(self._kind, location, None, None)
+        return distribution(self._kind, location, stratum.log_theta[b], stratum.zi_logits[b])
+
+
+class LazyLogProb:
+    """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted.
+
+    Args:
+        total: Their sum, of our decoder.
+        whole: All of them, of the foreign one; is told what was asked for.
+        shape: Cells and features.
+        factor: What they are multiplied with.
+    """
+
+    def __init__(
+        self,
+        total: Callable[[], Float[Tensor, ""]],
+        whole: Callable[[str], Float[Tensor, "cell feature"]],
+        shape: Sequence[int],
+        factor: Number = 1,
+    ) -> None:
+        self._total = total
+        self._whole = whole
+        self._factor = factor
+        self.shape = torch.Size(shape)
+
+    def __repr__(self) -> str:
+        return f"log-probability of {tuple(self.shape)!r}, waiting to be summed"
+
+    def numel(self) -> int:
+        """Cells times features."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def sum(self, *args: Any, **options: Any) -> Tensor:
+        """Sum of all; with arguments that of the tensor in full."""
+        if args or options:
+            return self.in_full("sum over some axes").sum(*args, **options)
+        return self._scaled(self._factor)
+
+    def mean(self, *args: Any, **options: Any) -> Tensor:
+        """Mean of all; with arguments that of the tensor in full."""
+        if args or options:
+            return self.in_full("mean over some axes").mean(*args, **options)
+        return self._scaled(self._factor / self.numel())
+
+    def in_full(self, what: str) -> Float[Tensor, "cell feature"]:
+        """All log-probabilities.
+
+        Raises:
+            InstallError: They would need gradients that ranks have parts of.
+        """
+        whole = self._whole(f"log_prob(x), of which {what} was taken,")
+        return whole * self._factor
+
+    def _scaled(self, factor: Number) -> Tensor:
+        return self._total() * factor
+
+    def _times(self, factor: Number) -> "LazyLogProb":
+        return LazyLogProb(self._total, self._whole, self.shape, self._factor * factor)
+
+    def __neg__(self) -> "LazyLogProb":
+        return self._times(-1)
+
+    neg = negative = __neg__
+
+    def __mul__(self, other: Any) -> Any:
+        return self._times(other) if _is_number(other) else self.in_full("a product") * other
+
+    mul = multiply = __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._times(1 / other) if _is_number(other) else self.in_full("a quotient") / other
+
+    div = divide = __truediv__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.in_full(repr(name)), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", repr(func))
+        if name in PRODUCTS and len(args) == 2 and not isinstance(args[0], cls):
+            args = (args[1], args[0])
+        if args and isinstance(args[0], cls) and name in WAITING:
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [whole(one) for one in value]
+            return value.in_full(f"torch.{name}") if isinstance(value, cls) else value
+
+        return func(*map(whole, args), **{key: whole(value) for key, value in (kwargs or {}).items()})
+
+
+PRODUCTS = ("mul", "multiply", "__rmul__")
+WAITING = ("mean", "sum", "neg", "negative", "div", "divide", "numel", *PRODUCTS)
+"""Functions of torch that a log-probability answers itself."""
+
+IN_FULL = (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "pow",
+    "abs",
+    "getitem",
+    "len",
+    "iter",
+    "float",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    def method(self: LazyLogProb, *args: Any) -> Any:
+        return getattr(self.in_full(f"`{name}`"), name)(*args)
+
+    return method
+
+
+for _name in IN_FULL:
+    setattr(LazyLogProb, f"__{_name}__", _of_whole(f"__{_name}__"))

@@ -1,0 +1,130 @@
+"""A stratum whose tables are columns of tables that all strata of a foreign decoder share.
+
+    log mu = log(softmax(logit) library weight + least)        `least` keeps the logarithm of copies that add it finite
+
+The stratum holds the whole tables, so that their parameters stay those that an optimiser knows, and reads its own
+columns; `runs` says which, and a technique may hand in these columns alone (stream.py does: the gradient of a table is
+then made once for all strata, and not once for each).
+
+Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), experiment (row of the tables, one per batch).
+Known limit: without stream, the backward pass of every stratum makes gradients of the whole tables.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lightning_amp.adapters.keys import AdaptedAttentionKey
+from lightning_amp.models.stratum import AllCells, AllFeatures, Decode, Stratum
+from lightning_amp.models.tables import table_rows
+
+
+class GivenDistribution(nn.Module):
+    """Log-probability by the distribution that the foreign decoder returns, where ours differs from it.
+
+    Args:
+        kind: Its class, made from keyword arguments.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return self.kind.__name__
+
+    def forward(
+        self,
+        x: Float[Tensor, "cell own_feature"],
+        location: Float[Tensor, "cell own_feature"],
+        log_theta: Float[Tensor, "#cell own_feature"] | None = None,
+        zi_logits: Float[Tensor, "#cell own_feature"] | None = None,
+    ) -> Float[Tensor, ""]:
+        """Sum over cells and features; the location is log mu, or the logits of binary data."""
+        given = distribution(self.kind, location, log_theta, zi_logits)
+        total: Tensor = given.log_prob(x).sum()
+        return total
+
+
+def distribution(
+    kind: type, location: Tensor, log_theta: Tensor | None, zi_logits: Tensor | None
+) -> torch.distributions.Distribution:
+    """A distribution of a foreign class: negative binomial with additional zeros, or without tables Bernoulli."""
+    if log_theta is None or zi_logits is None:
+        return kind(logits=location)  # type: ignore[no-any-return]
+    return kind(  # type: ignore[no-any-return]
+        zi_logits=zi_logits.expand_as(location), total_count=log_theta.exp(), logits=location - log_theta
+    )
+
+
+class AdaptedStratum(Stratum):
+    """One stratum.
+
+    Args:
+        key: Module that makes the key; None where the anchors are the keys.
+        nodes: Anchor of each of the stratum's features.
+        columns: First and one past the last of the stratum's columns.
+        tables: The whole tables scale, bias, log_theta and zi_logits, by name; of binary data the first two.
+        likelihood: Log-probability of the counts.
+        chained: Whether the next stratum reads this one's projected anchors.
+        least: What is added to the mean.
+    """
+
+    runs: dict[str, slice]
+
+    def __init__(
+        self,
+        key: nn.Module | None,
+        nodes: Int[Tensor, " stratum_feature"],
+        *,
+        columns: tuple[int, int],
+        tables: Mapping[str, nn.Parameter],
+        likelihood: nn.Module,
+        chained: bool,
+        least: float,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.key = key  # type: ignore[assignment]
+        self.decode, self.features, self.cells = Decode(), AllFeatures(), AllCells()
+        self.likelihood = likelihood  # type: ignore[assignment]
+        self.columns = columns
+        self.chained = chained
+        self.binarized = "log_theta" not in tables
+        self.least = least
+        self.register_buffer("nodes", nodes, persistent=False)
+        for name, table in tables.items():
+            self.register_parameter(name, table)
+        self.runs = dict.fromkeys(tables, slice(*columns))
+
+    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+        """v for the next stratum alone."""
+        return cast(AdaptedAttentionKey, self.key).spine(v) if self.chained else v
+
+    def location(
+        self,
+        v: Float[Tensor, "anchor dim"],
+        u: Float[Tensor, "cell dim"],
+        *,
+        batch: Int[Tensor, " cell"],
+        library: Float[Tensor, "cell 1"],
+        log_weight: Float[Tensor, "#cell 1"],
+    ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
+        """Logarithm of the mean (logits of binary data) for all features, and the next v."""
+        key, v_next = self._keys(v)
+        logits = self._logits(key, u, batch)
+        own = logits if self.binarized else self._log_mean(logits, library, log_weight)
+        return self.features.whole(own), v_next
+
+    def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
+        log_mu = super()._log_mean(logits, library, log_weight)
+        return torch.logaddexp(log_mu, log_mu.new_tensor(math.log(self.least))) if self.least else log_mu
+
+    def _table(self, table: Tensor, batch: Tensor) -> Tensor:
+        # a technique may have put the own columns there already
+        own = table if table.shape[1] == len(self.nodes) else table[:, slice(*self.columns)]
+        return table_rows(self.features.own(own), batch)

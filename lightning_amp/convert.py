@@ -1,0 +1,41 @@
+"""`lightning-amp convert DIR --out FILE.ckpt`: a sharded checkpoint as the plain one; torch is loaded late."""
+
+import argparse
+from pathlib import Path
+
+from lightning_amp.errors import DataError
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the words of the command."""
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint that is a directory of shards")
+    parser.add_argument("--out", required=True, metavar="FILE.ckpt", help="file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    directory, out = Path(arguments.directory), Path(arguments.out)
+    _check(directory, out, overwrite=arguments.overwrite)
+
+    # late: torch takes seconds to load, and mistakes are told before
+    from lightning_amp.lightning.checkpoint_conversion import convert_checkpoint
+
+    convert_checkpoint(directory, out)
+    print(f"wrote {out}")
+
+
+def _check(directory: Path, out: Path, *, overwrite: bool) -> None:
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise DataError(
+            f"DIR {str(directory)!r} was asked for, found {found}; give a directory that a run with"
+            " AMPStrategy(save_distributed_checkpoint=True) has written. A file needs no conversion"
+        )
+    if out.is_dir() or not out.parent.is_dir():
+        found = "is a directory" if out.is_dir() else "lies in a folder that does not exist"
+        raise DataError(f"--out {str(out)!r} was asked for, which {found}; give the name of a file to write")
+    if out.exists() and not overwrite:
+        raise DataError(
+            f"--out {str(out)!r} was asked for and exists; choose another name, or add --overwrite"
+        )

@@ -1,0 +1,168 @@
+"""Checkpoints that are complete or not there: written aside, flushed to the disk, then renamed.
+
+    save    a file of its own beside the target, fsync, rename over the target (one step for the file system), fsync of
+            the folder; an error, of whichever kind, removes the file aside and leaves the target as it was
+    load    an incomplete file is refused by name, with the complete ones beside it
+
+Tensors go to the file one after the other: no second copy of the checkpoint in memory. A file aside that a killed
+process has left is removed by the next save of the same machine in that folder.
+
+Known limit: what is not a local path (s3://, gs://, ...) is written by Lightning, which knows these stores.
+"""
+
+import contextlib
+import os
+import platform
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_amp.errors import DataError
+from lightning_amp.planning.byte_size import format_bytes
+
+ASIDE = ".partial"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Reads and writes checkpoint files."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            checkpoint: What to save.
+            path: Where.
+            storage_options: As for TorchCheckpointIO, which has none.
+
+        Raises:
+            DataError: It cannot be written; what was there before is still there.
+        """
+        if storage_options is not None or _is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_left_over(target.parent)
+            with _aside(target) as file:
+                _write(checkpoint, file)
+        except OSError as error:
+            raise DataError(_cannot_write(target, error)) from error
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Args:
+            path: The file.
+            map_location: As for torch.load.
+            weights_only: As for torch.load.
+
+        Raises:
+            DataError: The file is not a complete checkpoint.
+        """
+        try:
+            loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        except Exception as error:
+            if _is_remote(path) or not Path(path).is_file() or zipfile.is_zipfile(path):
+                raise
+            raise DataError(_incomplete(Path(path), error)) from error
+        return loaded
+
+
+class _FirstError:
+    """A file for torch.save, which hides the error of a failed write behind one of its own."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, and keep the first error."""
+        try:
+            return int(self._file.write(data))
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        """Flush."""
+        self._file.flush()
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    with path.open("wb", buffering=0) as raw:
+        file = _FirstError(raw)
+        try:
+            torch.save(checkpoint, file)  # type: ignore[arg-type]
+        except Exception:
+            if file.error is not None:
+                raise file.error from None
+            raise
+        os.fsync(raw.fileno())
+
+
+@contextlib.contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A path to write to, renamed to the target at the end, or removed."""
+    aside = target.parent / f"{ASIDE}-{platform.node()}-{os.getpid()}"
+    try:
+        yield aside
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _remove_left_over(folder: Path) -> None:
+    for aside in folder.glob(f"{ASIDE}-{platform.node()}-*"):
+        pid = aside.name.rpartition("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            aside.unlink(missing_ok=True)
+
+
+def _is_remote(path: str | Path) -> bool:
+    return "://" in str(path)
+
+
+def _cannot_write(target: Path, error: OSError) -> str:
+    there = next((folder for folder in target.parents if folder.exists()), Path())
+    before = "the one that was there is untouched" if target.is_file() else "no file of that name was left"
+    return (
+        f"checkpoint {str(target)!r} was asked for and cannot be written: {error}; {before},"
+        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room or choose"
+        " another folder, then resume from the last complete checkpoint"
+    )
+
+
+def _incomplete(path: Path, error: Exception) -> str:
+    return (
+        f"checkpoint {str(path)!r} was asked for, found {path.stat().st_size:,} bytes that are not a complete one"
+        f" ({type(error).__name__}){_others(path)}. Resume from a complete one"
+    )
+
+
+def _others(path: Path) -> str:
+    """The complete checkpoints beside a path, the newest first."""
+    files = [
+        file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)
+    ]
+    files.sort(key=lambda file: -file.stat().st_mtime)
+    return f"; complete beside it: {[file.name for file in files[:5]]!r}" if files else ""

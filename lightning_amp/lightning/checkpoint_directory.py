@@ -1,0 +1,222 @@
+"""Read a checkpoint that is a directory of shards, on any number of ranks or on none.
+
+    open_directory    -> the plain checkpoint with a `Stored` for every tensor that lies in a shard; reads no values
+    Stored.read       -> that tensor, whole
+    fill              -> a state with the tensors themselves, by one pass over the files
+
+Everything is checked before a value is read: files that are missing or cut short, tensors that are not there or of
+another shape, entries that nobody has written. No collective: every rank reads for itself.
+Known limit: torch unpickles `.metadata`, which can run code as any pickle can; read what you trust.
+"""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lightning_amp.errors import DataError
+
+META = "meta.pt"
+"""As Lightning's other strategies name it."""
+TORCH_META = ".metadata"
+BULK = ("state_dict", "optimizer_states")
+"""What a checkpoint keeps in shards."""
+ANOTHER = "write the checkpoint anew, or take an earlier one"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Stored:
+    """A tensor in a directory of shards; hooks that need its values call `read`."""
+
+    directory: Path
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The whole tensor, in the host's memory.
+
+        Raises:
+            DataError: The shards cannot be read.
+        """
+        return _read([self])[self.key]
+
+
+def is_directory(path: Path) -> bool:
+    """Whether it is a directory of shards, perhaps a damaged one."""
+    return path.is_dir() and ((path / META).exists() or (path / TORCH_META).exists())
+
+
+def earlier_name(path: Path) -> Path:
+    """The name of a checkpoint while another one takes its place."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def refuse_interrupted(path: Path) -> None:
+    """Name the checkpoint that was there before, where a run ended while it gave a new one its name.
+
+    Raises:
+        DataError: There is nothing at the path, and the earlier checkpoint beside it.
+    """
+    previous = earlier_name(path)
+    if not path.exists() and is_directory(previous):
+        raise DataError(
+            f"the checkpoint {str(path)!r} was to be loaded, found nothing: a run has ended while it replaced it. The"
+            f" one before is complete: rename {str(previous)!r} to {path.name!r}"
+        )
+
+
+def open_directory(path: Path, read_file: Callable[[Path], dict[str, Any]] | None = None) -> dict[str, Any]:
+    """A checkpoint whose tensors are still on the disk.
+
+    Args:
+        path: The directory.
+        read_file: Reads the file of everything but tensors; by default any pickle is read.
+
+    Raises:
+        DataError: It is no such directory, not complete, or contradicts itself.
+    """
+    for name in (META, TORCH_META):
+        if not (path / name).is_file():
+            raise _damaged(
+                path, f"has no file {name!r}; a directory of shards has both {META!r} and {TORCH_META!r}"
+            )
+    skeleton = _loaded(path, read_file or _load_anything)
+    metadata = _metadata(path)
+    if BULK[0] not in skeleton:
+        raise DataError(
+            f"{str(path)!r} was to be loaded, its {META!r} has {sorted(map(str, skeleton))!r} and no {BULK[0]!r}:"
+            " another strategy has written it; load it with that one, or convert it with Lightning's"
+            " `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
+        )
+    _check_files(path, metadata)
+    kept = metadata.state_dict_metadata
+    found: dict[str, Stored] = {}
+
+    def point(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        _check_tensor(path, key, value, kept.get(key))
+        found[key] = Stored(directory=path, key=key, shape=value.shape, dtype=value.dtype)
+        return found[key]
+
+    checkpoint = {
+        name: replaced(tree, point, (name,)) if name in BULK else tree for name, tree in skeleton.items()
+    }
+    if more := sorted(set(kept) - set(found)):
+        raise _damaged(path, f"has tensors that {META!r} does not know, e.g. {more[:3]!r}")
+    return checkpoint
+
+
+def fill(tree: Any) -> Any:
+    """A state with the tensors that it had in `open_directory` as `Stored`; anything else as it is.
+
+    Raises:
+        DataError: The shards cannot be read.
+    """
+    found: list[Stored] = []
+
+    def note(_: str, value: Any) -> Any:
+        if isinstance(value, Stored):
+            found.append(value)
+        return value
+
+    replaced(tree, note)
+    if not found:
+        return tree
+    values = _read(found)
+    return replaced(tree, lambda _, value: values[value.key] if isinstance(value, Stored) else value)
+
+
+def replaced(tree: Any, change: Callable[[str, Any], Any], place: tuple[str, ...] = ()) -> Any:
+    """A nesting of dicts and lists with every leaf changed; `change` gets the place of a leaf and the leaf."""
+    if isinstance(tree, dict):
+        # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
+        copied = copy.copy(tree)
+        copied.update({key: replaced(value, change, (*place, str(key))) for key, value in tree.items()})
+        return copied
+    if isinstance(tree, list):
+        return [replaced(value, change, (*place, str(i))) for i, value in enumerate(tree)]
+    return change("/".join(place), tree)
+
+
+def _load_anything(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return content
+
+
+def _loaded(path: Path, read_file: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read_file(path / META)
+    except (RuntimeError, EOFError, OSError) as error:
+        raise _damaged(path, f"has a file {META!r} that cannot be read: {error}") from error
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        return FileSystemReader(path).read_metadata()
+    except (pickle.UnpicklingError, EOFError, OSError) as error:
+        raise _damaged(path, f"has a file {TORCH_META!r} that cannot be read: {error!r}") from error
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    """Every file of shards must be there, and as long as what was written to it."""
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    for name, n_bytes in sorted(needed.items()):
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, f"lacks the shard {name!r} of {len(needed)!r}")
+        if (size := file.stat().st_size) < n_bytes:
+            raise _damaged(path, f"has a shard {name!r} of {size!r} bytes, of which {n_bytes!r} were written")
+
+
+def _check_tensor(path: Path, key: str, wanted: Tensor, kept: Any) -> None:
+    if not isinstance(kept, TensorStorageMetadata):
+        raise _damaged(path, f"has no tensor {key!r} in its shards")
+    if kept.size != wanted.shape or kept.properties.dtype != wanted.dtype:
+        raise _damaged(
+            path,
+            f"has {key!r} as {tuple(kept.size)!r} of {kept.properties.dtype!r} in its shards, and as"
+            f" {tuple(wanted.shape)!r} of {wanted.dtype!r} in {META!r}",
+        )
+    written = sum(prod(chunk.sizes) for chunk in kept.chunks)
+    if written != wanted.numel():
+        raise _damaged(path, f"has {written!r} of the {wanted.numel()!r} entries of {key!r}")
+
+
+def _read(wanted: Iterable[Stored]) -> dict[str, Tensor]:
+    """The values by their key; of one directory."""
+    by_key = {stored.key: stored for stored in wanted}
+    (directory,) = {stored.directory for stored in by_key.values()}
+    values = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in by_key.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            # that every rank reads for itself is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(values, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        reasons = [repr(reason) for reason, _ in error.failures.values()]
+        raise _damaged(directory, f"has shards that cannot be read: {reasons!r}") from error
+    return values
+
+
+def _damaged(path: Path, found: str) -> DataError:
+    return DataError(
+        f"the sharded checkpoint {str(path)!r} was to be read; it {found}. It is damaged: {ANOTHER}"
+    )

@@ -1,0 +1,58 @@
+"""A Fault: which rank ended the run, on which machine, and what it was doing. Plain values, sent between ranks."""
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import DistError
+
+LONGEST = 600
+"""Characters of an error's text that are passed on."""
+
+OF_COMMUNICATION = re.compile(
+    r"gloo|nccl|c10d|connection (closed|reset|refused)|broken pipe|socket|process group", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rank's end.
+
+    Attributes:
+        rank: The rank.
+        host: Its machine and process, for a person to look it up.
+        what: What happened to it, as the rest of a sentence.
+    """
+
+    rank: int
+    host: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}) {self.what}"
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Fault":
+        """From the values that were sent."""
+        return cls(rank=int(plain["rank"]), host=str(plain["host"]), what=str(plain["what"]))
+
+
+def this_host() -> str:
+    """Machine and process."""
+    return f"{platform.node()}, process {os.getpid()}"
+
+
+def text_of(exception: BaseException) -> str:
+    """Kind and text of an error, not endlessly long."""
+    text = f"{type(exception).__name__}: {exception}".strip().rstrip(":")
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def is_of_communication(exception: BaseException) -> bool:
+    """Whether an error may be nothing but the consequence of another rank's end."""
+    if isinstance(exception, DistError):
+        return True
+    return isinstance(exception, RuntimeError | OSError) and bool(OF_COMMUNICATION.search(str(exception)))

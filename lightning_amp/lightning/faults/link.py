@@ -1,0 +1,98 @@
+"""A connection between the watches of two ranks: JSON objects, one a line.
+
+Nothing received is ever executed or unpickled; a connection counts only once it has said the run's token.
+"""
+
+import json
+import os
+import socket
+import threading
+import weakref
+from typing import Any
+
+SEND_S = 5.0
+LONGEST_LINE = 1 << 20
+LOOPBACK = ("localhost", "127.0.0.1")
+
+
+_open: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for link in list(_open):
+        link.sock.close()
+
+
+# a loader's worker that outlives its rank would keep the connection open, and the rank seem alive
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Link:
+    """One end.
+
+    Args:
+        sock: A connected socket; the link closes it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        _open.add(self)
+        self._rest = b""
+        self._lock = threading.Lock()
+        sock.settimeout(SEND_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, **message: Any) -> None:
+        """Send an object; from any thread. A link whose other end has gone takes it silently, `receive` will tell."""
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            with self._lock:
+                self.sock.sendall(line)
+        except OSError:
+            return
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The objects that have come, once the socket is readable; None when the other end has closed."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not data or len(self._rest) > LONGEST_LINE:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            found = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return [message for message in found if isinstance(message, dict)]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port: of this machine alone where all ranks are on it, else of all its addresses.
+
+    Args:
+        address: That of the first rank's machine, as the cluster knows it.
+    """
+    if address in LOOPBACK:
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def connect(address: str, port: int, *, timeout: float) -> Link:
+    """A link to a listening rank.
+
+    Args:
+        address: Its machine.
+        port: Its port.
+        timeout: Seconds to try.
+    """
+    host = "127.0.0.1" if address in LOOPBACK else address
+    return Link(socket.create_connection((host, port), timeout=timeout))

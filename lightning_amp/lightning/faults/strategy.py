@@ -1,0 +1,166 @@
+"""A strategy whose ranks end together, each with a message that names the rank whose fault it was."""
+
+import secrets
+import signal
+import threading
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.lightning._compat import launch_process_observer
+from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
+from lightning_amp.lightning.faults.doing import doing_of_exception, doing_of_thread
+from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
+from lightning_amp.lightning.faults.link import Link, connect, listen
+from lightning_amp.lightning.faults.memory import advice_on_memory, is_out_of_memory
+from lightning_amp.lightning.faults.watch import Limits, Watch, say
+from lightning_amp.planning.plan import Plan
+
+CONNECT_S = 20.0
+STATUS_OF_SIGTERM = 128 + signal.SIGTERM
+
+
+class EndsTogether(DDPStrategy):
+    """Watches the other ranks from the moment that the processes are connected until the run has ended."""
+
+    plan: Plan | None
+    _limits: Limits
+    _watch: Watch | None = None
+    _adopted: list[Any] | None = None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: complete ones or none, unless the user has chosen otherwise."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def setup_environment(self) -> None:
+        """Connect the processes, and let them watch each other."""
+        super().setup_environment()
+        module = self.lightning_module
+        trainer = None if module is None else module.trainer
+        if trainer is not None:
+            _end_on_sigterm(trainer)
+        if self.world_size > 1:
+            self._begin_watch(trainer)
+
+    def _begin_watch(self, trainer: pl.Trainer | None) -> None:
+        assert self.cluster_environment is not None, "the Trainer sets the environment"
+        self._end_watch(failed=False)
+        address = self.cluster_environment.main_address
+        first = self.global_rank == 0
+        listener = listen(address) if first else None
+        port = listener.getsockname()[1] if listener else 0
+        port, token = self.broadcast((port, secrets.token_hex(16)))
+        link = None if first else _link_to_first(address, port, rank=self.global_rank)
+        if link is None and not first:
+            return
+        look = partial(doing_of_thread, threading.get_ident(), trainer)
+        self._watch = Watch(
+            self.global_rank,
+            look,
+            limits=self._limits,
+            listener=listener,
+            link=link,
+            token=token,
+            children=self._adopt() if first else (),
+        )
+
+    def _adopt(self) -> list[Any]:
+        """Take the launcher's processes from Lightning's observer, which would kill this one before it can speak."""
+        observed = getattr(self._launcher, "procs", None)
+        if self._start_method != "popen" or not observed:
+            return []
+        # the observer ends when its list is empty; the launcher needs one to pass signals on
+        self._adopted = self._launcher.procs = list(observed)  # type: ignore[union-attr]
+        observed.clear()
+        return self._adopted
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say whose fault it is, here and to the other ranks."""
+        super().on_exception(exception)
+        if is_out_of_memory(exception):
+            exception.args = (f"{exception}. {advice_on_memory(self.plan, self.root_device)}",)
+        if self._watch is None:
+            return
+        fault = self._watch.cause() if is_of_communication(exception) else self._watch.fault
+        if fault is not None and fault.rank != self.global_rank:
+            self._blame(exception, fault)
+            return
+        module = self.lightning_module
+        doing = doing_of_exception(exception, None if module is None else module.trainer)
+        own = Fault(rank=self.global_rank, host=this_host(), what=_what(exception, str(doing)))
+        self._watch.tell(own)
+        # these are raised on every rank with the same text, which has all that a person needs
+        if not isinstance(exception, PlanError | InstallError):
+            over = self._watch.ended_ranks() if is_of_communication(exception) else []
+            say(f"{own}{f'; ranks {over} had ended their run before' if over else ''}")
+
+    def _blame(self, exception: BaseException, fault: Fault) -> None:
+        say(f"rank {self.global_rank} ends: {fault}")
+        if isinstance(exception, RuntimeError):
+            own = text_of(exception).partition(". ")[0]
+            exception.args = (f"{fault}; rank {self.global_rank} ends with it, of {own}",)
+
+    def teardown(self) -> None:
+        """Tear down, and end the watch last."""
+        super().teardown()
+        module = self.lightning_module
+        self._end_watch(failed=module is not None and module.trainer.interrupted)
+
+    def _end_watch(self, *, failed: bool) -> None:
+        if self._watch is None:
+            return
+        watch, self._watch = self._watch, None
+        watch.stop(failed=failed)
+        if self._adopted is not None and all(child.poll() is None for child in self._adopted):
+            launch_process_observer(self._adopted)
+        self._adopted = None
+
+
+def _link_to_first(address: str, port: int, *, rank: int) -> Link | None:
+    try:
+        return connect(address, port, timeout=CONNECT_S)
+    except OSError as error:
+        say(
+            f"rank {rank} cannot reach rank 0's watch at {address}:{port} ({error}); the end of another rank is noticed"
+            " by the process group alone, within its timeout"
+        )
+        return None
+
+
+def _what(exception: BaseException, doing: str) -> str:
+    if isinstance(exception, SIGTERMException):
+        return f"was asked to end by SIGTERM {doing}"
+    if isinstance(exception, KeyboardInterrupt):
+        return f"was interrupted {doing}"
+    return f"failed {doing}: {text_of(exception)}"
+
+
+def _end_on_sigterm(trainer: pl.Trainer) -> None:
+    """Raise at once, where Lightning would wait in the signal's handler for a broadcast that may never come."""
+    connector = trainer._signal_connector
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if connector.received_sigterm:
+            return
+        connector.received_sigterm = True
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGTERM)
+        before = connector._original_handlers.get(signal.SIGTERM)
+        if callable(before) and before is not signal.default_int_handler:
+            before(signum, frame)  # type: ignore[arg-type]
+        raise SIGTERMException(STATUS_OF_SIGTERM)
+
+    connector._sigterm_notifier_fn = end  # type: ignore[method-assign, assignment]

@@ -1,0 +1,305 @@
+"""Ranks that look after each other: when one ends, all others learn which and why, and end within seconds.
+
+    every rank <-> rank 0          a TCP connection with a daemon thread at either end
+    once a second                  each says what its main thread is doing, and for how long it has been so
+    a rank raises                  it says so before it ends; rank 0 passes it on
+    a rank is killed               the kernel closes its connection
+    a rank hangs, or its machine   `lost_after` seconds of silence
+    a rank is stuck                `stuck_after` seconds in one hook and batch, and not waiting for others; or all wait
+
+A rank that learns of another's end has `GRACE_S` to raise an error by itself, as it does in a broken collective; then
+its watch ends the process, for a main thread that waits in a collective cannot be woken. Ranks that end well say so.
+
+Known limits: a stuck rank is looked for once its first batch has begun; before that the process group's timeout is the
+bound. Rank 0's watch on other machines than its own needs a free port between them, as the process group does.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from lightning_amp.lightning.faults.doing import Doing
+from lightning_amp.lightning.faults.fault import Fault, text_of, this_host
+from lightning_amp.lightning.faults.link import Link
+
+GRACE_S = 3.0
+CAUSE_S = 3.0
+"""How long a rank whose collective broke waits to learn whose fault it is."""
+EXIT_STATUS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds after which a rank counts as lost, and as stuck."""
+
+    lost_after: float
+    stuck_after: float
+
+
+@dataclass
+class _Seen:
+    """What is known of another rank."""
+
+    link: Link
+    heard: float
+    host: str = "machine not known"
+    doing: str = "before its first word"
+    waiting: bool = False
+    idle: float = 0.0
+    over: bool = False
+
+
+class Watch:
+    """One rank's watch.
+
+    Args:
+        rank: The rank.
+        look: What the main thread is doing.
+        limits: When a rank is lost or stuck.
+        listener: Of rank 0, where the others connect.
+        link: Of the others, to rank 0.
+        token: What a rank must say to be heard.
+        children: Of rank 0, the processes of ranks 1, 2, ... where it has started them itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        look: Callable[[], Doing],
+        *,
+        limits: Limits,
+        listener: socket.socket | None,
+        link: Link | None,
+        token: str,
+        children: Sequence["subprocess.Popen[Any]"] = (),
+    ) -> None:
+        self.fault: Fault | None = None
+        self._rank, self._look, self._limits, self._token = rank, look, limits, token
+        self._children = list(children)
+        self._seen: dict[int, _Seen] = {}
+        self._known, self._over = threading.Event(), threading.Event()
+        self._deadline = self._said = 0.0
+        self._last: tuple[Any, ...] = ()
+        self._since = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, None)
+        self._listener = listener
+        if link is not None:
+            self._add(0, link)
+            link.send(hello=rank, token=token, host=this_host())
+        self._tick = min(1.0, limits.lost_after / 4, limits.stuck_after / 4)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="lightning_amp-watch")
+        self._thread.start()
+
+    # --- the main thread's side ---
+
+    def cause(self) -> Fault | None:
+        """The fault of another rank, waited for a little while, for errors that may be its consequence."""
+        self._known.wait(CAUSE_S)
+        return self.fault
+
+    def tell(self, fault: Fault) -> None:
+        """Tell all ranks that this one ends."""
+        for seen in list(self._seen.values()):
+            seen.link.send(fault=vars(fault))
+
+    def ended_ranks(self) -> list[int]:
+        """Ranks that have ended their run well."""
+        return sorted(rank for rank, seen in self._seen.items() if seen.over)
+
+    def stop(self, *, failed: bool) -> None:
+        """End the watch, because the run has ended on this rank.
+
+        Args:
+            failed: Whether with an error; then the processes that rank 0 has started end too.
+        """
+        for seen in list(self._seen.values()):
+            seen.link.send(bye=True)
+        if (failed or self.fault) and self._children:
+            self._end_children()
+        self._over.set()
+        # the thread may have seen that it is over, and closed
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        self._thread.join(timeout=GRACE_S)
+
+    # --- the watch's side ---
+
+    def _run(self) -> None:
+        try:
+            self._look_after()
+        except Exception as error:
+            say(
+                f"rank {self._rank}'s watch has ended ({text_of(error)}); faults are noticed by the process group alone"
+            )
+            for seen in self._seen.values():
+                seen.link.send(bye=True)
+        self._close()
+
+    def _look_after(self) -> None:
+        """Listen, speak, and end the process when another has ended and the main thread does not."""
+        while not self._over.is_set():
+            for key, _ in self._selector.select(self._tick):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, int | Link):
+                    self._hear(key.data)
+            if time.monotonic() - self._said >= self._tick and not self._over.is_set():
+                self._said = time.monotonic()
+                self._speak()
+                self._look_around()
+            if self.fault is not None and time.monotonic() > self._deadline and not self._over.is_set():
+                self._leave(self.fault)
+
+    def _accept(self) -> None:
+        assert self._listener is not None, "rank 0 has one"
+        link = Link(self._listener.accept()[0])
+        self._selector.register(link.sock, selectors.EVENT_READ, link)
+
+    def _add(self, rank: int, link: Link, host: str = "") -> None:
+        self._seen[rank] = _Seen(link=link, heard=time.monotonic(), host=host or "rank 0's machine")
+        if link.sock in self._selector.get_map():
+            self._selector.modify(link.sock, selectors.EVENT_READ, rank)
+        else:
+            self._selector.register(link.sock, selectors.EVENT_READ, rank)
+
+    def _hear(self, who: int | Link) -> None:
+        link = who if isinstance(who, Link) else self._seen[who].link
+        messages = link.receive()
+        for message in messages or ():
+            if isinstance(who, Link):
+                if message.get("token") != self._token:
+                    messages = None
+                    break
+                who = int(message["hello"])
+                self._add(who, link, str(message["host"]))
+                if self.fault is not None:
+                    link.send(fault=vars(self.fault))
+            else:
+                self._take(who, message)
+        if messages is None:
+            self._selector.unregister(link.sock)
+            link.close()
+            if isinstance(who, int) and not self._seen[who].over:
+                self._seen[who].over = True
+                self._learn(self._gone(who))
+
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        seen = self._seen[rank]
+        seen.heard = time.monotonic()
+        if "doing" in message:
+            seen.doing, seen.waiting = str(message["doing"]), bool(message["waiting"])
+            seen.idle, seen.host = float(message["idle"]), str(message["host"])
+        if "fault" in message:
+            fault = Fault.from_dict(message["fault"])
+            # of itself: it ends by itself, and what it still does is no news
+            seen.over = seen.over or fault.rank == rank
+            self._learn(fault)
+        if "bye" in message:
+            seen.over = True
+
+    def _speak(self) -> None:
+        doing = self._look()
+        now = time.monotonic()
+        state = (doing.hook, doing.place, doing.batches)
+        if state != self._last or not doing.batches:
+            self._last, self._since = state, now
+        self._idle, self._doing = now - self._since, doing
+        for seen in self._seen.values():
+            seen.link.send(doing=str(doing), waiting=bool(doing.waiting), idle=self._idle, host=this_host())
+
+    def _look_around(self) -> None:
+        """Find who is silent; on rank 0 also who is stuck."""
+        now = time.monotonic()
+        for rank, seen in self._seen.items():
+            if not seen.over and now - seen.heard > self._limits.lost_after:
+                what = f"has not been heard of for {now - seen.heard:.0f} s; it was last {seen.doing}"
+                self._learn(Fault(rank=rank, host=seen.host, what=what))
+        if self._rank != 0:
+            return
+        me = (0, this_host(), str(self._doing), bool(self._doing.waiting), self._idle)
+        others = [(r, s.host, s.doing, s.waiting, s.idle) for r, s in self._seen.items() if not s.over]
+        ranks = [me, *others]
+        slow = [row for row in ranks if row[4] > self._limits.stuck_after]
+        stuck = [row for row in slow if not row[3]]
+        if stuck or (slow and len(slow) == len(ranks)):
+            rank, host, doing, _, idle = (stuck or slow)[0]
+            rest = "; ".join(f"rank {row[0]} {row[2]}" for row in ranks if row[0] != rank)
+            what = f"has made no progress for {idle:.0f} s {doing}; elsewhere: {rest}"
+            self._learn(Fault(rank=rank, host=host, what=what))
+
+    def _gone(self, rank: int) -> Fault:
+        seen = self._seen[rank]
+        how = "ended without a word"
+        if 0 < rank <= len(self._children):
+            how = _how_ended(self._children[rank - 1])
+        what = (
+            f"{how}; {time.monotonic() - seen.heard:.1f} s before it was {seen.doing}. It was killed from outside,"
+            " or by the kernel for want of memory"
+        )
+        return Fault(rank=rank, host=seen.host, what=what)
+
+    def _learn(self, fault: Fault) -> None:
+        """The first fault counts: others are its consequences."""
+        if self.fault is not None:
+            return
+        self.fault, self._deadline = fault, time.monotonic() + GRACE_S
+        self._known.set()
+        if self._rank == 0:
+            for seen in self._seen.values():
+                seen.link.send(fault=vars(fault))
+
+    def _leave(self, fault: Fault) -> None:
+        """End the process, whatever its main thread waits for."""
+        say(f"rank {self._rank} ends: {fault}")
+        self._end_children()
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        os._exit(EXIT_STATUS)
+
+    def _end_children(self) -> None:
+        """Let the ranks that this process has started end by themselves, then kill those that have not."""
+        until = time.monotonic() + GRACE_S + 1.0
+        for rank, child in enumerate(self._children, start=1):
+            while child.poll() is None and not self._is_over(rank) and time.monotonic() < until:
+                time.sleep(0.05)
+            if child.poll() is None and not self._is_over(rank):
+                child.kill()
+
+    def _is_over(self, rank: int) -> bool:
+        return rank in self._seen and self._seen[rank].over
+
+    def _close(self) -> None:
+        for seen in self._seen.values():
+            seen.link.close()
+        for sock in (self._listener, self._wake, self._woken):
+            if sock is not None:
+                sock.close()
+        self._selector.close()
+
+
+def say(text: str) -> None:
+    """One line on standard error, past whatever buffers the main thread may hold."""
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"lightning_amp: {text}\n".encode())
+
+
+def _how_ended(child: "subprocess.Popen[Any]") -> str:
+    try:
+        status = child.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

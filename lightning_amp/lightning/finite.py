@@ -1,0 +1,122 @@
+"""Where the first NaN or infinity came from: module, stratum and rank, in the step in which a loss or gradient has one.
+
+    forward     of every module, the first call whose output is not finite although its inputs are
+    loss        looked at before backward, on the rank that has it and before any rank has averaged with it
+    gradient    looked at as soon as it is accumulated, before it is averaged: the first in the order of backward
+
+Outputs alone stop nothing: a module may well return -inf where a score is masked. Each look waits for the device.
+
+Known limits: gradients are not looked at under loss scaling (precision="16-mixed"), which overflows on purpose and
+skips such steps; what is computed outside of modules is attributed to no module.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+from lightning_amp.lightning.batch_parts import tensors_in
+
+STRATUM = re.compile(r"\bstrata\.(\d+)\b")
+
+
+class FiniteCheck:
+    """Watches one module.
+
+    Args:
+        module: As it is trained, with what was installed.
+        rank: This rank.
+        gradients: Whether to look at gradients too.
+    """
+
+    def __init__(self, module: nn.Module, *, rank: int, gradients: bool) -> None:
+        self._rank = rank
+        self._first = self._reader = self._gradient = ""
+        self._handles: list[Any] = []
+        for name, child in module.named_modules():
+            if name:
+                self._handles.append(child.register_forward_hook(self._look_at(name), with_kwargs=True))
+        for name, parameter in module.named_parameters() if gradients else ():
+            if parameter.requires_grad:
+                look = self._look_at_gradient(name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def start(self) -> None:
+        """A training step begins."""
+        self._first = self._reader = self._gradient = ""
+
+    def check_loss(self, output: Any) -> None:
+        """Look at what the training step returned, or the loss of a manual backward.
+
+        Raises:
+            ModelError: It holds NaN or infinity.
+        """
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor) and not _is_finite(loss):
+            raise ModelError(f"{self._seen(f'a loss of {loss.detach().sum().item()!r}')}{self._origin()}")
+
+    def check_gradients(self) -> None:
+        """Look at what backward has left, before it is averaged.
+
+        Raises:
+            ModelError: A gradient holds NaN or infinity.
+        """
+        if self._gradient:
+            what = f"a gradient that is not finite, first that of parameter {self._gradient!r}"
+            raise ModelError(f"{self._seen(what)}{_stratum(self._gradient)}{self._origin()}")
+
+    def _seen(self, what: str) -> str:
+        return f"finite numbers were asked for (check_finite=True); rank {self._rank} found {what}"
+
+    def _origin(self) -> str:
+        if self._reader and not self._first:
+            return f"; it came up outside of modules, before {self._reader!r}{_stratum(self._reader)} read it"
+        if not self._first:
+            return "; every module's output was finite. Look at what the loss does with them"
+        return (
+            f"; the first output that is not finite, of finite inputs, is that of module {self._first!r}"
+            f"{_stratum(self._first)}. Look at its inputs in this step, at the learning rate, and at the precision"
+        )
+
+    def _look_at(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._first or _all_finite(output):
+                return
+            if _all_finite((args, kwargs)):
+                self._first = name
+            else:
+                self._reader = self._reader or name
+
+        return look
+
+    def _look_at_gradient(self, name: str) -> Callable[[Tensor], None]:
+        def look(parameter: Tensor) -> None:
+            if not self._gradient and parameter.grad is not None and not _is_finite(parameter.grad):
+                self._gradient = name
+
+        return look
+
+
+def _stratum(name: str) -> str:
+    found = STRATUM.search(name)
+    return f" (stratum {found.group(1)})" if found else ""
+
+
+def _all_finite(values: Any) -> bool:
+    return all(_is_finite(tensor) for tensor in _floating(tensors_in(values)))
+
+
+def _floating(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (t for t in tensors if t.is_floating_point() and t.layout is torch.strided)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())

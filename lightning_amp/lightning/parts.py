@@ -1,0 +1,102 @@
+"""A rank's part of a sharded tensor, and where it lies in the whole one.
+
+A part is what a checkpoint holds in place of a whole tensor while it is on its way to a directory of shards. It is no
+tensor on purpose: a hook that would take it for the whole value fails instead of saving a piece.
+
+    box    a block of adjacent entries: the offsets in the whole tensor, the offsets in the part, the sizes
+
+Known limit: rows that do not follow each other make one box for every run of adjacent ones.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_amp.errors import DataError
+from lightning_amp.parallel.sharded_parameter import ShardedParameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A block of adjacent entries of the whole tensor, which this rank has."""
+
+    offsets: tuple[int, ...]
+    own_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part:
+    """A rank's part of a tensor that is split over ranks.
+
+    Attributes:
+        own: The entries that this rank has.
+        shape: Of the whole tensor.
+        boxes: Where they lie.
+    """
+
+    own: Tensor
+    shape: torch.Size
+    boxes: tuple[Box, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.own.dtype
+
+    def entries_at(self, offsets: tuple[int, ...]) -> Tensor:
+        """The entries of the box at these offsets of the whole tensor."""
+        (box,) = (box for box in self.boxes if box.offsets == offsets)
+        entries = self.own.detach()
+        for dim, (start, size) in enumerate(zip(box.own_offsets, box.sizes, strict=True)):
+            entries = entries.narrow(dim, start, size)
+        return entries
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be written as if it were the whole.
+
+        Raises:
+            DataError: Always.
+        """
+        raise DataError(
+            f"a checkpoint was to be written with a part of a tensor of shape {tuple(self.shape)!r} outside of"
+            " 'state_dict' and 'optimizer_states', where a hook has put it; a part is of use to no one: leave it out,"
+            " or take save_distributed_checkpoint=False, with which hooks see whole tensors"
+        )
+
+
+def part_of(parameter: ShardedParameter, own: Tensor) -> Part:
+    """What this rank has of a tensor with the shape of a sharded parameter: its values, or an optimiser's state."""
+    shape = parameter.whole.shape
+    runs = [_runs(_coordinates(parameter, dim)) for dim in range(len(shape))]
+    boxes = tuple(
+        Box(offsets=_column(block, 0), own_offsets=_column(block, 1), sizes=_column(block, 2))
+        for block in product(*runs)
+    )
+    return Part(own=own, shape=shape, boxes=boxes)
+
+
+def _coordinates(parameter: ShardedParameter, dim: int) -> Tensor:
+    """Which entries of a dimension this rank has; asked of the parameter, which alone knows how it is dealt."""
+    shape = parameter.whole.shape
+    line = torch.arange(shape[dim])
+    own = parameter.own(line.view([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape))
+    if own.numel() == 0:
+        return line[:0]
+    return own[tuple(slice(None) if d == dim else 0 for d in range(len(shape)))]
+
+
+def _runs(coordinates: Tensor) -> list[tuple[int, int, int]]:
+    """(first in the whole, first in the part, length) of every run of adjacent coordinates."""
+    if len(coordinates) == 0:
+        return []
+    gaps = ((coordinates.diff() != 1).nonzero().flatten() + 1).tolist()
+    ends = [*gaps, len(coordinates)]
+    return [(int(coordinates[i]), i, end - i) for i, end in zip([0, *gaps], ends, strict=True)]
+
+
+def _column(block: tuple[tuple[int, int, int], ...], which: int) -> tuple[int, ...]:
+    return tuple(run[which] for run in block)

@@ -1,0 +1,98 @@
+"""What a plan is made of is the same on every rank: the options, the plan's file, and the data on the rank's disks.
+
+Compared once, in `setup`, before anything is installed: one broadcast and one all-gather of small objects. Paths,
+memory and rates are left out, for machines may differ in them; rank 0's count.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.planning.plan import Plan
+from lightning_amp.profiling.read import profile as read_profile
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_amp.lightning.strategy import AMPStrategy
+
+SHOWN = 8
+"""Differences that are spelled out."""
+OF_THE_MACHINE = ("data_dir", "budget_bytes")
+
+
+def facts_of_plan(strategy: "AMPStrategy", trainer: "pl.Trainer") -> dict[str, str]:
+    """Everything that decides the plan, by name, as this rank sees it."""
+    data = getattr(trainer, "datamodule", None)
+    data_dir = getattr(data, "data_dir", None) if strategy.data_dir is None else strategy.data_dir
+    found: dict[str, Any] = {
+        "policy": strategy.policy,
+        "strategies": strategy.strategies,
+        "model_parallel_size": strategy.model_parallel_size,
+        "share_batch_statistics": strategy.share_batch_statistics,
+        "balance_cells": strategy.asked_balance,
+        "batch_size": getattr(data, "batch_size", None),
+    }
+    try:
+        if strategy.asked_plan is not None:
+            asked = strategy.asked_plan
+            found["plan"] = json.loads((asked if isinstance(asked, Plan) else Plan.read(asked)).to_json())
+        if data_dir is not None:
+            read = read_profile(data_dir, setting=getattr(data, "setting", None))
+            found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}
+    except AmpError as error:
+        found["error"] = str(error)
+    return {name: value for name, value in _flat(found) if name.rpartition(".")[2] not in OF_THE_MACHINE}
+
+
+def make_sure_of_same_plan(strategy: "AMPStrategy", trainer: "pl.Trainer") -> None:
+    """Compare with rank 0; a collective, after which all ranks go on or none.
+
+    Args:
+        strategy: With the user's wishes.
+        trainer: With the data module.
+
+    Raises:
+        PlanError: Another rank's facts differ; on all ranks, with the same text.
+    """
+    rank, ranks = strategy.global_rank, strategy.world_size
+    if ranks == 1:
+        return
+    facts = facts_of_plan(strategy, trainer)
+    box = [facts]
+    dist.broadcast_object_list(box, src=0)
+    mine = _difference(box[0], facts, rank=rank)
+    everyones: list[list[str]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(everyones, mine)
+    differing = [(rank, lines) for rank, lines in enumerate(everyones) if lines]
+    if differing:
+        other, lines = differing[0]
+        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        raise PlanError(
+            f"the same plan is needed on all {ranks} ranks, and {len(differing)} of them see something else than rank"
+            f" 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the same"
+            " data"
+        )
+
+
+def _difference(first: dict[str, str], mine: dict[str, str], *, rank: int) -> list[str]:
+    names = sorted({*first, *mine})
+    return [
+        f"{name} is {first.get(name, 'missing')} on rank 0 and {mine.get(name, 'missing')} on rank {rank}"
+        for name in names
+        if first.get(name) != mine.get(name)
+    ]
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, repr(value)

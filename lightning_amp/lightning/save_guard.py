@@ -1,0 +1,48 @@
+"""Saving is for all ranks: one that saves alone would wait for the others for ever, and they for it in the next step.
+
+Every rank counts its saves in the store of the process group and waits until all others have counted as many. Some
+requests to the store per save, no collective.
+"""
+
+import time
+
+import torch.distributed as dist
+
+# the store has no public name
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_amp.errors import AmpError
+
+PATIENCE_S = 120.0
+"""How far ranks may be apart: they have taken the same step before, so it is seconds."""
+POLL_S = 0.02
+
+
+def wait_for_all(*, rank: int, ranks: int) -> None:
+    """Return once every rank has come here as often as this one.
+
+    Args:
+        rank: This rank.
+        ranks: Of so many.
+
+    Raises:
+        AmpError: Others have not come within `PATIENCE_S`.
+    """
+    if ranks == 1 or not dist.is_initialized():
+        return
+    store = _get_default_store()
+    mine = store.add(_key(rank), 1)
+    deadline = time.monotonic() + PATIENCE_S
+    while missing := [other for other in range(ranks) if store.add(_key(other), 0) < mine]:
+        if time.monotonic() > deadline:
+            store.add(_key(rank), -1)
+            raise AmpError(
+                f"a checkpoint was to be saved on rank {rank}, and ranks {missing!r} have not come to save it within"
+                f" {PATIENCE_S:g} s; all ranks have to, for some hold a part of it. Call trainer.save_checkpoint on"
+                " every rank: one alone writes the file"
+            )
+        time.sleep(POLL_S)
+
+
+def _key(rank: int) -> str:
+    return f"lightning_amp/saves/{rank}"

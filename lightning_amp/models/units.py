@@ -1,0 +1,104 @@
+"""A decoder of one's own whose loss is a sum over independent units; its author writes the loss of a unit alone.
+
+    loss = sum over units k of nll_k(v, u, cells)
+
+The two classes hold what `parallel/protocol.py` asks for: with them, `stream`, `recompute` and `strata` can change how
+the units are run. Units read v and u and their own parameters, and nothing of one another.
+
+Legend: cell (B), anchor (N), dim (D), unit (K).
+Known limit: what a unit keeps is not predicted, only [cell, n_features] of it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import cast
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+from lightning_amp.models.decoder import Region
+from lightning_amp.models.stratum import AllCells
+from lightning_amp.models.walk import EveryStratum
+
+
+class Unit(nn.Module):
+    """Abstract: a subclass says in `nll` what its loss is.
+
+    Args:
+        n_features: Columns that the unit's largest tensor [cell, feature] has, for the plan's prediction.
+    """
+
+    chained = False
+
+    def __init__(self, n_features: int) -> None:
+        super().__init__()
+        self.n_features = n_features
+        self.cells = AllCells()
+
+    @abstractmethod
+    def nll(
+        self, v: Float[Tensor, "anchor dim"], u: Float[Tensor, "cell dim"], **cells: Tensor
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood summed over cells and features.
+
+        Args:
+            v: Latents of the anchors.
+            u: Latents of some cells.
+            cells: Of the same cells, one row each: what the decoder was called with.
+        """
+
+    def forward(
+        self, v: Float[Tensor, "anchor dim"], u: Float[Tensor, "cell dim"], **cells: Tensor
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "anchor dim"]]:
+        """The unit's loss, and v unchanged for the next unit."""
+        return self.cells(self.nll, v, u, parameters=self.parameters(), **cells), v
+
+    def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
+        """What this unit, the decoder's k-th, is called with beside v and u: all that the decoder was; may be less."""
+        return {**cells, "log_weight": log_weights[:, k : k + 1]}
+
+    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+        """v for the next unit."""
+        return v
+
+
+class UnitDecoder(nn.Module):
+    """A sum over units, as techniques know it.
+
+    Args:
+        units: The units.
+        n_anchors: Rows of v.
+        dim: Channels of u and v.
+
+    Raises:
+        ModelError: There are no units, or something else among them.
+    """
+
+    chained = False
+
+    def __init__(self, units: Iterable[Unit], *, n_anchors: int, dim: int) -> None:
+        super().__init__()
+        strata = list(units)
+        others = [type(unit).__name__ for unit in strata if not isinstance(unit, Unit)]
+        if others or not strata:
+            raise ModelError(
+                f"UnitDecoder got {others or 'nothing'!r} for units; allowed are one or more modules of the class Unit"
+            )
+        self.strata = nn.ModuleList(strata)
+        self.n_anchors = n_anchors
+        self.dim = dim
+        self.region = Region()
+        self.walk = EveryStratum()
+
+    def forward(
+        self, u: Float[Tensor, "cell dim"], v: Float[Tensor, "anchor dim"], **cells: Tensor
+    ) -> Float[Tensor, ""]:
+        """Sum of the units' losses; `cells` are tensors with one row per cell, handed to all units.
+
+        A tensor that needs a gradient is u, v, a parameter of a unit, or `library`.
+        """
+        none = u.new_zeros(1, len(self.strata))
+        cells.setdefault("library", u.new_ones(len(u), 1))
+        u, v, none = self.region.enter(u, v, none)
+        return self.region.leave(cast(Tensor, self.walk(self.strata, u, v, none, **cells)))

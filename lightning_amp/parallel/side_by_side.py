@@ -1,0 +1,100 @@
+"""Independent pieces of work side by side: threads that each compute with their share of the process's threads.
+
+A CPU gains less from several threads inside one product of matrices than from several products at a time, and nothing
+in what is not a product. Results are taken in the order of the work, whichever is ready first, so that sums over them
+are the same in every run, and the same as one after the other with as many threads inside each.
+
+Held at most: as many pieces as there are workers, and the results of one more.
+
+Threads carry autocast over; what else torch keeps by thread keeps the work on one: modes that see every operator (a
+simulation, a counter of bytes or of operations). So do dropout and parts that the pieces share, because a piece would
+draw another one's random numbers, or read its parameters.
+
+Known limits: random numbers that are drawn in another way than by dropout are noticed afterwards, and refused; hooks on
+the parts run in the workers' threads, of which torch's profiler shows nothing by default.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_amp.errors import InstallError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> int:
+    """How many of the modules may run side by side.
+
+    Args:
+        modules: One for every piece of work.
+        like: A tensor that the work reads.
+        asked: Most that are wanted; there are no more than threads.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    alone = (
+        like.device.type != "cpu"
+        or isinstance(like, FakeTensor)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or len(set(map(id, parts))) < len(parts)
+        or any(isinstance(part, nn.modules.dropout._DropoutNd) and part.training for part in parts)
+    )
+    return 1 if alone else max(1, min(asked, torch.get_num_threads()))
+
+
+def run_in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], take: Callable[[Result], None], *, workers: int
+) -> None:
+    """Hand what `work` returns for every item to `take`, in the order of the items and in this thread.
+
+    Args:
+        work: Run in other threads where there are several workers.
+        items: Drawn in this thread when a worker is about to be free.
+        take: What is done with a result.
+        workers: From `workers_for`.
+
+    Raises:
+        InstallError: Side by side, the work drew random numbers.
+    """
+    if workers == 1:
+        for item in items:
+            take(work(item))
+        return
+    threads, drawn = torch.get_num_threads(), torch.get_rng_state()
+    run, waiting = _under_this_autocast(work), deque[Future[Result]]()
+    share = max(1, threads // workers)
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
+    try:
+        for item in items:
+            waiting.append(pool.submit(run, item))
+            if len(waiting) > workers:
+                take(waiting.popleft().result())
+        while waiting:
+            take(waiting.popleft().result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+        # a worker's setting is also that of threads that start later, and of the library of products
+        torch.set_num_threads(threads)
+    if not torch.equal(drawn, torch.get_rng_state()):
+        raise InstallError(
+            f"{workers} strata were to be run side by side, and they draw random numbers, which would then depend on"
+            " what is ready first; set workers=1 in the plan's rule of 'stream', or leave 'stream' out"
+        )
+
+
+def _under_this_autocast(work: Callable[[Item], Result]) -> Callable[[Item], Result]:
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def run(item: Item) -> Result:
+        # its cache is one for all threads, and a thread's end empties it
+        with torch.autocast("cpu", dtype, enabled, cache_enabled=False):
+            return work(item)
+
+    return run

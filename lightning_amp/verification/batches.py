@@ -1,0 +1,161 @@
+"""One global batch, and every data rank's cells of it: contiguous parts whose sizes differ by one at most.
+
+Every tensor's first axis is the cell. In a batch {modality: mapping} every modality has its own number of cells and is
+split by itself; anywhere else all tensors must agree. Whatever is no tensor, array or sparse counts is given whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import DataError
+from lightning_amp.lightning.batch_parts import parts_in
+from lightning_amp.lightning.cells import count_cells
+
+Cells = Tensor | SparseCounts | np.ndarray
+"""What has a first axis of cells."""
+
+
+def sizes_of(batch: object) -> list[int]:
+    """The different numbers of cells in a batch, one for each length of a first axis."""
+    shapes = [part.shape for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
+    return sorted({int(shape[0]) for shape in shapes if shape})
+
+
+def check_divisible(batch: object, parts: int) -> None:
+    """Refuse a batch that cannot be split.
+
+    Args:
+        batch: The global batch.
+        parts: Data ranks.
+
+    Raises:
+        DataError: Its cells cannot be told, or are fewer than the ranks.
+    """
+    sizes = sizes_of(batch)
+    if parts > 1 and count_cells(batch) is None:
+        raise DataError(
+            f"a batch was to be split over {parts} ranks, found first axes {sizes!r}; allowed are tensors whose first"
+            " axis is the cell, equally long in the whole batch or in each modality of a batch {{modality: mapping}}:"
+            " bring it into that form, or verify one data rank with model_parallel_size=devices"
+        )
+    if sizes and sizes[0] < parts:
+        raise DataError(
+            f"a batch of {sizes[0]!r} cells was to be split over {parts} data ranks; every rank needs one: give a batch"
+            f" of {parts} or more cells, or fewer devices"
+        )
+
+
+def bounds(n: int, part: int, parts: int) -> tuple[int, int]:
+    """First cell of a part, and the one after its last."""
+    size, longer = divmod(n, parts)
+    start = part * size + min(part, longer)
+    return start, start + size + (part < longer)
+
+
+def part_of(batch: Any, part: int, parts: int) -> Any:
+    """The cells of one data rank."""
+    return batch if parts == 1 else _each(batch, lambda x: x[slice(*bounds(len(x), part, parts))])
+
+
+def equal_parts(batch: Any, parts: int) -> Any:
+    """The batch without the last cells that would make the parts unequal."""
+    return _each(batch, lambda x: x[: len(x) - len(x) % parts])
+
+
+def same_parts(batch: Any, parts: int) -> Any:
+    """A batch of which all parts are the cells of the first part."""
+    return _each(batch, lambda x: _repeated(x[: bounds(len(x), 0, parts)[1]], parts))
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating numbers in another precision."""
+    return _each(batch, lambda x: _cast(x, dtype))
+
+
+def starts(batch: object, part: int, parts: int) -> dict[int, int]:
+    """Number of cells of a part of a global batch -> its first cell in it.
+
+    Where two modalities have parts of one size that begin elsewhere, the smaller one's is kept.
+    """
+    found: dict[int, int] = {}
+    for n in sizes_of(batch):
+        first, last = bounds(n, part, parts)
+        found.setdefault(last - first, first)
+    return found
+
+
+class Parts:
+    """A training loader of one rank.
+
+    Attributes:
+        batch_size: Cells per rank, for the plan's prediction; None where they cannot be told.
+    """
+
+    def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
+        """Serve parts of global batches.
+
+        Args:
+            batches: The global batches.
+            ranks: Ranks in all.
+            place: Data rank and number of data ranks, once they are known.
+        """
+        self._batches, self._place = batches, place
+        cells = count_cells(batches[0])
+        self.batch_size = None if cells is None else max(1, cells // ranks)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        part, parts = self._place()
+        for batch in self._batches:
+            check_divisible(batch, parts)
+            yield part_of(batch, part, parts)
+
+
+def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
+    """The first batches of a loader, again from the start where it is shorter.
+
+    Raises:
+        DataError: It has no batch.
+    """
+    found = list(islice(loader, steps))
+    if not found:
+        raise DataError("a loader without batches was given to verify; give one with at least one batch")
+    return [found[step % len(found)] for step in range(steps)]
+
+
+def _each(values: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting of containers with every thing that has cells changed."""
+    if isinstance(values, Tensor | SparseCounts | np.ndarray):
+        return change(values) if values.shape else values
+    if isinstance(values, Mapping):
+        inside = {key: _each(value, change) for key, value in values.items()}
+        return inside if type(values) is dict else type(values)(inside)  # type: ignore[call-arg]
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(_each(value, change) for value in values))
+    if isinstance(values, list | tuple):
+        return type(values)(_each(value, change) for value in values)
+    if is_dataclass(values) and not isinstance(values, type):
+        named = ((field.name, getattr(values, field.name)) for field in fields(values))
+        return replace(values, **{name: _each(value, change) for name, value in named})
+    return values
+
+
+def _repeated(part: Cells, parts: int) -> Cells:
+    if isinstance(part, SparseCounts):
+        return SparseCounts.from_dense(torch.cat([part.to_dense()] * parts))
+    return torch.cat([part] * parts) if isinstance(part, Tensor) else np.concatenate([part] * parts)
+
+
+def _cast(part: Cells, dtype: torch.dtype) -> Cells:
+    if isinstance(part, np.ndarray):
+        return part
+    return part.to(dtype=dtype) if part.dtype.is_floating_point else part

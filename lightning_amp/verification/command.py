@@ -1,0 +1,68 @@
+"""`lightning-amp verify`: the model and the data of a configuration of `fit`, one process against several ranks."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_amp.errors import PlanError
+
+EXAMPLE = "example: lightning-amp verify --config configs/demo.yaml --devices 2 --strategies S1,S3,S4"
+OF_THE_PLAN = ("policy", "strategies", "plan", "model_parallel_size")
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Describe the command; torch is loaded when it runs."""
+    parser.description = (
+        "Train the model of a configuration for a few steps on one process and on several CPU ranks, under the plan,"
+        " and compare losses, gradients and weights; name what in the model makes them differ. Exit status 1 where"
+        " they do."
+    )
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "--config", required=True, metavar="FILE.yaml", help="what `lightning-amp fit` is given"
+    )
+    parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
+    parser.add_argument("--steps", type=int, default=3, help="batches to train on (default: 3)")
+    parser.add_argument("--policy", choices=["auto", "paper"], help="default: the configuration's")
+    parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
+    parser.add_argument("--plan", metavar="PLAN.json", help="a plan instead of a policy")
+    parser.add_argument("--model-parallel-size", type=int, help="ranks of the model axis")
+    parser.add_argument("--precision", choices=["float32", "float64"], help="default: both")
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    if not Path(arguments.config).is_file():
+        raise PlanError(
+            f"--config {arguments.config!r} was asked of verify and is no file; give the YAML that"
+            " `lightning-amp fit` is given"
+        )
+
+    # late: torch takes seconds to load, and mistakes are told before
+    from lightning_amp.verification.configuration import read_configuration
+    from lightning_amp.verification.verify import TIMEOUT_S, verify_under
+
+    module, data, options = read_configuration(arguments.config)
+    found = verify_under(
+        module,
+        data,
+        _decided(options, arguments),
+        devices=arguments.devices,
+        steps=arguments.steps,
+        precisions=[arguments.precision] if arguments.precision else ["float32", "float64"],
+        timeout=TIMEOUT_S,
+    )
+    print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else found)
+    if not found.ok:
+        sys.stdout.flush()
+        raise SystemExit(1)
+
+
+def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The configuration's plan, unless one is asked for here; the two do not mix."""
+    asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
+    kept = {name: value for name, value in options.items() if not asked or name not in OF_THE_PLAN}
+    return kept | asked

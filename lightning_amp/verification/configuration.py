@@ -1,0 +1,80 @@
+"""Model, data module and plan of a configuration of `lightning-amp fit`, without a run."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_amp.lightning.strategy import AMPStrategy
+
+HERE = (
+    "accelerator=cpu",
+    "devices=1",
+    "num_nodes=1",
+    "precision=32-true",
+    "logger=false",
+    "fast_dev_run=false",
+)
+"""Settings of the Trainer that are another machine's, or open connections."""
+
+
+class _Idle(Trainer):
+    """Takes every setting of a Trainer, so that a configuration of `fit` is read as it is, and trains nothing."""
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Do nothing."""
+
+
+def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule, dict[str, Any]]:
+    """Module, data module, and what the configuration asks of AMPStrategy.
+
+    Args:
+        path: The YAML file.
+    """
+    words = ["fit", "--config", path, *(f"--trainer.{setting}" for setting in HERE)]
+    with _command_line(words):
+        cli = LightningCLI(
+            LightningModule,
+            LightningDataModule,
+            trainer_class=_Idle,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            trainer_defaults={"strategy": "amp"},
+            save_config_callback=None,
+            auto_configure_optimizers=False,
+        )
+    return cli.model, cli.datamodule, _options(cli.trainer.strategy)
+
+
+def _options(strategy: object) -> dict[str, Any]:
+    if not isinstance(strategy, AMPStrategy):
+        return {}
+    names = ("policy", "strategies", "device_memory", "rates", "model_parallel_size", "data_dir")
+    options = {name: getattr(strategy, name) for name in names}
+    return options | {
+        "plan": strategy.asked_plan,
+        "balance_cells": strategy.asked_balance,
+        "share_batch_statistics": strategy.share_batch_statistics,
+    }
+
+
+@contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    """LightningCLI reads the process's words, and warns when it is given others."""
+    before = sys.argv[1:]
+    sys.argv[1:] = words
+    try:
+        yield
+    finally:
+        sys.argv[1:] = before

@@ -1,0 +1,143 @@
+"""Training runs and what they say: every quantity of the ranks beside that of one process.
+
+loss of a step = sum over data ranks of (cells of the rank / cells of all) loss of the rank
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_amp.verification.comparison import Precision, allowed, loss_errors
+from lightning_amp.verification.trial import Report, Treatment, Trial, run_nudged, run_one, run_rank
+from lightning_amp.verification.verification import Row
+from lightning_amp.verification.workers import Workers
+
+Nudged = Mapping[str, Mapping[str, float]]
+"""Kind of quantity -> errors after one rounding in every weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the ranks of one run have reported.
+
+    Attributes:
+        precision: Of the run.
+        reports: Of all ranks.
+        nudged: Of the single process, in the same precision.
+    """
+
+    precision: Precision
+    reports: list[Report]
+    nudged: Nudged
+
+    @property
+    def first(self) -> Report:
+        """Rank 0's report."""
+        return self.reports[0]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every quantity that there is something of, in the order in which a step makes them."""
+        steps = len(self.first.one_losses)
+        after = f"after {steps} step{'s' if steps > 1 else ''}"
+        losses = self._losses()
+        first = {name: error for name, error in losses.items() if name.split(",")[0] == "step 1"}
+        later = {name: error for name, error in losses.items() if name not in first}
+        nudged = self.nudged.get("losses", {})
+        found = (
+            self._row("forward, step 1", "forward"),
+            self._row("loss, step 1", "first loss", errors=first, nudged=nudged),
+            self._row("gradients, step 1", "gradients"),
+            self._row("loss, later steps", "later losses", errors=later, nudged=nudged),
+            self._row(f"parameters {after}", "parameters"),
+            self._row(f"buffers {after}", "buffers"),
+        )
+        return tuple(row for row in found if row.errors)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every quantity is equal up to rounding."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def largest(self) -> float:
+        """The largest error of a loss or a gradient, which rounding does not grow in."""
+        rows = (row for row in self.rows if row.quantity.startswith(("loss", "gradients")))
+        return max((row.error for row in rows), default=0.0)
+
+    @property
+    def origins(self) -> list[str]:
+        """Modules that differ on a rank though what they read agrees."""
+        return next((report.origins for report in self.reports if report.origins), [])
+
+    def _row(
+        self,
+        quantity: str,
+        kind: str,
+        *,
+        errors: Mapping[str, float] | None = None,
+        nudged: Mapping[str, float] | None = None,
+    ) -> Row:
+        errors = self._worst(kind) if errors is None else errors
+        nudged = self.nudged.get(kind, {}) if nudged is None else nudged
+        known = {name: nudged.get(name, 0.0) for name in errors}
+        tolerances = allowed(kind, self.precision, known)
+        return Row(quantity=quantity, precision=self.precision, errors=errors, tolerances=tolerances)
+
+    def _worst(self, kind: str) -> dict[str, float]:
+        """The error of every tensor on the rank where it is largest."""
+        worst: dict[str, float] = {}
+        for report in self.reports:
+            for name, error in report.errors[kind].items():
+                known = worst.get(name)
+                worst[name] = error if known is None or not error <= known else known
+        return worst
+
+    def _losses(self) -> dict[str, float]:
+        one = self.first.one_losses
+        union = [[self._union(step, i) for i, _ in enumerate(losses)] for step, losses in enumerate(one)]
+        return loss_errors(union, one)
+
+    def _union(self, step: int, backward: int) -> float:
+        """The loss over the cells of all data ranks."""
+        ranks = {report.place[0]: report for report in reversed(self.reports)}.values()
+        cells = [report.cells[step] for report in ranks]
+        if any(len(report.losses[step]) <= backward for report in ranks):
+            return float("nan")
+        known = [n for n in cells if n is not None]
+        weights = known if len(known) == len(cells) and any(known) else [1] * len(cells)
+        losses = [report.losses[step][backward] for report in ranks]
+        return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
+
+
+class Laboratory:
+    """Runs that differ in what is put right.
+
+    Attributes:
+        trial: The run as it was asked for.
+    """
+
+    def __init__(self, workers: Workers, trial: Trial) -> None:
+        """Work with some processes that have the subject in their folder."""
+        self._workers, self.trial = workers, trial
+        self._nudged: dict[Precision, Nudged] = {}
+
+    def run_one(self, **changes: Any) -> None:
+        """Let the single process record a run, and find out what a rounding becomes, once for each precision."""
+        trial = replace(self.trial, **changes)
+        self._workers.alone(run_one, trial)
+        if trial.precision not in self._nudged:
+            self._nudged[trial.precision] = self._workers.alone(run_nudged, trial)
+
+    def run_ranks(self, **changes: Any) -> Findings:
+        """Let the ranks run the same, and compare."""
+        trial = replace(self.trial, **changes)
+        reports: list[Report] = self._workers.ranks(run_rank, trial)
+        self.trial = replace(self.trial, data_ranks=reports[0].place[1])
+        return Findings(trial.precision, reports, self._nudged[trial.precision])
+
+    def experiment(self, treatment: Treatment, *, steps: int) -> Findings:
+        """Both, in double precision."""
+        changes = {"treatment": treatment, "steps": steps, "precision": "float64"}
+        self.run_one(**changes)
+        return self.run_ranks(**changes)

@@ -1,0 +1,144 @@
+"""What one training run shows to be compared: losses, first gradients, final state, and what every module has made.
+
+Legend: one entry of `losses` per step, with one number per backward pass.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_amp.lightning.cells import count_cells
+from lightning_amp.lightning.sharded_state import whole_state
+from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.verification.draws import KeyedDraws
+from lightning_amp.verification.trace import Trace
+
+StartsOf = Callable[[int], Mapping[int, int]]
+
+
+class Recorder(Callback):
+    """Records a run of a few steps.
+
+    Attributes:
+        losses: Per step, the losses that went backward.
+        cells: Cells of each step's batch on this rank, None where its tensors do not tell.
+        gradients: Gradients that the first step's optimisers have seen, whole.
+        parameters, buffers: The module's state after the last step, whole.
+        sites: Places where numbers were drawn for cells.
+        elsewhere: Generators other than torch's that a step has drawn from.
+        trace: What every module has made in the first step.
+    """
+
+    trace: Trace
+
+    def __init__(self, starts_of: StartsOf, *, native: frozenset[str] | None, nudged: bool = False) -> None:
+        """Record.
+
+        Args:
+            starts_of: Of a step: number of cells of the rank's part -> its first cell in the global batch.
+            native: Sites whose draws are left to the default generator; None means all.
+            nudged: Whether to change the weights by one rounding first.
+        """
+        self._starts_of, self._native, self._nudged = starts_of, native, nudged
+        self._stepped: set[int] = set()
+        self.losses: list[list[float]] = []
+        self.cells: list[int | None] = []
+        self.sites: list[str] = []
+        self.elsewhere: set[str] = set()
+        self.gradients: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Follow the module, which now has everything installed."""
+        if self._nudged:
+            _nudge(pl_module)
+        self.trace = Trace(pl_module)
+        step = pl_module.training_step
+
+        @wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with self._watch():
+                return step(*args, **kwargs)
+
+        # on the instance, and taken off at the end: the class is the user's
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Planning and installing may have drawn numbers; one process has not."""
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A step begins."""
+        self.losses.append([])
+        self.cells.append(count_cells(batch))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Note the loss."""
+        self.losses[-1].append(float(loss.detach()))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Note the gradients of the first step, as averaged over ranks and before clipping."""
+        if len(self.losses) > 1 or id(optimizer) in self._stepped:
+            return
+        self._stepped.add(id(optimizer))
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {
+            name: p.grad.detach().clone()
+            for name, p in pl_module.named_parameters()
+            if id(p) in own and p.grad is not None
+        }
+        if isinstance(trainer.strategy, AMPStrategy):
+            gradients = whole_state(pl_module, gradients, trainer.strategy._shards.sharded)
+        self.gradients |= {name: grad for name, grad in gradients.items() if name not in self.gradients}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the final state; whole, for shards are given back later."""
+        state = trainer.strategy.lightning_module_state_dict()
+        names = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
+        kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
+        self.parameters = {name: value for name, value in kept.items() if name in names}
+        self.buffers = {name: value for name, value in kept.items() if name not in names}
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module its own step back."""
+        vars(pl_module).pop("training_step", None)
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        where = self._starts_of(len(self.losses) - 1)
+        draws = KeyedDraws(where, self.trace.running, native=self._native)
+        before = _generators()
+        with self.trace.follow(where), draws:
+            yield
+        self.elsewhere |= {name for name, state in _generators().items() if state != before[name]}
+        self.sites += [site for site in draws.sites if site not in self.sites]
+
+
+def _generators() -> dict[str, object]:
+    """States of the generators whose draws cannot be made equal."""
+    name, words, *rest = np.random.get_state()
+    return {"numpy.random": (name, np.asarray(words).tobytes(), *rest), "random": random.getstate()}
+
+
+@torch.no_grad()
+def _nudge(module: nn.Module) -> None:
+    """Change every weight by one unit of its last place, up or down."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        up = torch.randint(0, 2, parameter.shape, generator=generator).bool()
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf).to(parameter)))

@@ -1,0 +1,187 @@
+"""The culprits in words: what was tried, what became of the errors, what to do."""
+
+from collections.abc import Sequence
+
+from lightning_amp.verification.laboratory import Findings
+from lightning_amp.verification.verification import Culprit, Row
+
+NAMED = 4
+
+
+def drawn(sites: Sequence[str], left: Findings, best: Findings) -> Culprit:
+    """Draws for the rank's cells from torch's generator.
+
+    Args:
+        sites: Where.
+        left: The run with these draws left as they are.
+        best: The run with all draws keyed.
+    """
+    is_dropout = any("Dropout" in site or "bernoulli" in site for site in sites)
+    what = "dropout masks are" if is_dropout else "random numbers are"
+    return Culprit(
+        cause="random draws",
+        where=_some(sites),
+        evidence=f"Its {what} drawn by each rank for its own cells, so a cell gets others than in one process: the"
+        f" largest error is {left.largest:.0e}, and {best.largest:.0e} when every cell draws the same numbers wherever"
+        " it is.",
+        advice="Training is as random as before, only not the same. For equal runs make the draws a function of the"
+        " cell: lightning_amp.models.draws has KeyedDropout and keyed_normal; or switch them off while you compare.",
+    )
+
+
+def normalised(norms: Sequence[str], own: Findings, best: Findings) -> Culprit:
+    """BatchNorm over the rank's own cells.
+
+    Args:
+        norms: The layers that differ first.
+        own: The run with statistics per rank.
+        best: The run with shared ones.
+    """
+    return Culprit(
+        cause="batch statistics",
+        where=_some(norms),
+        evidence="BatchNorm sees the cells of one rank only: its output differs though its input agrees. The largest"
+        f" error is {own.largest:.0e}, and {best.largest:.0e} with share_batch_statistics=True.",
+        advice="Share the statistics: AMPStrategy(share_batch_statistics=True), which is the default.",
+    )
+
+
+def unequal(before: Findings, after: Findings) -> Culprit:
+    """A loss that does not weigh every cell alike where ranks have unequally many.
+
+    Args:
+        before: The run with unequal parts.
+        after: The run with equal ones.
+    """
+    return Culprit(
+        cause="unequal parts",
+        where="training_step",
+        evidence=f"The ranks have unequally many cells, and the largest error is {before.largest:.0e}; with equally"
+        f" many it is {after.largest:.0e}. A rank's loss is weighted by its cells, which is right for one mean over"
+        " cells: this loss has another denominator, such as several modalities with different numbers of cells.",
+        advice="Give every rank equally many cells of every modality: drop_last=True, or SingleCellDataModule.",
+    )
+
+
+def means(before: Findings, after: Findings) -> Culprit:
+    """A quotient of sums over cells, of which ranks can only average the quotients.
+
+    Args:
+        before: The run with every rank's own cells.
+        after: The run with the same cells on all ranks.
+    """
+    origins = before.origins
+    evidence = f"The largest error is {before.largest:.0e}, and {after.largest:.0e} when all ranks have the same cells:"
+    if origins:
+        return Culprit(
+            cause="batch statistics",
+            where=_some(origins),
+            evidence=f"{evidence} the output of a cell differs though the input agrees, so it reads the other cells of"
+            " the batch, of which a rank has its own only.",
+            advice="Compute what it reads over the cells of all ranks (self.all_gather with sync_grads=True), use"
+            " nn.BatchNorm, which the strategy shares, or split the model instead: model_parallel_size=devices.",
+        )
+    return Culprit(
+        cause="mean of means",
+        where="the loss in training_step",
+        evidence=f"{evidence} every module agrees on every cell, and the loss does not. It divides by something that"
+        " differs between ranks, such as the number of entries of a mask, or relates cells to each other.",
+        advice="Divide by the number of cells, or by a constant; or divide by the mean of the denominator over ranks:"
+        " self.trainer.strategy.reduce(denominator.detach(), reduce_op='mean').",
+    )
+
+
+def summed(factor: float) -> Culprit:
+    """A sum over cells.
+
+    Args:
+        factor: By what the gradients of one process are larger.
+    """
+    return Culprit(
+        cause="sum over cells",
+        where="the loss in training_step",
+        evidence=f"Every gradient of one process is {factor:.6g} times that of the ranks: the loss is a sum over cells,"
+        " and ranks average.",
+        advice="Take the mean over cells (and a larger learning rate), then verify again.",
+    )
+
+
+def buffers(rows: Sequence[Row]) -> Culprit:
+    """Buffers that the module changes by itself.
+
+    Args:
+        rows: Those that differ.
+    """
+    wrong = [name for row in rows for name in row.wrong]
+    return Culprit(
+        cause="buffers",
+        where=_some(wrong),
+        evidence="Losses, gradients and parameters agree, these buffers do not: the module changes them from the"
+        " cells of its rank.",
+        advice="Reduce what they are made of over ranks (self.trainer.strategy.reduce) before they are changed;"
+        " otherwise rank 0's are taken at the next validation.",
+    )
+
+
+def rounding(found: Findings, plain: Findings) -> Culprit:
+    """Errors in single precision alone.
+
+    Args:
+        found: The run with errors.
+        plain: The run in double precision.
+    """
+    row = next(row for row in found.rows if not row.ok)
+    return Culprit(
+        cause="rounding",
+        where=f"{row.quantity}, {row.worst}" if row.worst else row.quantity,
+        evidence=f"In double precision losses and gradients agree to {plain.largest:.0e}, so both compute the same; in"
+        f" {row.precision} sums in another order differ by {row.error:.0e}.",
+        advice="Nothing is wrong with the ranks; if one process with the cells in another order differs as much, the"
+        " step itself loses digits.",
+    )
+
+
+def not_finite(found: Findings) -> Culprit:
+    """A loss that is no number.
+
+    Args:
+        found: The run.
+    """
+    row = next(row for row in found.rows if row.error != row.error)
+    return Culprit(
+        cause="not finite",
+        where=f"{row.quantity}, {row.precision}",
+        evidence="The loss is not a number or infinite, which cannot be compared.",
+        advice="Let one process train first: Trainer(detect_anomaly=True) says where it begins.",
+    )
+
+
+def unknown(plain: Findings, best: Findings) -> Culprit:
+    """Errors that none of the experiments has explained.
+
+    Args:
+        plain: The run as it is.
+        best: The run with everything put right.
+    """
+    origins = best.origins
+    where = _some(origins) if origins else ""
+    place = (
+        "These modules differ first, though what they read agrees."
+        if origins
+        else "No module differs by itself: look at training_step, the optimisers and the hooks."
+    )
+    if plain.first.elsewhere:
+        place += f" training_step draws from {' and '.join(plain.first.elsewhere)}, which cannot be made equal here."
+    return Culprit(
+        cause="unknown",
+        where=where,
+        evidence=f"The largest error is {plain.largest:.0e}, and {best.largest:.0e} with equal draws and shared batch"
+        f" statistics; the same cells on every rank do not explain it either. {place}",
+        advice="Look for what depends on the rank (global_rank, numpy.random, files) or on the order of cells; where"
+        " none is found, this may be a fault of lightning_amp: please report it with this table.",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return "; ".join(names[:NAMED]) + more

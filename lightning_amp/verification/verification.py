@@ -1,0 +1,161 @@
+"""What a verification found, as inert data: errors beside what is allowed, and what breaks equivalence.
+
+    error(x) = ||x - x_one|| / max(||x_one||, floor ||all of its kind||)    of a tensor; the largest of a kind counts
+
+The floor keeps what is zero but for rounding, such as the gradient of a bias in front of batch normalisation, from
+being compared with itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from textwrap import fill
+from typing import Any
+
+from lightning_amp.planning.report import WIDTH, table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One quantity in one precision.
+
+    Attributes:
+        quantity: Such as "gradients".
+        precision: "float32" or "float64".
+        errors: Relative error of every tensor, by name; at least one.
+        tolerances: Largest relative error of each that is rounding.
+    """
+
+    quantity: str
+    precision: str
+    errors: Mapping[str, float]
+    tolerances: Mapping[str, float]
+
+    @property
+    def worst(self) -> str:
+        """Where the error is largest beside what is allowed; what is no number comes first."""
+        return max(self.errors, key=lambda name: _rank(self.errors[name] / self.tolerances[name]))
+
+    @property
+    def error(self) -> float:
+        """The error there."""
+        return self.errors[self.worst]
+
+    @property
+    def allowed(self) -> float:
+        """What is allowed there."""
+        return self.tolerances[self.worst]
+
+    @property
+    def wrong(self) -> list[str]:
+        """Tensors whose error is not rounding; one that is not a number never is."""
+        return [name for name, error in self.errors.items() if not error <= self.tolerances[name]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all errors are rounding."""
+        return not self.wrong
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Culprit:
+    """Something in the model that breaks equivalence.
+
+    Attributes:
+        cause: "random draws", "batch statistics", "unequal parts", "sum over cells", "mean of means", "buffers",
+            "rounding", "not finite" or "unknown".
+        where: Module, line or tensors.
+        evidence: What was tried and what became of the errors.
+        advice: What to do.
+    """
+
+    cause: str
+    where: str
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """One process against several ranks.
+
+    Attributes:
+        module: Class of the module.
+        strategies: Of the plan that the ranks have carried out.
+        mesh: Ranks of the data and of the model axis.
+        cells: Cells of the global batch, 0 where its tensors do not tell.
+        steps: Optimiser steps taken.
+        rows: Every quantity in every precision.
+        culprits: What breaks equivalence; empty where all rows are equal.
+    """
+
+    module: str
+    strategies: tuple[str, ...]
+    mesh: tuple[int, int]
+    cells: int
+    steps: int
+    rows: tuple[Row, ...]
+    culprits: tuple[Culprit, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every quantity is equal up to rounding."""
+        return all(row.ok for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; errors that are no finite number as text."""
+        rows = [
+            {
+                "quantity": row.quantity,
+                "precision": row.precision,
+                "error": _plain(row.error),
+                "allowed": row.allowed,
+                "worst": row.worst,
+                "ok": row.ok,
+                "errors": {name: _plain(error) for name, error in row.errors.items()},
+            }
+            for row in self.rows
+        ]
+        return asdict(self) | {"schema": 1, "ok": self.ok, "rows": rows}
+
+    def __str__(self) -> str:
+        data, model = self.mesh
+        head = (
+            f"{self.module}: one process against {data * model} ranks, {data} x {model} (data x model), with"
+            f" {', '.join(self.strategies) or 'no strategies'}; {self.cells or 'an unknown number of'} cells in all,"
+            f" {self.steps} step{'s' if self.steps > 1 else ''}"
+        )
+        rows = [
+            [
+                row.quantity,
+                row.precision,
+                f"{row.error:.1e}",
+                f"{row.allowed:.0e}",
+                "yes" if row.ok else "NO",
+                row.worst if row.error else "",
+            ]
+            for row in self.rows
+        ]
+        found = table(["", "precision", "error", "allowed", "equal", "largest at"], rows)
+        verdict = (
+            "The ranks train as one process does."
+            if self.ok
+            else "The ranks do not train as one process does."
+        )
+        return "\n\n".join([fill(head, WIDTH), found, verdict, *map(_paragraph, self.culprits)])
+
+
+def _paragraph(culprit: Culprit) -> str:
+    lines = [f"{culprit.cause} at {culprit.where}" if culprit.where else culprit.cause]
+    lines += [
+        fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        for text in (culprit.evidence, culprit.advice)
+    ]
+    return "\n".join([fill(lines[0], WIDTH, subsequent_indent="  "), *lines[1:]])
+
+
+def _rank(error: float) -> float:
+    return float("inf") if error != error else error
+
+
+def _plain(error: float) -> float | str:
+    return error if error - error == 0 else str(error)

@@ -1,0 +1,197 @@
+"""Small modules for test_verify.py: clean ones, and one for each thing that breaks equivalence."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+Cells = dict[str, Tensor]
+
+
+def cells(n: int, *, seed: int = 0) -> Cells:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, generator=generator)
+    mask = torch.rand(n, 2, generator=generator) < torch.linspace(0.2, 0.9, n)[:, None]
+    return {"x": x, "y": x @ torch.ones(5, 2) + 1, "mask": mask}
+
+
+class Clean(LightningModule):
+    """Batch normalisation, an adaptive optimiser, a mean over cells."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.middle = middle or nn.Identity()
+        self.head = nn.Linear(8, 2)
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.head(self.middle(self.encoder(batch["x"]))) - batch["y"]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Inline(LightningModule):
+    """One layer on a batch that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class EdgesDrawn(Clean):
+    """Draws numbers that are not those of cells: the same on every rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + (torch.randn(11, 2) @ self.head.weight).square().mean()
+
+
+class Amplified(Clean):
+    """Makes something of a gradient that is rounding: that of the bias in front of batch normalisation."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01, eps=1e-11)
+
+
+class Adversarial(Clean):
+    """Manual optimisation with two optimisers; clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        u = self.encoder(batch["x"])
+        for optimizer, loss in zip(
+            self.optimizers(),  # type: ignore[arg-type]
+            (
+                lambda: F.softplus(self.critic(u.detach())).mean(),
+                lambda: self.loss(batch) - self.critic(u).mean(),
+            ),
+            strict=True,
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.encoder.parameters(), *self.head.parameters()]
+        return torch.optim.RMSprop(self.critic.parameters()), torch.optim.SGD(rest, lr=0.1)
+
+
+class Samples(Clean):
+    """Draws a latent in the training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        u = self.encoder(batch["x"])
+        return (self.head(u + torch.randn_like(u)) - batch["y"]).square().mean()
+
+
+class SamplesTwice(Samples):
+    """Dropout beside it, and a draw for every cell that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        torch.rand(len(batch["x"]))
+        return super().training_step(batch, batch_idx) + self.loss(batch)
+
+
+class Masked(Clean):
+    """A mean over the entries of a mask."""
+
+    def loss(self, batch: Any) -> Tensor:
+        error = (self.head(self.middle(self.encoder(batch["x"]))) - batch["y"]).square()
+        return (error * batch["mask"]).sum() / batch["mask"].sum()
+
+
+class Summed(Clean):
+    """A sum over cells."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * len(batch["x"])
+
+
+class Centred(nn.Module):
+    """Batch statistics of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Modalities(Clean):
+    """The sum of two means, over different numbers of cells."""
+
+    def loss(self, batch: Any) -> Tensor:
+        first, second = (Clean.loss(self, part) for part in batch.values())
+        return first + second
+
+
+class Centre(Clean):
+    """A buffer of the rank's own cells that no gradient sees."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.centre.lerp_(batch["x"].mean(0), 0.1)
+        return self.loss(batch)
+
+
+class ByRank(Clean):
+    """What a rank computes depends on which one it is, and on numpy's generator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * (1 + self.global_rank + float(np.random.rand()))
+
+
+class MaskedOverRanks(Clean):
+    """Masked as verify advises."""
+
+    def loss(self, batch: Any) -> Tensor:
+        error = (self.head(self.middle(self.encoder(batch["x"]))) - batch["y"]).square()
+        entries = self.trainer.strategy.reduce(batch["mask"].sum(), reduce_op="mean")
+        return (error * batch["mask"]).sum() / entries
+
+
+class Late(Clean):
+    """Wrong from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Masked.loss(self, batch) if batch_idx else self.loss(batch)  # type: ignore[arg-type]
+
+
+class NotFinite(Clean):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) / 0
+
+
+class Raises(Clean):
+    def loss(self, batch: Any) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+class RaisesOnRank(Clean):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.world_size > 1:
+            raise ArithmeticError("on purpose")
+        return self.loss(batch)
