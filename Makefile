@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint real clean
+.PHONY: demo test lint real scglue clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -21,6 +21,11 @@ lint: $(STAMP)
 
 real: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests
+
+# the package scglue, whose imports warn of much, joins the environment for its own tests only
+scglue: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[test,scglue]' --constraint constraints.txt
+	$(BIN)/python -m pytest tests/test_scglue.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
