@@ -468,6 +468,15 @@ def test_refuses_parts_that_would_not_see_all(name: str, child: nn.Module | None
     assert dict(model.named_modules()) == before
 
 
+def test_refuses_hooks_before_it_tries_attention_out() -> None:
+    """A profiler's hooks cannot be copied."""
+    decoder = small()
+    attention = decoder.strata[1].get_submodule("key.attention")
+    attention.register_forward_hook(lambda *_: None)
+    with pytest.raises(InstallError, match=r"attention' with \['forward_hooks'\], which would not run"):
+        share_anchors(decoder, DomainParallel(), fake_mesh(rank=0, ranks=2))
+
+
 def test_refuses_decoders_that_cannot_be_dealt() -> None:
     with pytest.raises(InstallError, match="nodes was asked for on one device, found no mesh"):
         share_anchors(small(), DomainParallel(), None)

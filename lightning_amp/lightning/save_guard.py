@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_amp.errors import AmpError
 
-PATIENCE_S = 120.0
-"""How far ranks may be apart: they have taken the same step before, so it is seconds."""
+PATIENCE_S = 600.0
+"""How far ranks may be apart: they have taken the same step before, but one may have more to do after a validation."""
 POLL_S = 0.02
 
 

@@ -38,6 +38,7 @@ from lightning_amp.parallel.anchor_rows import deal_rows
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.feature_parallel import features_problem
 from lightning_amp.parallel.halo_attention import HaloAttention
+from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder, is_decomposed
 from lightning_amp.parallel.region import share_region
 from lightning_amp.planning.specs import DomainParallel
@@ -136,6 +137,9 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
         raise _refusal(
             decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
         )
+    hooks = [kind.strip("_") for kind in hooks_within(attention)]
+    if hooks:
+        raise _refusal(decoder, f"has {fqn!r} with {hooks!r}, which would not run", "attention without hooks")
     # with small buckets the example is small
     small = cast(Any, copy.deepcopy(attention))
     small.window = w = min(window, EXAMPLE_WINDOW)
