@@ -17,6 +17,15 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+PRELOADED = (
+    "pytest",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning_amp.lightning.strategy",
+    "tests.sharded_cases",
+)
+"""Imported once, by the process that ranks are forks of: seconds for each of them otherwise."""
+
 START_S = 120.0
 """For importing torch and finding each other, on a busy machine."""
 
@@ -67,11 +76,15 @@ def run_ranks(
         *args: Given to every rank.
         timeout: Seconds for the body, not counting the start of the processes.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     pipes = [context.Pipe() for _ in range(world_size)]
+    environment = dict(os.environ)
     processes = [
         context.Process(
-            target=_serve, args=(body, rank, world_size, tmp_path, pipes[rank][1], args), daemon=True
+            target=_serve,
+            args=(body, rank, world_size, tmp_path, pipes[rank][1], args, environment),
+            daemon=True,
         )
         for rank in range(world_size)
     ]
@@ -135,7 +148,11 @@ def _serve(
     folder: Path,
     connection: Connection,
     args: tuple[Any, ...],
+    environment: dict[str, str],
 ) -> None:
+    # a fork of the server has the environment in which that was started
+    os.environ.clear()
+    os.environ.update(environment)
     with (folder / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         import torch

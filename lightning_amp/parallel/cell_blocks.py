@@ -70,6 +70,13 @@ class CellBlocks(nn.Module):
         **cells: Tensor,
     ) -> Float[Tensor, ""]:
         """Sum over cells of `nll(key, u, **cells)`, one block alive at a time."""
+        odd = {name: len(rows) for name, rows in cells.items() if len(rows) not in (1, len(u))}
+        if odd:
+            raise InstallError(
+                f"a stratum's {len(u)!r} cells were to be taken in blocks, and it is called with {odd!r} rows; allowed"
+                " is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or leave"
+                " 'stream' out"
+            )
         tables = list(parameters)
         inputs = [key, u, cells["library"], cells["log_weight"], *tables]
         if not wants_gradients(inputs):

@@ -31,7 +31,7 @@ def recompute_strata(decoder: nn.Module, spec: RecomputeStrata, mesh: DeviceMesh
     Raises:
         InstallError: The decoder's way through the strata is its own.
     """
-    return Change({"walk": RecomputedStrata(walk_of(decoder, "recompute"))})
+    return Change({"walk": RecomputedStrata(walk_of(decoder, "recompute", once=True))})
 
 
 class RecomputedStrata(nn.Module):

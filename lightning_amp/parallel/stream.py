@@ -18,7 +18,9 @@ gradient is carried down between them: its norm and projection are computed once
 
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
-whose own hooks run once, in the outer backward pass; chained strata run, and draw random numbers, from the last on.
+whose own hooks run once, in the outer backward pass; chained strata run, and draw random numbers, from the last on; on
+a GPU random numbers on the spine are not noticed. Gradients are those of the sum over cells and features: where float16
+overflows in them, loss scaling cannot help (bfloat16 does not overflow).
 """
 
 import math
@@ -66,7 +68,9 @@ def stream_strata(decoder: nn.Module, spec: StreamStrata, mesh: DeviceMesh | Non
         raise InstallError(
             f"stream was asked for with workers={spec.workers!r}; that many strata run side by side, at least 1"
         )
-    swaps: dict[str, nn.Module] = {"walk": StreamedStrata(walk_of(decoder, "stream"), workers=spec.workers)}
+    swaps: dict[str, nn.Module] = {
+        "walk": StreamedStrata(walk_of(decoder, "stream", once=True), workers=spec.workers)
+    }
     for k, stratum in enumerate(cast(Any, decoder).strata):
         swaps[f"strata.{k}.cells"] = block_cells(getattr(stratum, "cells", None), size=spec.cells)
     return Change(swaps)
@@ -137,6 +141,7 @@ class _Stream:
         own: range,
     ) -> None:
         self.strata = strata
+        self.chained = any(getattr(stratum, "chained", False) for stratum in strata[: own.stop])
         self.u, self.v, self.log_weights, self.library = leaves
         self.cells = cells | {"library": self.library}
         # made before the first stratum: what outlives a stratum would split the memory that the next one needs whole
@@ -151,7 +156,7 @@ class _Stream:
         """All own strata; returns their negative log-likelihood."""
         if not len(own):
             return self.total
-        if not any(getattr(stratum, "chained", False) for stratum in self.strata[: own.stop]):
+        if not self.chained:
             run_in_order(lambda k: self._pass(k, self.v, None), own, self._take, workers=workers)
         elif workers == 1:
             self._chain(own)
@@ -206,8 +211,15 @@ class _Stream:
 
     def _along(self, v: Tensor, strata: range) -> list[Tensor]:
         found = [v]
+        drawn = torch.get_rng_state()
         for k in strata:
             found.append(cast(Any, self.strata[k]).spine(found[-1]))
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise InstallError(
+                "strata were to be streamed, and what they hand on to each other draws random numbers (dropout), and is"
+                " computed more than once: it would be other numbers each time; move the draws off the spine, or leave"
+                " 'stream' out"
+            )
         return found
 
     def _pass(self, k: int, v: Tensor, handed: Tensor | None) -> "_Passed":
@@ -219,6 +231,11 @@ class _Stream:
         outputs, seeds = [nll], [torch.ones_like(nll)]
         if handed is not None and v_next.requires_grad:
             outputs, seeds = [nll, v_next], [seeds[0], handed]
+        if v_next is not v and not self.chained:
+            raise InstallError(
+                f"strata were to be streamed, and stratum {k} hands on another v than it was given, but none of them"
+                " has chained=True, so the next one would not get it; set `chained` on the strata that do so"
+            )
         del v_next
         return _Passed(k, v, nll.detach(), self._gradients(outputs, seeds, v, copies))
 

@@ -14,13 +14,14 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.protocol import is_decomposed
 
 
-def walk_of(decoder: nn.Module, strategy: str, *, stacked: bool = False) -> nn.Module:
+def walk_of(decoder: nn.Module, strategy: str, *, stacked: bool = False, once: bool = False) -> nn.Module:
     """The child `walk` of a decoder, checked.
 
     Args:
         decoder: The module that a rule names.
         strategy: Who asks, for the message.
         stacked: Whether a way that another technique has put there will do.
+        once: Whether a stratum has to run once, on all cells, to compute what it should.
 
     Raises:
         InstallError: No decomposed decoder, or one whose way through the strata a technique could not stand in for.
@@ -37,6 +38,13 @@ def walk_of(decoder: nn.Module, strategy: str, *, stacked: bool = False) -> nn.M
             f"{strategy} was asked for on {type(decoder).__name__!r}, whose child `walk` {problem}; only a module"
             " without state that adds up what its strata return, and hands each one's v to the next, can be replaced:"
             f" see docs/architecture.md, or leave {strategy} out"
+        )
+    counting = [name for name, part in decoder.strata.named_modules() if once and _sees_the_batch(part)]
+    if counting:
+        raise InstallError(
+            f"{strategy} was asked for on {type(decoder).__name__!r}, whose strata have {counting[:3]!r}, which read or"
+            " keep something of the whole batch every time they run; strata run for some cells at a time, or twice:"
+            f" move these to the encoders, or leave {strategy} out"
         )
     for k, stratum in enumerate(decoder.strata):
         missing = [name for name in ("arguments", "spine") if not callable(getattr(stratum, name, None))]
@@ -69,6 +77,13 @@ def _problem(walk: object, *, stacked: bool) -> str:
     return (
         "" if totals == expected else f"returns {totals!r} for an example whose strata add up to {expected!r}"
     )
+
+
+def _sees_the_batch(part: nn.Module) -> bool:
+    keeps = isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
+    hooks = part._forward_pre_hooks.values()
+    spectral = any("SpectralNorm" in type(one).__name__ for one in (part, *hooks))
+    return isinstance(part, nn.modules.batchnorm._BatchNorm) or keeps or spectral
 
 
 class _Example(nn.Module):
