@@ -175,6 +175,8 @@ def said(text: str) -> list[str]:
     for what, instead in (
         (r"(\.py):\d+ in", r"\1 in"),
         (r" \([^()]*, process \d+\)", ""),
+        # before its first word
+        (r" \(rank 0's machine\)", ""),
         (r"for \d+ s\b", "for N s"),
     ):
         lines = [re.sub(what, instead, line) for line in lines]

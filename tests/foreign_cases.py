@@ -89,8 +89,9 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def every_plan(rank: int, ranks: int, copies: dict[str, Copy]) -> dict[tuple[str, str], float]:
     """How far every plan's parameters are from those of one device, for every copy."""
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if ranks > 1:  # else this is the process of the tests
+        logging.getLogger("lightning").setLevel(logging.ERROR)
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     found = {}
     for name, copy in copies.items():

@@ -80,10 +80,12 @@ def run_ranks(
     context.set_forkserver_preload(list(PRELOADED))
     pipes = [context.Pipe() for _ in range(world_size)]
     environment = dict(os.environ)
+    # by value: multiprocessing would hand over a file for every tensor
+    sent = pickle.dumps((body, args))
     processes = [
         context.Process(
             target=_serve,
-            args=(body, rank, world_size, tmp_path, pipes[rank][1], args, environment),
+            args=(sent, rank, world_size, tmp_path, pipes[rank][1], environment),
             daemon=True,
         )
         for rank in range(world_size)
@@ -142,17 +144,17 @@ def _stacks(processes: list[Any], silent: set[int], folder: Path) -> str:
 
 
 def _serve(
-    body: Callable[..., Any],
+    sent: bytes,
     rank: int,
     world_size: int,
     folder: Path,
     connection: Connection,
-    args: tuple[Any, ...],
     environment: dict[str, str],
 ) -> None:
     # a fork of the server has the environment in which that was started
     os.environ.clear()
     os.environ.update(environment)
+    body, args = pickle.loads(sent)
     with (folder / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         import torch

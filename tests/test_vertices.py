@@ -153,7 +153,7 @@ def the_comparison_sees_mistakes(mesh: DeviceMesh, expected: Results) -> None:
         if edges.stop is not None:
             add(leaf, out, x, edges, back=back)
 
-    def own_noise(leaf: SharedVertices, like: Tensor) -> Tensor:
+    def own_noise(leaf: SharedVertices, like: Tensor, generator: torch.Generator | None) -> Tensor:
         return torch.randn_like(like)
 
     def own_mean(leaf: SharedVertices, values: Tensor) -> Tensor:
