@@ -4,12 +4,15 @@ The module's parameters, names, children and state_dict stay what they are. Its 
 class, and other instances of it, are not touched. A decoder that no rule of the plan has changed gets its own forward
 back by `keep`: it then computes bit for bit what it did before.
 
+A decoder that is changed later (another parameter object, child or setting) is refused when it is called.
+
 Known limit: a LightningModule that is such a decoder itself is not looked at.
 """
 
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.decoder import AdaptedDecoder
@@ -17,8 +20,12 @@ from lightning_amp.adapters.higlue import resembles
 from lightning_amp.adapters.layout import NotRecognised
 from lightning_amp.adapters.lazy import LazyDistribution
 from lightning_amp.adapters.probe import adapted
+from lightning_amp.adapters.snapshot import Snapshot
 from lightning_amp.errors import ModelError
 from lightning_amp.parallel.stand_in import StandIn
+
+INTEGERS = (torch.int64, torch.int32)
+"""Types that torch takes for rows; uint8 and bool are masks to it."""
 
 
 class Adapted:
@@ -84,20 +91,42 @@ class _Forward(StandIn):
     def __init__(self, decoder: AdaptedDecoder, module: nn.Module) -> None:
         super().__init__(decoder)
         self.module = module
+        self.snapshot = Snapshot(module)
 
     def __call__(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> LazyDistribution:  # noqa: E741
         """The distribution of the cells' counts, computed when it is asked for.
 
+        The values of b are looked at on the CPU only, for nothing here is to wait for another device.
+
         Raises:
-            ModelError: l is not one number per cell.
+            ModelError: l is not one number per cell, or b not one row of the tables.
+            InstallError: The module is not what it was when ours was made of it.
         """
+        self.snapshot.check(self.module)
         if not isinstance(l, Tensor) or l.shape != (len(u), 1):
             found = tuple(l.shape) if isinstance(l, Tensor) else l
             raise ModelError(
                 f"a decoder of HiGLUE's shape was called with l={found!r}; allowed is the library size of every cell,"
                 f" of the shape {(len(u), 1)!r}"
             )
-        return LazyDistribution(self.decoder, self._eager, (u, v, b, l))
+        _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
+        return LazyDistribution(self.decoder, self._eager, (u, v, b, l), self.snapshot.parameters)
 
     def _eager(self, *inputs: Tensor) -> Any:
         return type(self.module).forward(self.module, *inputs)
+
+
+def _check_rows(b: object, *, n_cells: int, n_rows: int) -> None:
+    """With one row our tables do not read b, and would take anything for it."""
+    allowed = (
+        f"allowed is the row of the tables for every cell, integers of the shape {(n_cells,)!r} from 0 to"
+        f" {n_rows - 1!r}"
+    )
+    if not isinstance(b, Tensor) or b.dtype not in INTEGERS or tuple(b.shape) not in ((n_cells,), (1,), ()):
+        found = f"{b.dtype} of the shape {tuple(b.shape)!r}" if isinstance(b, Tensor) else repr(b)
+        raise ModelError(f"a decoder of HiGLUE's shape was called with b={found}; {allowed}")
+    # negative rows count from the end, as they do in the module's own forward
+    if b.device.type == "cpu" and b.numel() and not -n_rows <= int(b.min()) <= int(b.max()) < n_rows:
+        raise ModelError(
+            f"a decoder of HiGLUE's shape was called with b from {int(b.min())!r} to {int(b.max())!r}; {allowed}"
+        )

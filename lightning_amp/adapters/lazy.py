@@ -9,13 +9,17 @@ In full it is of the module's own class, and made by its own forward, with gradi
 is computed by all of them together, and without gradients: parameters have parts of gradients there, so that a loss
 made of single entries would train on something else. With gradients enabled it is therefore refused.
 
-Known limits: where ranks share the strata, asking for something in full on one rank of a model group alone waits for
-the others; what is computed in full is not counted in a plan's prediction.
+Eager code would have computed at the call: gradients are made only where they were enabled since then, and a tensor
+that was changed in place since then, or frozen, is refused (moment.py).
+
+Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
+full on one rank of a model group alone waits for the others; what is computed in full is not counted in a plan's
+prediction.
 Legend: cell (B), anchor (N), dim (D), feature (F).
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +27,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_amp.adapters.decoder import AdaptedDecoder
+from lightning_amp.adapters.moment import Moment
 from lightning_amp.adapters.stratum import distribution
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 
 Number = int | float | Tensor
@@ -40,6 +46,7 @@ class LazyDistribution:
         decoder: Ours.
         eager: The foreign module's own forward.
         inputs: u, v, b and l as the module was called with.
+        parameters: Those of the foreign module, by name.
     """
 
     def __init__(
@@ -52,11 +59,13 @@ class LazyDistribution:
             Int[Tensor, " cell"],
             Float[Tensor, "cell 1"],
         ],
+        parameters: Iterable[tuple[str, Tensor]],
     ) -> None:
         self._decoder = decoder
         self._eager = eager
         self._kind = decoder.kind
         self._inputs = inputs
+        self._moment = Moment([*zip("uvbl", inputs, strict=True), *parameters])
         self._whole: dict[bool, Any] = {}
 
     @property  # type: ignore[misc]
@@ -78,19 +87,37 @@ class LazyDistribution:
         Raises:
             InstallError: The counts have another shape, and ranks share the strata.
         """
-        u, v, b, l = self._inputs  # noqa: E741
-        shape = (len(u), self._decoder.n_features)
-        totals: dict[bool, Tensor] = {}
+        shape = (len(self._inputs[0]), self._decoder.n_features)
         if tuple(getattr(value, "shape", ())) != shape:
             return self.in_full(f"log_prob of something that is not of the shape {shape!r}").log_prob(value)
+        counts = value.tensors() if isinstance(value, SparseCounts) else (value,)
+        moment = Moment(("x", part) for part in counts)
+        totals: dict[bool, Tensor] = {}
+
+        def graded() -> bool:
+            return self._moment.graded() and moment.graded()
 
         def total() -> Tensor:
-            wanted = torch.is_grad_enabled()
-            if wanted not in totals:
-                totals[wanted] = -self._decoder.nll(u, v, batch=b, library=l, x=value)
-            return totals[wanted]
+            if True in totals:
+                return totals[True] if graded() else totals[True].detach()
+            if graded() not in totals:
+                for one in (self._moment, moment):
+                    one.check("the sum of log_prob(x)", graded=graded())
+                totals[graded()] = self._total(value, graded=graded())
+            return totals[graded()]
 
-        return LazyLogProb(total, lambda what: self.in_full(what).log_prob(value), shape)
+        def whole(what: str) -> Tensor:
+            with torch.set_grad_enabled(graded()):
+                moment.check(what, graded=graded())
+                found: Tensor = self.in_full(what).log_prob(value)
+                return found
+
+        return LazyLogProb(total, whole, shape)
+
+    def _total(self, x: Float[Tensor, "cell feature"], *, graded: bool) -> Float[Tensor, ""]:
+        u, v, b, l = self._inputs  # noqa: E741
+        with torch.set_grad_enabled(graded):
+            return -self._decoder.nll(u, v, batch=b, library=l, x=x)
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Counts drawn from it, without gradients."""
@@ -105,9 +132,9 @@ class LazyDistribution:
             what: What was asked for, for the message.
 
         Raises:
-            InstallError: It would need gradients that ranks have parts of.
+            InstallError: It would need gradients that ranks have parts of, or something has changed since the call.
         """
-        wanted = torch.is_grad_enabled()
+        wanted = self._moment.graded()
         if wanted and self._decoder.shared:
             raise InstallError(
                 f"{what} was asked for with gradients, and the decoder's strata are shared by several ranks, which sum"
@@ -115,10 +142,14 @@ class LazyDistribution:
                 " and everything under torch.no_grad(): write the loss with these, or leave out what shares the strata"
                 " (S2, S5, nodes, strata)"
             )
+        if True in self._whole:
+            return self._whole[True]
         if wanted not in self._whole:
+            self._moment.check(what, graded=wanted)
             if wanted:
                 warnings.warn(EAGER.format(what=what), stacklevel=3)
-            self._whole[wanted] = self._shared() if self._decoder.shared else self._eager(*self._inputs)
+            with torch.set_grad_enabled(wanted):
+                self._whole[wanted] = self._shared() if self._decoder.shared else self._eager(*self._inputs)
         return self._whole[wanted]
 
     def _shared(self) -> Any:
@@ -151,6 +182,8 @@ class LazyLogProb:
         self._whole = whole
         self._factor = factor
         self.shape = torch.Size(shape)
+
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"log-probability of {tuple(self.shape)!r}, waiting to be summed"
@@ -256,6 +289,9 @@ IN_FULL = (
     "le",
     "gt",
     "ge",
+    "eq",
+    "ne",
+    "bool",
 )
 
 

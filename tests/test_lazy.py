@@ -1,0 +1,231 @@
+"""Claim: what stands in for a foreign decoder returns what eager code would have computed at the call, or refuses.
+
+Tensors, autograd and the foreign module may change between the moment a plan is installed, the call, and the sum.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.adapters.lazy import LazyLogProb
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.lightning.finite import FiniteCheck
+from tests.foreign_cases import example
+from tests.higlue_shaped import Copy, Decoder, Foreign
+
+BASE = Copy(strata=3)
+Given = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def no_grad_at_the_call(module: Foreign, given: Given, x: Tensor) -> Any:
+    with torch.no_grad():
+        distribution = module.decoder(*given)
+    return distribution.log_prob(x)
+
+
+def no_grad_at_log_prob(module: Foreign, given: Given, x: Tensor) -> Any:
+    distribution = module.decoder(*given)
+    with torch.no_grad():
+        return distribution.log_prob(x)
+
+
+def inference_at_the_call(module: Foreign, given: Given, x: Tensor) -> Any:
+    with torch.inference_mode():
+        distribution = module.decoder(*given[:3], given[3].clone())
+    with torch.no_grad():
+        return distribution.log_prob(x)
+
+
+@pytest.mark.parametrize("asked", [no_grad_at_the_call, no_grad_at_log_prob, inference_at_the_call])
+@pytest.mark.parametrize("reduced", [lambda y: y.mean(), lambda y: y.sum(1)], ids=["mean", "in full"])
+def test_gradients_are_made_only_where_they_were_enabled_all_the_time(
+    asked: Callable[..., Any], reduced: Callable[..., Tensor]
+) -> None:
+    module, given, x = example(BASE)
+    expected = reduced(asked(module, given, x))
+    adapt(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = reduced(asked(module, given, x))
+    assert found.requires_grad is expected.requires_grad is False
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_sum_that_was_made_stays_what_it_was() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    log_prob = module.decoder(*given).log_prob(x)
+    before = log_prob.mean()
+    with torch.no_grad():
+        module.decoder.bias.add_(1.0)
+        after = log_prob.mean()
+    assert torch.equal(before, after)
+    assert before.requires_grad
+    assert not after.requires_grad
+
+
+def thaw(module: Foreign, given: Given, x: Tensor) -> None:
+    module.decoder.bias.requires_grad_(True)
+
+
+def step(module: Foreign, given: Given, x: Tensor) -> None:
+    module.decoder.log_theta.grad = torch.ones_like(module.decoder.log_theta)
+    torch.optim.SGD([module.decoder.log_theta], lr=0.1).step()
+
+
+def in_place(of: Callable[[Given, Tensor], Tensor]) -> Callable[[Foreign, Given, Tensor], None]:
+    def change(module: Foreign, given: Given, x: Tensor) -> None:
+        with torch.no_grad():
+            of(given, x).mul_(1)
+
+    return change
+
+
+BETWEEN: dict[str, tuple[Any, str]] = {
+    "thawed": (thaw, "requires_grad of bias was False and is True"),
+    "stepped": (step, "log_theta was changed in place"),
+    **{
+        name: (in_place(lambda given, x, i=i: given[i]), f"{name} was changed in place")  # type: ignore[misc]
+        for i, name in enumerate("uvbl")
+    },
+    "x": (in_place(lambda given, x: x), "x was changed in place"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_change_between_call_and_sum_is_refused(name: str) -> None:
+    change, said = BETWEEN[name]
+    module, given, x = example(BASE)
+    adapt(module)
+    module.decoder.bias.requires_grad_(False)
+    log_prob = module.decoder(*given).log_prob(x)
+    change(module, given, x)
+    for reduced in (lambda: log_prob.mean(), lambda: log_prob.sum(1)):
+        with pytest.raises(InstallError, match=f"since its call.*{said}.*strategies='S1'"):
+            reduced()
+
+
+def test_what_is_frozen_does_not_matter_without_gradients() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    with torch.no_grad():
+        log_prob = module.decoder(*given).log_prob(x)
+    thaw(module, given, x)
+    module.decoder.requires_grad_(False)
+    assert torch.isfinite(log_prob.mean())
+
+
+def without_attention(decoder: Decoder) -> None:
+    decoder.use_attn = False
+
+
+def another_window(decoder: Decoder) -> None:
+    decoder.attn_layers[1].window_size = 3
+
+
+def another_layer(decoder: Decoder) -> None:
+    decoder.value_layers[0] = nn.Linear(12, 12, bias=False).double()
+
+
+def assigned(decoder: Decoder) -> None:
+    decoder.load_state_dict({k: v.clone() for k, v in decoder.state_dict().items()}, assign=True)
+
+
+def pruned(decoder: Decoder) -> None:
+    prune.l1_unstructured(decoder.value_layers[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
+
+
+def hooked(decoder: Decoder) -> None:
+    decoder.attn_layers[0].register_forward_hook(lambda *_: None)
+
+
+def other_lists(decoder: Decoder) -> None:
+    decoder.feature_masks = [rows[::-1] for rows in decoder.feature_masks]
+
+
+CHANGES: dict[Any, str] = {
+    without_attention: "'use_attn' was True and is False",
+    another_window: "'attn_layers.1.window_size' was 5 and is 3",
+    another_layer: "'value_layers.0' is another Linear",
+    assigned: "'scale_lin' is another Parameter than it was.*more",
+    pruned: "'value_layers.0.weight' is not there any more.*'value_layers.0.weight_orig' was added",
+    hooked: "'attn_layers.0' has hooks",
+    other_lists: "'feature_masks' is another list",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_decoder_that_is_changed_later_is_refused(change: Callable[[Decoder], None]) -> None:
+    module, given, _ = example(BASE)
+    found = adapt(module)
+    module.decoder(*given)
+    change(module.decoder)
+    with pytest.raises(InstallError, match=f"'Decoder' has changed.*{CHANGES[change]}.*strategies='S1'"):
+        module.decoder(*given)
+    found.undo()
+    module.decoder(*given)
+
+
+def test_parameters_of_a_functional_call_are_refused_if_they_are_others() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    own = dict(module.decoder.named_parameters())
+    others = {name: value.detach() + 1 for name, value in own.items()}
+    with pytest.raises(InstallError, match="'scale_lin' is another Tensor"):
+        torch.func.functional_call(module.decoder, others, given)
+    assert torch.isfinite(torch.func.functional_call(module.decoder, own, given).log_prob(x).mean())
+
+
+def test_a_module_that_is_moved_copied_or_watched_is_still_the_same() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    watch = FiniteCheck(module, rank=0, gradients=False)
+    module.float().double().eval().to("cpu")
+    module.load_state_dict(module.state_dict())
+    expected = module.decoder(*given).log_prob(x).mean()
+    watch.remove()
+    other = copy.deepcopy(copy.deepcopy(module))
+    assert torch.equal(other.decoder(*given).log_prob(x).mean(), expected)
+    without_attention(other.decoder)
+    module.decoder(*given)
+    with pytest.raises(InstallError, match="'use_attn' was True and is False"):
+        other.decoder(*given)
+    another_layer(module.decoder)
+    with pytest.raises(InstallError, match=r"'value_layers\.0' is another Linear"):
+        module.decoder(*given)
+
+
+def test_a_log_probability_compares_as_a_tensor_does() -> None:
+    module, given, x = example(BASE)
+    expected = module.decoder(*given).log_prob(x)
+    adapt(module)
+    found = module.decoder(*given).log_prob(x)
+    assert isinstance(found, LazyLogProb)
+    assert {found: 1}[found] == 1
+    with torch.no_grad():
+        for a in (found == expected, expected == found, ~(found != expected), torch.eq(found, expected)):
+            assert isinstance(a, Tensor)
+            assert a.shape == x.shape
+            assert a.all()
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            bool(found)
+
+
+@pytest.mark.parametrize("experiments", [1, 2])
+def test_rows_that_the_tables_do_not_have_are_refused(experiments: int) -> None:
+    module, (u, v, b, l), x = example(Copy(strata=3, experiments=experiments))  # noqa: E741
+    expected = module.decoder(u, v, b - experiments, l).log_prob(x).mean()
+    adapt(module)
+    torch.testing.assert_close(module.decoder(u, v, b - experiments, l).log_prob(x).mean(), expected)
+    for wrong in (b + experiments, b - 2 * experiments, b.double(), b[:-1], b > 0, None):
+        with pytest.raises(
+            ModelError, match=r"called with b.*allowed is the row of the tables for every cell"
+        ):
+            module.decoder(u, v, wrong, l)
