@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,6 +56,7 @@ class Case:
         steps: Steps of the run.
         epoch: Steps of an epoch.
         nodes: Nodes of the run.
+        saves_on_exception: Whether a callback does.
     """
 
     rank: int = -1
@@ -68,6 +69,7 @@ class Case:
     steps: int = 8
     epoch: int = 8
     nodes: int = 1
+    saves_on_exception: bool = False
 
 
 def boom() -> None:
@@ -197,6 +199,7 @@ def fit(case: Case, folder: Path, *, devices: int) -> None:
         callbacks=[
             FailingSave(),
             ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_EVERY, save_top_k=-1),
+            *([OnExceptionCheckpoint(folder)] if case.saves_on_exception else []),
         ],
         val_check_interval=AT if validates else None,
         limit_val_batches=1.0 if validates else 0,

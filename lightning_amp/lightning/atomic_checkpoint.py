@@ -1,25 +1,29 @@
 """Checkpoints that are complete or not there: written aside, flushed to the disk, then renamed.
 
-    save    a file of its own beside the target, fsync, rename over the target (one step for the file system), fsync of
-            the folder; an error, of whichever kind, removes the file aside and leaves the target as it was
+    save    a new file beside the target, locked while it is written, fsync, rename over the target (one step for the
+            file system), fsync of the folder, where the file system has one; an error, of whichever kind, removes the
+            file aside and leaves the target as it was
     load    an incomplete file is refused by name, with the complete ones beside it
 
 Tensors go to the file one after the other: no second copy of the checkpoint in memory. A file aside that a killed
-process has left is removed by the next save of the same machine in that folder.
+process has left, which nobody has locked any more, is removed by the next save of the same machine in that folder.
 
-Known limit: what is not a local path (s3://, gs://, ...) is written by Lightning, which knows these stores.
+Known limits: what is not a local path (s3://, gs://, ...) is written by Lightning, which knows these stores; on a file
+system without locks what a killed process has left stays.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import platform
+import secrets
 import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-import psutil
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
@@ -27,6 +31,8 @@ from lightning_amp.errors import DataError
 from lightning_amp.planning.byte_size import format_bytes
 
 ASIDE = ".partial"
+WITHOUT_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems answer that cannot flush."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -102,39 +108,58 @@ class _FirstError:
         self._file.flush()
 
 
-def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    with path.open("wb", buffering=0) as raw:
-        file = _FirstError(raw)
-        try:
-            torch.save(checkpoint, file)  # type: ignore[arg-type]
-        except Exception:
-            if file.error is not None:
-                raise file.error from None
-            raise
+def _write(checkpoint: dict[str, Any], raw: BinaryIO) -> None:
+    file = _FirstError(raw)
+    try:
+        torch.save(checkpoint, file)  # type: ignore[arg-type]
+    except Exception:
+        if file.error is not None:
+            raise file.error from None
+        raise
+    try:
         os.fsync(raw.fileno())
+    except OSError as error:
+        if error.errno not in WITHOUT_FSYNC:
+            raise
 
 
 @contextlib.contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A path to write to, renamed to the target at the end, or removed."""
-    aside = target.parent / f"{ASIDE}-{platform.node()}-{os.getpid()}"
-    try:
-        yield aside
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _aside(target: Path) -> Iterator[BinaryIO]:
+    """A file to write to, renamed to the target at the end, or removed."""
+    aside, file = _create(target.parent)
+    with file:
+        try:
+            yield file
+            aside.replace(target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    # it is there; that its name has reached the disk is more than every file system promises
+    with contextlib.suppress(OSError):
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _create(folder: Path) -> tuple[Path, BinaryIO]:
+    """A new file, locked; containers may have the same machine's name and process, so neither makes it one's own."""
+    while True:
+        path = folder / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+        file = cast("BinaryIO", path.open("xb", buffering=0))
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # another process may have taken it for one that was left, before it was locked
+        if path.exists():
+            return path, file
+        file.close()
 
 
 def _remove_left_over(folder: Path) -> None:
     for aside in folder.glob(f"{ASIDE}-{platform.node()}-*"):
-        pid = aside.name.rpartition("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        with contextlib.suppress(OSError), aside.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             aside.unlink(missing_ok=True)
 
 

@@ -1,7 +1,8 @@
 """What a plan is made of is the same on every rank: the options, the plan's file, and the data on the rank's disks.
 
 Compared once, in `setup`, before anything is installed: one broadcast and one all-gather of small objects. Paths,
-memory and rates are left out, for machines may differ in them; rank 0's count.
+memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have unequal
+numbers of cells; rank 0's count.
 """
 
 import json
@@ -35,7 +36,6 @@ def facts_of_plan(strategy: "AMPStrategy", trainer: "pl.Trainer") -> dict[str, s
         "model_parallel_size": strategy.model_parallel_size,
         "share_batch_statistics": strategy.share_batch_statistics,
         "balance_cells": strategy.asked_balance,
-        "batch_size": getattr(data, "batch_size", None),
     }
     try:
         if strategy.asked_plan is not None:

@@ -15,30 +15,36 @@ from lightning_amp.errors import AmpError
 
 PATIENCE_S = 600.0
 """How far ranks may be apart: they have taken the same step before, but one may have more to do after a validation."""
+PATIENCE_AFTER_ERROR_S = 5.0
+"""The same once this rank has failed: the others fail with it, or will never come."""
 POLL_S = 0.02
 
 
-def wait_for_all(*, rank: int, ranks: int) -> None:
+def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     """Return once every rank has come here as often as this one.
 
     Args:
         rank: This rank.
         ranks: Of so many.
+        failed: Whether this rank's run has failed, and a callback saves what there is.
 
     Raises:
-        AmpError: Others have not come within `PATIENCE_S`.
+        AmpError: Others have not come within `PATIENCE_S`, or after an error the shorter time; the error is then its
+            context.
     """
     if ranks == 1 or not dist.is_initialized():
         return
     store = _get_default_store()
     mine = store.add(_key(rank), 1)
-    deadline = time.monotonic() + PATIENCE_S
-    while missing := [other for other in range(ranks) if store.add(_key(other), 0) < mine]:
+    patience = PATIENCE_AFTER_ERROR_S if failed else PATIENCE_S
+    deadline = time.monotonic() + patience
+    missing = list(range(ranks))
+    while missing := [other for other in missing if store.add(_key(other), 0) < mine]:
         if time.monotonic() > deadline:
             store.add(_key(rank), -1)
             raise AmpError(
                 f"a checkpoint was to be saved on rank {rank}, and ranks {missing!r} have not come to save it within"
-                f" {PATIENCE_S:g} s; all ranks have to, for some hold a part of it. Call trainer.save_checkpoint on"
+                f" {patience:g} s; all ranks have to, for some hold a part of it. Call trainer.save_checkpoint on"
                 " every rank: one alone writes the file"
             )
         time.sleep(POLL_S)

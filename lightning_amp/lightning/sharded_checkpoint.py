@@ -6,7 +6,8 @@
 
 No rank ever has a whole sharded tensor. Tensors that all ranks have are written by rank 0, as in a plain checkpoint.
 The directory is written under another name, read over by rank 0, and then takes its own: a run that ends before leaves
-the directory that was there. If it ends between the two renamings, the old one is found as `.NAME.ckpt.previous`.
+the directory that was there. If it ends between the two renamings, the old one is found as `.NAME.ckpt.previous`; the
+next save of that name renames it to `NAME.ckpt-recovered` and says so.
 
 Collectives: those of torch's planning, of the size of the names and shapes, and two broadcasts of an outcome.
 Known limits: the ranks need one folder, as of a network file system; a bit that flips on the disk is not noticed.
@@ -15,6 +16,7 @@ Known limits: the ranks need one folder, as of a network file system; a bit that
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_amp.errors import DataError
+from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoint_directory import (
     BULK,
@@ -121,6 +124,7 @@ def replacing_directory(path: Path, write: Callable[[], None]) -> None:
     if is_directory(path):
         _in_place_of(path, write)
     else:
+        _recover(path)
         write()
 
 
@@ -170,9 +174,22 @@ def _finish(skeleton: dict[str, Any], aside: Path, path: Path) -> None:
     if path.exists() or path.is_symlink():
         _in_place_of(path, lambda: aside.rename(path))
     else:
+        _recover(path)
         aside.rename(path)
-        # of a run that was killed while it replaced this one
-        _remove(earlier_name(path))
+
+
+def _recover(path: Path) -> None:
+    """Show the checkpoint of a run that was killed while it replaced it, where nothing has its name."""
+    previous = earlier_name(path)
+    if path.exists() or path.is_symlink() or not previous.exists():
+        return
+    names = (f"{path.name}-recovered{'' if n == 1 else f'-{n}'}" for n in count(1))
+    kept = next(kept for name in names if not (kept := path.with_name(name)).exists())
+    previous.rename(kept)
+    rank_zero_warn(
+        f"a run has ended while it replaced the checkpoint {str(path)!r}, and this one has not resumed from it; the one"
+        f" before is kept as {str(kept)!r}: remove it, or resume from it"
+    )
 
 
 def _in_place_of(path: Path, write: Callable[[], object]) -> None:

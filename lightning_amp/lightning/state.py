@@ -27,7 +27,9 @@ class WholeState(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with whole parameters; a collective where some are sharded, and for all ranks always."""
-        wait_for_all(rank=self.global_rank, ranks=self.world_size)
+        module = self.lightning_module
+        failed = module is not None and module.trainer.interrupted
+        wait_for_all(rank=self.global_rank, ranks=self.world_size, failed=failed)
         return self._shards.saved_state(
             super().lightning_module_state_dict(), in_parts=self._save_distributed
         )

@@ -297,10 +297,12 @@ class AMPStrategy(EndsTogether, WeightedSteps):
     def teardown(self) -> None:
         """Make parameters whole again, undo what was installed, then what Lightning does."""
         module = self.lightning_module
-        if module is not None and self._shards.sharded:
-            self._shards.give_back(self.optimizers, complete=not module.trainer.interrupted)
-        self._remove_installed()
-        super().teardown()
+        try:
+            if module is not None and self._shards.sharded:
+                self._shards.give_back(self.optimizers, complete=not module.trainer.interrupted)
+            self._remove_installed()
+        finally:
+            super().teardown()
 
     def on_validation_start(self) -> None:
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""

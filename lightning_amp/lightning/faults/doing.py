@@ -43,6 +43,7 @@ class Doing:
         waiting: The collective that it waits in, "" where there is none.
         place: Stage, epoch and batch.
         batches: Batches begun so far; with the hook, what progress is told by.
+        unwinding: Whether an error has been raised, and callbacks and loggers hear of it before the run ends.
     """
 
     hook: str = ""
@@ -50,6 +51,7 @@ class Doing:
     waiting: str = ""
     place: str = ""
     batches: int = 0
+    unwinding: bool = False
 
     def __str__(self) -> str:
         text = f"in {self.hook or 'no hook'}"
@@ -105,7 +107,14 @@ def _doing(frames: Iterable[tuple[FrameType, int]], trainer: pl.Trainer | None) 
             hook = "the data loader"
         if not hook and name in HOOKS:
             hook = name
-    return Doing(hook=hook, where=where, waiting=waiting, place=_place(trainer), batches=_batches(trainer))
+    return Doing(
+        hook=hook,
+        where=where,
+        waiting=waiting,
+        place=_place(trainer),
+        batches=_batches(trainer),
+        unwinding=trainer is not None and trainer.interrupted,
+    )
 
 
 def _place(trainer: pl.Trainer | None) -> str:

@@ -3,16 +3,20 @@
 import secrets
 import signal
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.optim import Optimizer
 
-from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import launch_process_observer
 from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.faults.doing import doing_of_exception, doing_of_thread
@@ -33,6 +37,10 @@ class EndsTogether(DDPStrategy):
     _limits: Limits
     _watch: Watch | None = None
     _adopted: list[Any] | None = None
+    _stepping: bool = False
+    """Whether an optimiser may have changed some of the parameters and not yet the others."""
+    _asked_to_end: bool = False
+    """Whether SIGTERM has come meanwhile."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -50,8 +58,8 @@ class EndsTogether(DDPStrategy):
         super().setup_environment()
         module = self.lightning_module
         trainer = None if module is None else module.trainer
-        if trainer is not None:
-            _end_on_sigterm(trainer)
+        if trainer is not None and self.world_size > 1 and not _requeues_on_sigterm(self.cluster_environment):
+            self._end_on_sigterm(trainer)
         if self.world_size > 1:
             self._begin_watch(trainer)
 
@@ -87,6 +95,71 @@ class EndsTogether(DDPStrategy):
         observed.clear()
         return self._adopted
 
+    def _end_on_sigterm(self, trainer: pl.Trainer) -> None:
+        """Raise at once, where Lightning would wait in the signal's handler for a broadcast that may never come.
+
+        A step that the optimiser has begun is taken to its end first: a callback may save what there is.
+        """
+        connector = trainer._signal_connector
+        self._asked_to_end = False
+
+        def end(signum: int, frame: FrameType | None) -> None:
+            if connector.received_sigterm:
+                return
+            connector.received_sigterm = True
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGTERM)
+            before = connector._original_handlers.get(signal.SIGTERM)
+            if callable(before) and before is not signal.default_int_handler:
+                before(signum, frame)  # type: ignore[arg-type]
+            if self._stepping:
+                self._asked_to_end = True
+                return
+            raise SIGTERMException(STATUS_OF_SIGTERM)
+
+        connector._sigterm_notifier_fn = end  # type: ignore[method-assign, assignment]
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step; asked by SIGTERM to end once parameters may have changed, end after it.
+
+        They have not while the closure, forward and backward, runs for the first time.
+        """
+        begun = False
+
+        def interruptible() -> Any:
+            nonlocal begun
+            self._stepping = begun
+            result = closure()
+            self._stepping = begun = True
+            return result
+
+        self._stepping = True
+        try:
+            output = super().optimizer_step(optimizer, interruptible, model, **kwargs)
+        finally:
+            self._stepping = False
+        if self._asked_to_end:
+            self._asked_to_end = False
+            raise SIGTERMException(STATUS_OF_SIGTERM)
+        return output
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state; if a callback saves after an error and cannot, the error is told, not its consequence."""
+        try:
+            return super().lightning_module_state_dict()
+        except AmpError as error:
+            # it ends the callbacks' `on_exception`, and Lightning does not come to the strategy's
+            module, cause = self.lightning_module, error.__context__
+            if cause is not None and module is not None and module.trainer.interrupted:
+                self.on_exception(cause)
+            raise
+
     def on_exception(self, exception: BaseException) -> None:
         """Say whose fault it is, here and to the other ranks."""
         super().on_exception(exception)
@@ -114,10 +187,14 @@ class EndsTogether(DDPStrategy):
             exception.args = (f"{fault}; rank {self.global_rank} ends with it, of {own}",)
 
     def teardown(self) -> None:
-        """Tear down, and end the watch last."""
-        super().teardown()
-        module = self.lightning_module
-        self._end_watch(failed=module is not None and module.trainer.interrupted)
+        """Tear down, and end the watch last, whatever comes of that."""
+        failed = True
+        try:
+            super().teardown()
+            module = self.lightning_module
+            failed = module is not None and module.trainer.interrupted
+        finally:
+            self._end_watch(failed=failed)
 
     def _end_watch(self, *, failed: bool) -> None:
         if self._watch is None:
@@ -148,19 +225,10 @@ def _what(exception: BaseException, doing: str) -> str:
     return f"failed {doing}: {text_of(exception)}"
 
 
-def _end_on_sigterm(trainer: pl.Trainer) -> None:
-    """Raise at once, where Lightning would wait in the signal's handler for a broadcast that may never come."""
-    connector = trainer._signal_connector
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        if connector.received_sigterm:
-            return
-        connector.received_sigterm = True
-        if trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signal.SIGTERM)
-        before = connector._original_handlers.get(signal.SIGTERM)
-        if callable(before) and before is not signal.default_int_handler:
-            before(signum, frame)  # type: ignore[arg-type]
-        raise SIGTERMException(STATUS_OF_SIGTERM)
-
-    connector._sigterm_notifier_fn = end  # type: ignore[method-assign, assignment]
+def _requeues_on_sigterm(environment: ClusterEnvironment | None) -> bool:
+    """Whether SIGTERM is the signal on which Lightning has SLURM queue the job again; that is Lightning's affair."""
+    return (
+        isinstance(environment, SLURMEnvironment)
+        and environment.auto_requeue
+        and environment.requeue_signal == signal.SIGTERM
+    )

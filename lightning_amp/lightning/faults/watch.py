@@ -8,7 +8,9 @@
     a rank is stuck                `stuck_after` seconds in one hook and batch, and not waiting for others; or all wait
 
 A rank that learns of another's end has `GRACE_S` to raise an error by itself, as it does in a broken collective; then
-its watch ends the process, for a main thread that waits in a collective cannot be woken. Ranks that end well say so.
+its watch ends the process, for a main thread that waits in a collective cannot be woken. One that has raised by then
+has `lost_after` seconds for its callbacks and loggers. Ranks that end well say so. Time in which this process as a
+whole stood still counts for nothing: it has heard no one.
 
 Known limits: a stuck rank is looked for once its first batch has begun; before that the process group's timeout is the
 bound. Rank 0's watch on other machines than its own needs a free port between them, as the process group does.
@@ -37,6 +39,9 @@ GRACE_S = 3.0
 CAUSE_S = 3.0
 """How long a rank whose collective broke waits to learn whose fault it is."""
 EXIT_STATUS = 1
+FLUSH_S = 1.0
+PAUSE_TICKS = 3
+"""A look for messages that took longer than so many ticks was a pause of the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class Watch:
         self._children = list(children)
         self._seen: dict[int, _Seen] = {}
         self._known, self._over = threading.Event(), threading.Event()
-        self._deadline = self._said = 0.0
+        self._learned = self._said = 0.0
         self._last: tuple[Any, ...] = ()
         self._since = time.monotonic()
         self._selector = selectors.DefaultSelector()
@@ -153,7 +158,10 @@ class Watch:
     def _look_after(self) -> None:
         """Listen, speak, and end the process when another has ended and the main thread does not."""
         while not self._over.is_set():
-            for key, _ in self._selector.select(self._tick):
+            before = time.monotonic()
+            ready = self._selector.select(self._tick)
+            self._forgive(time.monotonic() - before)
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, int | Link):
@@ -162,15 +170,35 @@ class Watch:
                 self._said = time.monotonic()
                 self._speak()
                 self._look_around()
-            if self.fault is not None and time.monotonic() > self._deadline and not self._over.is_set():
+            if self.fault is not None and self._is_due() and not self._over.is_set():
                 self._leave(self.fault)
+
+    def _forgive(self, gap: float) -> None:
+        """After a pause of the whole process do not count it: nobody could be heard, and others may have paused too."""
+        if gap <= PAUSE_TICKS * self._tick:
+            return
+        self._since += gap
+        self._learned += gap
+        for seen in self._seen.values():
+            seen.heard += gap
+
+    def _is_due(self) -> bool:
+        """Whether the main thread has had its time to end by itself; the user may catch what it has raised."""
+        waited = time.monotonic() - self._learned
+        return waited > GRACE_S and (waited > self._limits.lost_after or not self._look().unwinding)
 
     def _accept(self) -> None:
         assert self._listener is not None, "rank 0 has one"
-        link = Link(self._listener.accept()[0])
+        try:
+            link = Link(self._listener.accept()[0])
+        except OSError:
+            # no file descriptor is free, or the stranger has gone; the listener may stay ready, so do not spin
+            time.sleep(self._tick / 10)
+            return
         self._selector.register(link.sock, selectors.EVENT_READ, link)
 
     def _add(self, rank: int, link: Link, host: str = "") -> None:
+        link.trust()
         self._seen[rank] = _Seen(link=link, heard=time.monotonic(), host=host or "rank 0's machine")
         if link.sock in self._selector.get_map():
             self._selector.modify(link.sock, selectors.EVENT_READ, rank)
@@ -257,7 +285,7 @@ class Watch:
         """The first fault counts: others are its consequences."""
         if self.fault is not None:
             return
-        self.fault, self._deadline = fault, time.monotonic() + GRACE_S
+        self.fault, self._learned = fault, time.monotonic()
         self._known.set()
         if self._rank == 0:
             for seen in self._seen.values():
@@ -265,11 +293,19 @@ class Watch:
 
     def _leave(self, fault: Fault) -> None:
         """End the process, whatever its main thread waits for."""
-        say(f"rank {self._rank} ends: {fault}")
-        self._end_children()
-        for process in psutil.Process().children(recursive=True):
-            process.kill()
-        os._exit(EXIT_STATUS)
+        try:
+            say(f"rank {self._rank} ends: {fault}")
+            self._end_children()
+            with contextlib.suppress(psutil.Error):
+                for process in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+            # beside this thread, for whoever holds the stream's lock may be what is stuck
+            flush = threading.Thread(target=_flush, daemon=True)
+            flush.start()
+            flush.join(timeout=FLUSH_S)
+        finally:
+            os._exit(EXIT_STATUS)
 
     def _end_children(self) -> None:
         """Let the ranks that this process has started end by themselves, then kill those that have not."""
@@ -294,7 +330,14 @@ class Watch:
 
 def say(text: str) -> None:
     """One line on standard error, past whatever buffers the main thread may hold."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"lightning_amp: {text}\n".encode())
+    # a closed stream must not keep a rank from ending
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"lightning_amp: {text}\n".encode())
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
 
 
 def _how_ended(child: "subprocess.Popen[Any]") -> str:
