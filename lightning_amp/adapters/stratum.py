@@ -105,21 +105,6 @@ class AdaptedStratum(Stratum):
         """v for the next stratum alone."""
         return cast(AdaptedAttentionKey, self.key).spine(v) if self.chained else v
 
-    def location(
-        self,
-        v: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        log_weight: Float[Tensor, "#cell 1"],
-    ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
-        """Logarithm of the mean (logits of binary data) for all features, and the next v."""
-        key, v_next = self._keys(v)
-        logits = self._logits(key, u, batch)
-        own = logits if self.binarized else self._log_mean(logits, library, log_weight)
-        return self.features.whole(own), v_next
-
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
         log_mu = super()._log_mean(logits, library, log_weight)
         return torch.logaddexp(log_mu, log_mu.new_tensor(math.log(self.least))) if self.least else log_mu

@@ -111,12 +111,7 @@ def whole_optimizer_state(
     Raises:
         InstallError: The state of a shard has a shape that cannot be joined.
     """
-
-    def join(parameter: ShardedParameter, name: str, value: Tensor) -> Tensor:
-        _check_elementwise(optimizer, parameter, name, value)
-        return _whole(parameter, value)
-
-    return _convert_optimizer(optimizer, state, sharded, join)
+    return _convert_optimizer(optimizer, state, sharded, _checked(optimizer, _whole))
 
 
 def part_optimizer_state(
@@ -132,12 +127,7 @@ def part_optimizer_state(
     Raises:
         InstallError: The state of a shard has not the shape of the shard.
     """
-
-    def part(parameter: ShardedParameter, name: str, value: Tensor) -> Part:
-        _check_elementwise(optimizer, parameter, name, value)
-        return part_of(parameter, value)
-
-    return _convert_optimizer(optimizer, state, sharded, part)
+    return _convert_optimizer(optimizer, state, sharded, _checked(optimizer, part_of))
 
 
 def own_optimizer_state(
@@ -268,6 +258,16 @@ def _convert_optimizer(
                     for name, value in converted["state"][index].items()
                 }
     return converted
+
+
+def _checked(
+    optimizer: Optimizer, convert: Callable[[ShardedParameter, Tensor], Any]
+) -> Callable[[ShardedParameter, str, Tensor], Any]:
+    def checked(parameter: ShardedParameter, name: str, value: Tensor) -> Any:
+        _check_elementwise(optimizer, parameter, name, value)
+        return convert(parameter, value)
+
+    return checked
 
 
 def _check_elementwise(optimizer: Optimizer, parameter: ShardedParameter, name: str, value: Tensor) -> None:

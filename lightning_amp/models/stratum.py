@@ -209,6 +209,13 @@ class Stratum(nn.Module):
         return self.key.spine(v) if self.chained and isinstance(self.key, AttentionKey) else v
 
     def mean(
+        self, v: Float[Tensor, "anchor dim"], u: Float[Tensor, "cell dim"], **cells: Tensor
+    ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
+        """Expected contacts without zero inflation (probabilities if binarized), and the next v; as `location`."""
+        location, v_next = self.location(v, u, **cells)
+        return (location.sigmoid() if self.binarized else location.exp()), v_next
+
+    def location(
         self,
         v: Float[Tensor, "anchor dim"],
         u: Float[Tensor, "cell dim"],
@@ -217,11 +224,11 @@ class Stratum(nn.Module):
         library: Float[Tensor, "cell 1"],
         log_weight: Float[Tensor, "#cell 1"],
     ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
-        """Expected contacts without zero inflation (probabilities if binarized), and the next v."""
+        """Logarithm of the mean (logits of binary data) of all features, and the next v."""
         key, v_next = self._keys(v)
         logits = self._logits(key, u, batch)
-        mean = logits.sigmoid() if self.binarized else self._log_mean(logits, library, log_weight).exp()
-        return self.features.whole(mean), v_next
+        own = logits if self.binarized else self._log_mean(logits, library, log_weight)
+        return self.features.whole(own), v_next
 
     def _keys(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key, val = (v, v) if self.key is None else self.key(v)
