@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_amp.errors import AmpError, DataError
+from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.lightning import save_guard
 from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
 from lightning_amp.lightning.faults.doing import Doing, doing_of_thread
@@ -229,6 +229,27 @@ def test_an_error_is_told_and_not_the_save_that_follows_it(monkeypatch: pytest.M
         with pytest.raises(AmpError, match="others have not come"):
             strategy.lightning_module_state_dict()
     assert "ValueError: boom" in told[0].what
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PlanError("unlike"), []),
+        (PlanError("like no other"), ["rank 1 ends: rank 0 (vm) failed in setup: PlanError: unlike"]),
+        (ValueError("unlike"), ["rank 1 ends: rank 0 (vm) failed in setup: PlanError: unlike"]),
+    ],
+)
+def test_what_all_ranks_raise_is_said_by_the_error_alone_whoever_is_first(
+    error: Exception, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, said = AMPStrategy(), []
+    trainer_of(strategy)
+    heard = Fault(rank=0, host="vm", what="failed in setup: PlanError: unlike")
+    strategy._watch = SimpleNamespace(fault=heard)  # type: ignore[assignment]
+    monkeypatch.setattr(AMPStrategy, "global_rank", 1)
+    monkeypatch.setattr("lightning_amp.lightning.faults.strategy.say", said.append)
+    strategy.on_exception(error)
+    assert said == says
 
 
 @pytest.mark.parametrize(("calls", "at", "taken"), [(1, 1, False), (1, 0, True), (0, 0, True), (3, 2, True)])

@@ -168,15 +168,17 @@ class EndsTogether(DDPStrategy):
         if self._watch is None:
             return
         fault = self._watch.cause() if is_of_communication(exception) else self._watch.fault
+        # these are raised on every rank with the same text, which has all that a person needs
+        of_all = isinstance(exception, PlanError | InstallError)
         if fault is not None and fault.rank != self.global_rank:
-            self._blame(exception, fault)
+            if not (of_all and fault.what.endswith(text_of(exception))):
+                self._blame(exception, fault)
             return
         module = self.lightning_module
         doing = doing_of_exception(exception, None if module is None else module.trainer)
         own = Fault(rank=self.global_rank, host=this_host(), what=_what(exception, str(doing)))
         self._watch.tell(own)
-        # these are raised on every rank with the same text, which has all that a person needs
-        if not isinstance(exception, PlanError | InstallError):
+        if not of_all:
             over = self._watch.ended_ranks() if is_of_communication(exception) else []
             say(f"{own}{f'; ranks {over} had ended their run before' if over else ''}")
 
