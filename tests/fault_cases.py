@@ -380,4 +380,6 @@ def _mark_of(process: psutil.Process) -> str:
 
 
 if __name__ == "__main__":
+    # a shell's background jobs ignore it, and so do their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fit(Case(**json.loads(sys.argv[1])), Path(sys.argv[2]), devices=int(sys.argv[3]))

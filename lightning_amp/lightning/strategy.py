@@ -55,6 +55,7 @@ from lightning_amp.lightning.replicas import (
     take_buffers_of_first,
 )
 from lightning_amp.lightning.same_batch import make_sure_of_same_batch
+from lightning_amp.lightning.same_parameters import warn_of_different_parameters
 from lightning_amp.lightning.shards import Shards
 from lightning_amp.lightning.step_time import time_steps
 from lightning_amp.lightning.steps import WeightedSteps
@@ -308,6 +309,20 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
         if self._gradients is not None and self.model is not None and self.data_parallel_size > 1:
             take_buffers_of_first(self.model, self.mesh["data"].get_group())
+        self._look_at_parameters()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with whole parameters; for all ranks, which are compared."""
+        state = super().lightning_module_state_dict()
+        self._look_at_parameters()
+        return state
+
+    def _look_at_parameters(self) -> None:
+        module = self.lightning_module
+        if self._gradients is None or module is None or module.trainer.interrupted:
+            return
+        shards = [parameter.shard for parameter in self._shards.sharded]
+        warn_of_different_parameters(module, shards, self.mesh, step=module.trainer.global_step)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""
