@@ -3,6 +3,7 @@
 Ranks, S2 to S5 and the other techniques beside them are in test_exactness_matrix.py.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,23 @@ def test_half_precision_products() -> None:
     (loss, grad), (found, found_grad) = results
     assert float((found - loss).abs() / loss.abs()) < 1e-3
     assert float((found_grad - grad).norm() / grad.norm()) < 0.03
+
+
+@pytest.mark.parametrize("counts", [1.0, 3e4])
+def test_an_overflow_that_no_loss_scale_can_cure_is_told(counts: float) -> None:
+    model = installed(FIVE, "stream").float()
+    model.batch = {n: t.float() if t.is_floating_point() else t for n, t in model.batch.items()}
+    model.batch["x"] = model.batch["x"] * counts
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for half in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", half):
+                loss = model()
+            assert loss.isfinite()
+            assert len(told) == (half == torch.float16 and counts > 1), half
+    (2.0**-20 * loss).backward()
+    assert model.u.grad.isfinite().all() == (counts == 1), "the scale comes too late"
+    assert all("float16 has overflowed" in str(w.message) for w in told)
 
 
 @pytest.mark.parametrize("strategy", ["stream", "recompute"])

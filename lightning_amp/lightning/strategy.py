@@ -7,7 +7,8 @@ Parameters that S2 has sharded are whole in every checkpoint and, after the run,
 Known limits: those of steps.py; buffers that a module changes by itself in training, other than shared batch
 statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers from all
 ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, and a norm of
-gradients that is not taken by the Trainer's clipping, are those of the rank's shards.
+gradients that is not taken by the Trainer's clipping, are those of the rank's shards (`gradient_norm` has all; what
+ranks then train differently is told, same_parameters.py).
 """
 
 import os

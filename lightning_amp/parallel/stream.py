@@ -20,10 +20,11 @@ Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank un
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
 whose own hooks run once, in the outer backward pass; chained strata run, and draw random numbers, from the last on; on
 a GPU random numbers on the spine are not noticed. Gradients are those of the sum over cells and features: where float16
-overflows in them, loss scaling cannot help (bfloat16 does not overflow).
+overflows in them, loss scaling cannot help, and a warning says so (bfloat16 does not overflow).
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -124,8 +125,9 @@ class StreamedStrata(nn.Module):
             keep_freed_memory(v.device)
             workers = workers_for(strata[own.start : own.stop], v, asked=self.workers)
             total = stream.run(own, workers=workers)
-            ready = [*stream.shared, *(stream.ready[id(p)] for p in parameters)]
-            return total, [gradient.value for gradient in ready]
+            ready = [g.value for g in (*stream.shared, *(stream.ready[id(p)] for p in parameters))]
+            _warn_of_overflow(total, ready)
+            return total, ready
 
         return with_gradients(compute, [*inputs, *parameters], home=parameters)
 
@@ -285,6 +287,23 @@ class _Spine(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         return cast(Tensor, cast(Any, self.stratum).spine(v))
+
+
+def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
+    """The scaling of the loss comes after these gradients: a step that it skips would be skipped again for ever."""
+    device = total.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return
+    if torch.get_autocast_dtype(device) != torch.float16 or not total.isfinite():
+        return
+    if not all(bool(gradient.isfinite().all()) for gradient in ready if gradient is not None):
+        warnings.warn(
+            "gradients of streamed strata are not finite, and their loss is: float16 has overflowed in them. They are"
+            " those of the sum over cells and features, before the loss is scaled, so that smaller scales do not help"
+            " and steps may be skipped without end: use precision='bf16-mixed' or '32-true', fewer cells a step, or"
+            " 'recompute' in place of 'stream'",
+            stacklevel=2,
+        )
 
 
 def _copies(stratum: nn.Module) -> dict[str, Tensor]:
