@@ -320,6 +320,16 @@ def test_a_teardown_that_fails_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -
     assert stopped == [True]
 
 
+def test_a_process_without_a_run_of_its_own_tears_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one whose forks are the ranks, whose error it has to hand on."""
+    strategy, stopped = AMPStrategy(), []
+    strategy._lightning_module = LightningModule()
+    strategy._watch = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    strategy.teardown()
+    assert stopped == [False]
+
+
 def test_batches_may_differ_between_ranks() -> None:
     facts = [
         facts_of_plan(AMPStrategy(), SimpleNamespace(datamodule=SimpleNamespace(batch_size=n, data_dir=None)))  # type: ignore[arg-type]
@@ -373,6 +383,17 @@ def test_what_a_killed_run_was_about_to_replace_is_kept(tmp_path: Path) -> None:
         assert path.is_file()
         assert (tmp_path / kept / "meta.pt").exists()
         assert not previous.exists()
+
+
+def test_what_a_thread_of_its_own_is_to_replace_is_kept_until_it_has(tmp_path: Path) -> None:
+    path, previous = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.previous"
+    path.mkdir()
+    (path / "meta.pt").touch()
+    replacing_directory(path, lambda: None)
+    assert (previous / "meta.pt").exists()
+    path.touch()
+    replacing_directory(path, path.touch)
+    assert not previous.exists()
 
 
 def test_a_checkpoint_on_one_rank_s_exception_does_not_hide_it(tmp_path: Path) -> None:

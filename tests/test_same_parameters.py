@@ -1,5 +1,5 @@
-"""Claim: parameters that ranks should have in common and have not are told, with the ranks, before a validation and in
-a save; rounding, shards of the model axis and what is nan everywhere are not told.
+"""Claim: parameters that ranks should have in common and have not are told, with the ranks, before a validation, in a
+save and at the end; rounding, shards of the model axis and what is nan everywhere are not told.
 """
 
 import warnings
@@ -82,6 +82,9 @@ def test_what_differs_is_named_with_its_ranks(tmp_path: Path) -> None:
     assert "'infinite' by nan, on ranks [2]" in first["finite on one"]
 
 
+ALSO = ("validates", "saves", "nothing")
+
+
 class ByHand(Maps):
     """Clips gradients by a norm that it takes by itself."""
 
@@ -102,33 +105,34 @@ class ByHand(Maps):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(rank: int, ranks: int, folder: Path) -> dict[tuple[bool, bool], list[str]]:
-    """Warnings by whether the module asks the strategy for the norm, and whether it validates or saves."""
+def trained(rank: int, ranks: int, folder: Path) -> dict[tuple[bool, str], set[str]]:
+    """Warnings by whether the module asks the strategy for the norm, and what else the run does."""
     found = {}
     for asks in (True, False):
-        for validates in (True, False):
+        for also in ALSO:
             trainer = trainer_of(
                 rank,
                 ranks,
                 AMPStrategy(strategies="S2", model_parallel_size=ranks),
                 max_epochs=1,
                 default_root_dir=folder,
-                enable_checkpointing=not validates,
-                limit_val_batches=1 if validates else 0,
+                enable_checkpointing=also == "saves",
+                limit_val_batches=1 if also == "validates" else 0,
             )
             loader = partial(loader_of, rank, ranks)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                trainer.fit(ByHand(asks), loader(), loader() if validates else None)
-            found[asks, validates] = [t for w in told if "differ between ranks" in (t := str(w.message))]
+                trainer.fit(ByHand(asks), loader(), loader() if also == "validates" else None)
+            texts = (str(w.message) for w in told)
+            found[asks, also] = {text for text in texts if "differ between ranks" in text}
     return found
 
 
 def test_a_norm_taken_by_hand_is_told_and_the_strategy_s_is_not(tmp_path: Path) -> None:
     first, _ = run_ranks(trained, 2, tmp_path, tmp_path)
-    for validates in (True, False):
-        assert not first[True, validates]
-        (text,) = first[False, validates]
+    for also in ALSO:
+        assert not first[True, also]
+        (text,) = first[False, also]
         assert "after step 5, " in text
         assert "'encoder.1.bias' by 2.9e-02, on ranks [1]" in text, "the largest difference comes first"
         assert ", on ranks [1]" in text

@@ -7,6 +7,7 @@ from lightning.fabric.plugins.collectives.torch_collective import (  # type: ign
 
 # moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
 
 # broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
@@ -35,4 +36,10 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "trainer_of",
 ]
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The Trainer of a module; None in a process where it has none, for which the public property raises."""
+    return None if module is None else module._trainer

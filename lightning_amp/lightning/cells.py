@@ -39,7 +39,9 @@ def _one_size(batch: object) -> int | None:
 
 
 def _sizes(batch: object) -> set[int]:
-    return {len(part) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts) and part.shape}
+    # not its shape: nested tensors have none
+    tensors = {part.size(0) for part in parts_in(batch) if isinstance(part, Tensor) and part.dim()}
+    return tensors | {len(part) for part in parts_in(batch) if isinstance(part, SparseCounts)}
 
 
 class CellWeight:

@@ -12,8 +12,9 @@ Known limits: metrics that are no children of the module are not found; `metric.
 gathers from all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +44,24 @@ def count_replicas_once(module: nn.Module, mesh: DeviceMesh) -> Callable[[], Non
     Returns:
         A function that takes it back; it may be called twice.
     """
-    if mesh["model"].size() == 1:
-        return lambda: None
-    found = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    changed = [metric for metric in found if metric.process_group is None and metric.dist_sync_fn is None]
-    for metric in changed:
-        metric.dist_sync_fn = GatherOver(mesh["data"])
+    # a copy of another run's metric, which was no child of the module at that run's end
+    _take_back(module)
+    if mesh["model"].size() > 1:
+        for metric in _metrics(module):
+            if metric.process_group is None and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = GatherOver(mesh["data"])
+    return partial(_take_back, module)
 
-    def undo() -> None:
-        for metric in changed:
+
+def _metrics(module: nn.Module) -> Iterator[Metric]:
+    return (child for child in module.modules() if isinstance(child, Metric))
+
+
+def _take_back(module: nn.Module) -> None:
+    """Of copies that were made meanwhile, too."""
+    for metric in _metrics(module):
+        if isinstance(metric.dist_sync_fn, GatherOver):
             metric.dist_sync_fn = None
-
-    return undo
 
 
 def unrounded(value: Tensor, reduce_op: str) -> Tensor:

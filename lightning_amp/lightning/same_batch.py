@@ -65,7 +65,7 @@ def _from_first(state: object, mesh: DeviceMesh) -> object:
 def _print_of(batch: object) -> int:
     seen = 0
     for tensor in _compared(batch, set()):
-        seen = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), seen)
+        seen = zlib.crc32(repr((_shape(tensor), tensor.dtype)).encode(), seen)
         for part in _parts(tensor.detach()):
             some = part.reshape(-1)[:: max(1, part.numel() // COMPARED)].cpu()
             # a clone, for one entry alone may have any stride, which a view as bytes refuses
@@ -86,13 +86,21 @@ def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
             yield from part.tensors()
         elif isinstance(part, np.ndarray):
             if part.dtype.kind in "biuf":
-                yield torch.from_numpy(np.ascontiguousarray(part))
+                flat = np.ascontiguousarray(part).reshape(-1)
+                some = flat[:: max(1, flat.size // COMPARED)].copy()
+                # a long double has bytes that mean nothing; torch has none, and no other order of bytes
+                some = some.astype(np.float64) if some.itemsize > 8 else some
+                yield torch.from_numpy(some.view(np.uint8))
         else:
             yield from _compared(getattr(part, "__dict__", {}), seen)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that a tensor is kept as."""
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return [part for row in tensor.unbind() for part in _parts(row)]
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
@@ -115,4 +123,9 @@ def _print_of_generators(device: torch.device) -> int:
 
 
 def _shapes(batch: object) -> list[tuple[int, ...]]:
-    return [tuple(part.shape) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
+    return [_shape(part) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
+
+
+def _shape(part: Tensor | SparseCounts) -> tuple[int, ...]:
+    # a nested tensor has none, or one whose names differ from process to process
+    return () if isinstance(part, Tensor) and part.is_nested else tuple(part.shape)

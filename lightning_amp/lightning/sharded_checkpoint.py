@@ -181,7 +181,9 @@ def _finish(skeleton: dict[str, Any], aside: Path, path: Path) -> None:
 def _recover(path: Path) -> None:
     """Show the checkpoint of a run that was killed while it replaced it, where nothing has its name."""
     previous = earlier_name(path)
-    if path.exists() or path.is_symlink() or not previous.exists():
+    if path.exists() or path.is_symlink():
+        _remove(previous)
+    if not previous.exists():
         return
     names = (f"{path.name}-recovered{'' if n == 1 else f'-{n}'}" for n in count(1))
     kept = next(kept for name in names if not (kept := path.with_name(name)).exists())
@@ -202,7 +204,9 @@ def _in_place_of(path: Path, write: Callable[[], object]) -> None:
     except BaseException:
         previous.rename(path)
         raise
-    _remove(previous)
+    # what writes in a thread of its own, and may fail yet, has not: the next save of that name looks again
+    if path.exists():
+        _remove(previous)
 
 
 def _remove(path: Path) -> None:

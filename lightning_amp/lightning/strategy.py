@@ -8,7 +8,7 @@ Known limits: those of steps.py; buffers that a module changes by itself in trai
 statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers from all
 ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, and a norm of
 gradients that is not taken by the Trainer's clipping, are those of the rank's shards (`gradient_norm` has all; what
-ranks then train differently is told, same_parameters.py).
+ranks then train differently is told, same_parameters.py), and so are norms of sharded weights.
 """
 
 import os
@@ -310,6 +310,10 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
         if self._gradients is not None and self.model is not None and self.data_parallel_size > 1:
             take_buffers_of_first(self.model, self.mesh["data"].get_group())
+        self._look_at_parameters()
+
+    def on_train_end(self) -> None:
+        """Compare the ranks once more: nothing may have been validated or saved."""
         self._look_at_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

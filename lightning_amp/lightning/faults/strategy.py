@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.lightning._compat import launch_process_observer
+from lightning_amp.lightning._compat import launch_process_observer, trainer_of
 from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.faults.doing import doing_of_exception, doing_of_thread
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
@@ -56,8 +56,7 @@ class EndsTogether(DDPStrategy):
     def setup_environment(self) -> None:
         """Connect the processes, and let them watch each other."""
         super().setup_environment()
-        module = self.lightning_module
-        trainer = None if module is None else module.trainer
+        trainer = trainer_of(self.lightning_module)
         if trainer is not None and self.world_size > 1 and not _requeues_on_sigterm(self.cluster_environment):
             self._end_on_sigterm(trainer)
         if self.world_size > 1:
@@ -155,8 +154,8 @@ class EndsTogether(DDPStrategy):
             return super().lightning_module_state_dict()
         except AmpError as error:
             # it ends the callbacks' `on_exception`, and Lightning does not come to the strategy's
-            module, cause = self.lightning_module, error.__context__
-            if cause is not None and module is not None and module.trainer.interrupted:
+            trainer, cause = trainer_of(self.lightning_module), error.__context__
+            if cause is not None and trainer is not None and trainer.interrupted:
                 self.on_exception(cause)
             raise
 
@@ -174,8 +173,7 @@ class EndsTogether(DDPStrategy):
             if not (of_all and fault.what.endswith(text_of(exception))):
                 self._blame(exception, fault)
             return
-        module = self.lightning_module
-        doing = doing_of_exception(exception, None if module is None else module.trainer)
+        doing = doing_of_exception(exception, trainer_of(self.lightning_module))
         own = Fault(rank=self.global_rank, host=this_host(), what=_what(exception, str(doing)))
         self._watch.tell(own)
         if not of_all:
@@ -193,8 +191,9 @@ class EndsTogether(DDPStrategy):
         failed = True
         try:
             super().teardown()
-            module = self.lightning_module
-            failed = module is not None and module.trainer.interrupted
+            # where ranks are forks of it, this process has no run of its own
+            trainer = trainer_of(self.lightning_module)
+            failed = trainer is not None and trainer.interrupted
         finally:
             self._end_watch(failed=failed)
 
