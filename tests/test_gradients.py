@@ -332,6 +332,18 @@ def buckets_of_a_mesh(rank: int) -> dict[str, int]:
     return dict(mode.counts)
 
 
+def with_other_rounding(rank: int, model: int) -> tuple[Grads, dict[str, int]]:
+    """Twice, into one gradient: what the ranks of a model group have found differs a little."""
+    p = one_of_each(rank, model)
+    sync = sync_of(p, model=model, partial=[p[1]], sharded=[p[2]], rounds_differently=True)
+    d, m = divmod(rank, model)
+    for _ in range(2):
+        ((d + 1.0 + m * 2.0**-20) * p[0].sum() + p[1].sum() + p[2].sum()).backward()
+        with CountCollectives() as mode:
+            sync.reduce()
+    return grads(p), dict(mode.counts)
+
+
 def mesh_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "2 x 2": on_a_mesh(rank, 2),
@@ -340,6 +352,8 @@ def mesh_cases(rank: int, world_size: int) -> dict[str, Any]:
         "whole on one": added_on_one_rank(rank),
         "one each": reached_by_other_ranks(rank),
         "buckets": buckets_of_a_mesh(rank),
+        "rounding, 2 x 2": with_other_rounding(rank, 2),
+        "rounding, 1 x 4": with_other_rounding(rank, 4),
     }
 
 
@@ -364,6 +378,19 @@ def test_without_a_data_axis_only_parts_are_sent(on_four: list[Any]) -> None:
         found, counts = result["1 x 4"]
         assert values(found) == [1.0, 1111.0, rank + 1.0]
         assert counts == {"allreduce_": 2}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mean", "part"), [("2 x 2", 1.5 + 2.0**-21, 2.0), ("1 x 4", 1.0 + 1.5 * 2.0**-20, 4.0)]
+)
+def test_copies_that_were_rounded_differently_become_alike(
+    mesh: str, mean: float, part: float, on_four: list[Any]
+) -> None:
+    for result in on_four:
+        found, counts = result[f"rounding, {mesh}"]
+        assert values(found) == [2 * mean, 2 * part, 2.0]
+        # as many as without, where there is a data axis
+        assert counts == {"allreduce_": 4 if mesh == "2 x 2" else 3}
 
 
 def test_parts_added_to_a_whole_gradient_count_once(on_four: list[Any]) -> None:

@@ -2,8 +2,8 @@
 
 A replicated parameter is compared over all ranks, a shard over the data axis. Gradients are made equal, so only what a
 rank writes by itself can tell them apart; then ranks train different models without an error, and a checkpoint has
-rank 0's. It is a warning, for a plain strategy would go on too, and copies may drift where a device rounds differently
-each time: below `TOLERANCE` nothing is said.
+rank 0's. It is a warning, for a plain strategy would go on too; unlike devices may round an optimiser's step differently,
+so that below `TOLERANCE` nothing is said.
 
 Collectives per look: one all-gather of a number per parameter; and for parameters whose number differs, broadcasts of
 them and another all-gather. Known limits: buffers are not compared, they become rank 0's; changes whose bits add up to
@@ -54,9 +54,8 @@ def warn_of_different_parameters(
             f" such rank's largest entry): {first}{more}. These ranks train different models, and a checkpoint has the"
             " first one's. A rank changes parameters by something that it alone knows: a norm of gradients taken by"
             " hand where the plan splits parameters (trainer.strategy.gradient_norm() is the same on all),"
-            " torch.autograd.grad inside a split decoder, or its own cells or random numbers; or by rounding, on a"
-            " device that rounds differently each time, where an exact gradient is 0, as of a bias before BatchNorm:"
-            " that is harmless. lightning-amp verify compares with one device"
+            " torch.autograd.grad inside a split decoder, or its own cells or random numbers. lightning-amp verify"
+            " compares with one device"
         )
 
 

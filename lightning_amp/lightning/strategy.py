@@ -284,6 +284,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
             partial=self._shards.partial,
             sharded=[parameter.shard for parameter in self._shards.sharded],
             bucket_bytes=self._bucket_bytes,
+            rounds_differently=self.root_device.type == "cuda",
         )
         self._gradients.watch()
 

@@ -14,12 +14,13 @@ Collectives per reduction: one all-reduce of P bytes (which parameters), over al
 bucket: over all ranks for partial gradients, over the data axis for replicated ones, and over the data axis for
 sharded ones. Their buckets are apart, so that those of replicated gradients are alike on all ranks of a model group,
 whatever the shards' sizes, and add up in one order. Nothing is sent over an axis of one rank; without partial gradients
-nothing is sent over the model axis but the agreement.
+nothing is sent over the model axis but the agreement. A device that does not add up in the same order each time, as a
+GPU with its atomic sums, would let the copies of a replicated parameter drift apart: with `rounds_differently` their
+gradients are averaged over all ranks.
 
 Legend: P parameters, D and M ranks of the data and the model axis.
 Known limits: a tensor hook of the user's on a partial parameter sees the rank's part; parameters added to the module
-later are not seen; all gradients lie on one device; replicated gradients are equal in a model group only as far as the
-device computes the same twice.
+later are not seen; all gradients lie on one device.
 """
 
 import functools
@@ -53,6 +54,7 @@ class GradientSync:
         partial: Iterable[nn.Parameter] = (),
         sharded: Iterable[nn.Parameter] = (),
         bucket_bytes: int = 25 * MIB,
+        rounds_differently: bool = False,
     ) -> None:
         """Watch parameters.
 
@@ -62,6 +64,7 @@ class GradientSync:
             partial: Those of which a rank of the model axis has a part of the gradient.
             sharded: Those that are a rank's shard; their shapes may differ over the model axis.
             bucket_bytes: Largest flat buffer; a gradient that is larger travels alone and is not copied.
+            rounds_differently: Whether a model group's ranks may find replicated gradients that differ in rounding.
         """
         self.blocked = False
         self._parameters = list({id(p): p for p in parameters}.values())
@@ -71,6 +74,7 @@ class GradientSync:
         self._everyone = _everyone(mesh)
         self._data_ranks, self._model_ranks = mesh["data"].size(), mesh["model"].size()
         self._bucket_bytes = bucket_bytes
+        self._copies = self._model_ranks if rounds_differently else 1
         self._reached: set[int] = set()
         self._hooks: dict[int, list[RemovableHandle]] = {}
 
@@ -111,11 +115,12 @@ class GradientSync:
         """
         if self.blocked and not force:
             return
-        crosses_model = bool(self._partial) and self._model_ranks > 1
+        crosses_model = self._model_ranks > 1 and (bool(self._partial) or self._copies > 1)
         if self._parameters and (self._data_ranks > 1 or crosses_model):
             reached = self._agree()
             self._reduce([i for i in reached if i in self._partial], self._everyone)
-            self._reduce([i for i in reached if i not in self._partial | self._sharded], self._data)
+            replicated = [i for i in reached if i not in self._partial | self._sharded]
+            self._reduce(replicated, self._everyone if self._copies > 1 else self._data, copies=self._copies)
             self._reduce([i for i in reached if i in self._sharded], self._data)
         self._reached.clear()
 
@@ -156,10 +161,10 @@ class GradientSync:
             )
         return [i for i, word in enumerate(words) if word]
 
-    def _reduce(self, indices: list[int], ranks: ProcessGroup) -> None:
+    def _reduce(self, indices: list[int], ranks: ProcessGroup, *, copies: int = 1) -> None:
         if get_world_size(ranks) > 1:
             for bucket in self._buckets(indices):
-                self._sum(bucket, ranks)
+                self._sum(bucket, ranks, copies)
 
     def _buckets(self, indices: list[int]) -> Iterator[list[Tensor]]:
         """Gradients of one type, up to the bucket size together."""
@@ -174,11 +179,11 @@ class GradientSync:
                 n_bytes += grad.nbytes
             yield bucket
 
-    def _sum(self, bucket: list[Tensor], ranks: ProcessGroup) -> None:
+    def _sum(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> None:
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
         # divided before the sum, as torch's own reducer does: half precision sums could overflow
-        flat.div_(self._data_ranks)
+        flat.div_(self._data_ranks * copies)
         all_reduce(flat, group=ranks)
         if not alone:
             pieces = torch.split(flat, [grad.numel() for grad in bucket])
