@@ -2,8 +2,8 @@
 
 A replicated parameter is compared over all ranks, a shard over the data axis. Gradients are made equal, so only what a
 rank writes by itself can tell them apart; then ranks train different models without an error, and a checkpoint has
-rank 0's. It is a warning, for a plain strategy would go on too; unlike devices may round an optimiser's step differently,
-so that below `TOLERANCE` nothing is said.
+rank 0's. It is a warning, for a plain strategy would go on too. Unlike devices may round an optimiser's step in unlike
+ways: below `TOLERANCE` nothing is said.
 
 Collectives per look: one all-gather of a number per parameter; and for parameters whose number differs, broadcasts of
 them and another all-gather. Known limits: buffers are not compared, they become rank 0's; changes whose bits add up to
