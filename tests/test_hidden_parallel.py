@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.models.blocks import AttentionKey
 from lightning_amp.models.decoder import Decode
 from lightning_amp.parallel.channels import deal_channels
 from lightning_amp.parallel.hidden_decode import HiddenDecode
@@ -62,6 +63,17 @@ def installed(case: Case, strategies: Sequence[str], mesh: DeviceMesh, gather: b
     return model
 
 
+class OwnKey(AttentionKey):
+    """Keeps to the protocol: beside its children, functions of single numbers."""
+
+    def forward(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.prenorm(v)
+        q, val = self.qk(p), self.value(v).tanh()
+        key = p + self.attention(q, q, val).exp()
+        a, gate = self.ff(self.postnorm(key)).chunk(2, dim=-1)
+        return key * a - gate.cos(), val
+
+
 def train_all(rank: int, world_size: int) -> None:
     """All cases on this rank, compared with one device."""
     mesh = model_mesh(world_size)
@@ -88,7 +100,7 @@ def train_all(rank: int, world_size: int) -> None:
 
 
 def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
-    """Biases where the reference model has none, and none where it has."""
+    """Biases where the reference model has none, and none where it has; and a key of another form."""
 
     def altered() -> Model:
         torch.manual_seed(3)
@@ -98,6 +110,7 @@ def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
         key.postnorm = nn.LayerNorm(10, bias=False)  # type: ignore[union-attr]
         key.value = nn.Linear(10, 10)  # type: ignore[union-attr]
         key.ff = nn.Linear(10, 20)  # type: ignore[union-attr]
+        model.decoder.strata[2].key.__class__ = OwnKey  # type: ignore[union-attr]
         return model.double()
 
     model = altered()

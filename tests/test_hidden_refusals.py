@@ -34,6 +34,16 @@ class Rounded(Decode):
         return super().forward(u, key, nodes).abs() + 1
 
 
+class Clamped(Decode):
+    def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
+        return super().forward(u, key, nodes).clamp(-50, 50)
+
+
+class Positive(Decode):
+    def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
+        return super().forward(u, key, nodes).relu()
+
+
 def set_child(path: str, child: Any, key: str = "attention") -> nn.Module:
     """A decoder with another module in one place."""
     decoder = Model(Case(dim=8, key=key)).decoder  # type: ignore[arg-type]
@@ -113,6 +123,8 @@ REFUSALS = [
         "'strata.0.decode', which is 'missing', no module; allowed is a module",
     ),
     ("strata.0.decode", Rounded(), "attention", "which is Rounded.*, returns .* for a small example"),
+    ("strata.0.decode", Clamped(), "attention", "which is Clamped.*, returns .* for a small example"),
+    ("strata.0.decode", Positive(), "attention", "which is Positive.*, returns .* for a small example"),
     ("strata.0.decode", nn.Identity(), "attention", "fails on a small example with TypeError"),
     ("strata.0.decode", nn.Bilinear(2, 2, 1), "attention", r"has the state \['bias', 'weight'\]"),
     ("region", None, "attention", "whose child 'region' is None"),

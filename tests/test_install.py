@@ -10,9 +10,10 @@ from torch import nn
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.parallel import install as installer
+from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.chunked_attention import ChunkedAttention
 from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.install import install, register
+from lightning_amp.parallel.install import Installed, install, register
 from lightning_amp.parallel.key_first import KeyFirstDecode
 from lightning_amp.planning import specs
 from lightning_amp.planning.plan import Plan
@@ -112,6 +113,16 @@ def test_strategies_without_an_installer_are_named_before_anything_changes(strat
 def test_a_technique_is_registered_once() -> None:
     with pytest.raises(PlanError, match="a technique for 'KeyFirstDecode' is registered already"):
         register(specs.KeyFirstDecode, lambda old, spec, mesh: old)
+
+
+def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:
+    one, other, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    installed = Installed()
+    installed.apply("", Change({}, partial=[other, one, other]), Model())
+    installed.apply("", Change({}, partial=[third, one]), Model())
+    assert [id(p) for p in installed.partial] == [id(p) for p in (other, one, third)], (
+        "equal, and not the same"
+    )
 
 
 def test_the_shape_of_a_module_is_read_from_its_structure() -> None:

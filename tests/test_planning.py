@@ -244,3 +244,21 @@ def test_the_model_axis_has_no_more_ranks_than_there_are_channels() -> None:
             model_parallel_size=48,
             shape=reference_shape(data, batch_size=4, latent_dim=64),
         )
+
+
+def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
+    data = profile(hic(anchors=61, strata=2), rna())
+    ours = reference_shape(data, batch_size=4, window=20)
+    for strategies, ranks in (("nodes", 4), ("S4,nodes", 2)):
+        made = plan(data, devices=4, strategies=strategies, model_parallel_size=ranks, shape=ours)
+        assert made.mesh.model == ranks, "61 anchors fill 4 buckets"
+    for strategies, ranks in (("nodes", 4), ("strata", 2), ("S4,nodes", 4)):
+        assert plan(data, devices=8, strategies=strategies, shape=ours).mesh.model == ranks
+    with pytest.raises(
+        PlanError,
+        match="nodes was asked for with 8 ranks .* N=61 anchors in buckets of 20 can be dealt to 4 at most; choose a",
+    ):
+        plan(data, devices=8, strategies="nodes", model_parallel_size=8, shape=ours)
+    compared = plan(data, devices=8, model_parallel_size=8, shape=ours).candidates
+    assert compared
+    assert not any("nodes" in c.strategies for c in compared)

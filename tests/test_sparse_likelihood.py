@@ -290,6 +290,30 @@ class OneRow(ZINB):
         return super().forward(x, log_mu, log_theta[:1], zi_logits[:1])
 
 
+class Clamped(ZINB):
+    def __init__(self, argument: int, least: float, most: float) -> None:
+        super().__init__()
+        self.argument, self.bounds = argument, (least, most)
+
+    def forward(self, *given: Tensor) -> Tensor:
+        clamped = [t.clamp(*self.bounds) if i == self.argument else t for i, t in enumerate(given)]
+        return super().forward(*clamped)
+
+
+class Added(ZINB):
+    def forward(self, x: Any, log_mu: Tensor, *tables: Tensor) -> Tensor:
+        return super().forward(x, (log_mu.exp() + 1e-10).log(), *tables)
+
+
+BOUNDS = [(0, 0, 1e4), (1, -5, 9), (1, -30, 99), (1, -99, 15), (2, -5, 99), (2, -99, 5), (3, -10, 10)]
+
+
+@pytest.mark.parametrize("leaf", [*(Clamped(*bounds) for bounds in BOUNDS), Added()])
+def test_refuses_what_differs_for_small_and_large_numbers(leaf: nn.Module) -> None:
+    with pytest.raises(InstallError, match="which returns the (value|gradient) .* for an example of"):
+        sparse_likelihood(leaf)
+
+
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [

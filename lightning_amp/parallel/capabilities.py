@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_amp.errors import AmpError
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.key_check import channels_problem, rows_problem
 from lightning_amp.parallel.protocol import ATTENTION_KEY, CONVOLUTION_KEY
 from lightning_amp.parallel.stand_in import part
 from lightning_amp.parallel.walks import walk_of
@@ -85,8 +86,12 @@ def _needed(decoder: Any) -> dict[str, bool]:
         "S2": features,
         "S5": region
         and all(_has(stratum, ("key", "decode")) for stratum in strata)
-        and all(_has(key, ATTENTION_KEY) or _has(key, CONVOLUTION_KEY) for key in keys),
-        "nodes": features and bool(keys) and all(hasattr(key, "attention") for key in keys),
+        and all(_has(key, ATTENTION_KEY) or _has(key, CONVOLUTION_KEY) for key in keys)
+        and not any(channels_problem(key, decoder.dim, [0], [decoder.dim - 1]) for key in keys),
+        "nodes": features
+        and bool(keys)
+        and all(_has(key, ATTENTION_KEY) for key in keys)
+        and not any(rows_problem(key, decoder.dim) for key in keys),
         "strata": region and _walks(decoder),
     }
 

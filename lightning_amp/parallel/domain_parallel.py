@@ -20,9 +20,9 @@ the softmax once for every block of cells. What shrinks to a part of 1 / R: ever
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
-Known limits: second derivatives are refused; keys are recognised by their children (protocol.py), what their forward
-does with these is not checked; v and its gradient are whole outside of the decoder, unless the graph's vertices are
-dealt too; random draws inside of the strata are each rank's own.
+Known limits: second derivatives are refused; what a key does beside its children is tried on an example (key_check.py),
+what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder, unless the graph's
+vertices are dealt too; random draws inside of the strata are each rank's own.
 """
 
 import copy
@@ -39,6 +39,7 @@ from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.feature_parallel import features_problem
 from lightning_amp.parallel.halo_attention import HaloAttention
 from lightning_amp.parallel.hooks import hooks_within
+from lightning_amp.parallel.key_check import rows_problem
 from lightning_amp.parallel.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder, is_decomposed
 from lightning_amp.parallel.region import share_region
 from lightning_amp.planning.specs import DomainParallel
@@ -108,7 +109,7 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
             decoder,
             f"has {fqn!r} {key!r}",
             f"a key without state of its own, with the children {ATTENTION_KEY!r}, all but attention of the types"
-            f" {[kind.__name__ for kind in ROW_BY_ROW]!r}",
+            f" {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
         )
     named = cast(nn.Module, children["attention"]).named_modules()
     found = next(((name, module) for name, module in named if isinstance(module, BucketedAttention)), None)
@@ -118,12 +119,20 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
             f"has '{fqn}.attention' {children['attention']!r}",
             "attention with n_buckets, prepare and attend",
         )
+    problem = rows_problem(key, decoder.dim)
+    if problem:
+        raise _refusal(
+            decoder,
+            f"has {fqn!r} {type(key).__name__!r} that {problem}",
+            "a key without hooks that, beside attention, computes row by row",
+        )
     return ".".join(part for part in (fqn, "attention", found[0]) if part), cast(nn.Module, found[1])
 
 
 def _is_row_by_row(child: nn.Module | None) -> bool:
     # not isinstance: a subclass may compute something else
-    return type(child) in ROW_BY_ROW and len(getattr(child, "normalized_shape", "1")) == 1
+    known = type(child) in ROW_BY_ROW and len(getattr(child, "normalized_shape", "1")) == 1
+    return known and not hooks_within(cast(nn.Module, child))
 
 
 def _has_state(key: Any) -> bool:

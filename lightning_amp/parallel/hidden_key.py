@@ -1,6 +1,7 @@
 """The children of a stratum's key, recognised by name and structure, for the own channels of a rank (S5).
 
-What is not recognised is refused: a part left as it is would compute with some channels as if they were all.
+What is not recognised is refused: a part left as it is would compute with some channels as if they were all. What a key
+does beside its children is tried (key_check.py).
 Legend: D dim.
 """
 
@@ -12,6 +13,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel import collectives
 from lightning_amp.parallel.channels import Channels
 from lightning_amp.parallel.gathered_attention import GatheredAttention
+from lightning_amp.parallel.key_check import channels_problem
 from lightning_amp.parallel.protocol import ATTENTION_KEY, CONVOLUTION_KEY, ShardableAttention
 from lightning_amp.parallel.sharded_layers import ShardedConv1d, ShardedLinear
 from lightning_amp.parallel.sharded_norm import ShardedLayerNorm
@@ -30,7 +32,8 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
         gather: Whether attention reads the keys and values of all channels.
 
     Raises:
-        InstallError: A child is missing, too many, or none that can be dealt; or the key has state of its own.
+        InstallError: A child is missing, too many, or none that can be dealt; or the key has state of its own, or mixes
+            channels by itself.
     """
     # not named_children: it leaves out a module that has two names
     children = {name: child for name, child in key._modules.items() if child is not None}
@@ -54,6 +57,14 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
             _check_activation(child, path)
         else:
             swaps[path] = _share_linear(child, path, channels, groups=2 if name == "ff" else 1)
+    # any two ranks have other channels, and these two have the same ones for every rank that asks
+    problem = channels_problem(key, channels.dim, channels.of(0), channels.of(channels.mesh.size() - 1))
+    if problem:
+        raise refusal(
+            fqn,
+            f"is {type(key).__name__!r} and {problem}",
+            "a key without hooks that computes with its children, and beside them with functions of single numbers",
+        )
     return swaps
 
 

@@ -33,9 +33,10 @@ What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backw
 probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
 keys' parameters are parts (`Change.partial`).
 
-Known limits: no second derivative; keys are recognised by their children (protocol.py), what their forward does with
-these is not checked. Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank,
-F_k features of stratum k, R ranks.
+Known limits: no second derivative; what a key does beside its children is tried on an example (key_check.py), what a
+stratum does beside its parts is not.
+Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
+R ranks.
 """
 
 from torch import nn

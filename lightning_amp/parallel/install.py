@@ -109,7 +109,8 @@ class Installed:
 
     Attributes:
         swaps: The replacements, in order.
-        partial: Parameters of which every rank of the model axis has a part of the gradient: they need one sum.
+        partial: Parameters of which every rank of the model axis has a part of the gradient: they need one sum; each of
+            them is there once.
         sharded: Parameters that were replaced by this rank's shard.
     """
 
@@ -134,8 +135,8 @@ class Installed:
             _check_hooks(path, parent._modules[name])
             self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
             parent._modules[name] = new
-        seen = {id(parameter) for parameter in self.partial}
-        self.partial += [parameter for parameter in change.partial if id(parameter) not in seen]
+        # strata may share a parameter
+        self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
 
 

@@ -190,14 +190,16 @@ class ScattersFeatures(Decodes, Protocol):
 
 
 ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
-"""Children of an attention key. It computes with them, and with functions that do not mix channels,
+"""Children of an attention key. It computes with them, and with functions that do not mix channels (for nodes:
+anchors), which is tried (key_check.py),
 
     p = prenorm(v),  q = qk(p),  val = value(p),  attention(q, q, p or val),  ff(postnorm(...))
 
 where ff gives 2 D channels that are cut in two halves of D, which meet channel by channel (GEGLU)."""
 
 CONVOLUTION_KEY = ("pairs", "activation")
-"""Children of a convolution key: a depthwise convolution over the anchors and a function of single numbers."""
+"""Children of a convolution key: a depthwise convolution over the anchors and a function of single numbers; the same is
+tried."""
 
 
 def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:

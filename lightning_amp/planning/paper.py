@@ -89,12 +89,19 @@ def model_ranks_of(
     node_devices: int | None = None,
 ) -> int:
     """Ranks of the model axis, unless the user says how many: all of a node (the paper's same-batch execution), or as
-    many as there are channels for.
+    many as there are channels, buckets of anchors, or strata for.
     """
     if isinstance(model_parallel_size, int):
         return model_parallel_size
     if not any(STRATEGIES[s].model_axis for s in chosen):
         return 1
-    most = shape.decoder.hidden_parts if "S5" in chosen and shape.decoder is not None else devices
     node = node_devices or devices
-    return max(n for n in range(1, min(node, most) + 1) if node % n == 0)
+    most = node
+    if shape.decoder is not None:
+        parts = {
+            "S5": shape.decoder.hidden_parts,
+            "nodes": shape.decoder.buckets,
+            "strata": len(shape.decoder.features),
+        }
+        most = min(node, *(parts.get(strategy, node) for strategy in chosen))
+    return max(n for n in range(1, most + 1) if node % n == 0)

@@ -21,7 +21,7 @@ from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.request import check_request
 from lightning_amp.planning.rules import build_rules
-from lightning_amp.planning.shape import ModelShape, reference_shape
+from lightning_amp.planning.shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
 from lightning_amp.planning.work import step_seconds
 from lightning_amp.profiling.profile import Profile
@@ -279,12 +279,23 @@ def _mesh(
             ' use model_parallel_size="auto", or add one of'
             f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
         )
-    if "S5" in chosen and shape.decoder is not None and model > shape.decoder.hidden_parts:
-        raise PlanError(
-            f"S5 was asked for with {model!r} ranks on the model axis, and D={shape.decoder.dim!r} can be dealt to"
-            f" {shape.decoder.hidden_parts!r} at most; choose a smaller model_parallel_size, or leave S5 out"
-        )
+    if shape.decoder is not None:
+        _check_parts(chosen, shape.decoder, model)
     return MeshShape(data=devices // model, model=model)
+
+
+def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
+    """Whether there is a part for every rank of the model axis; of strata, placement.py asks."""
+    limits = [("S5", f"D={decoder.dim!r}", decoder.hidden_parts)]
+    if decoder.attention:
+        anchors = f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}"
+        limits.append(("nodes", anchors, decoder.buckets))
+    for strategy, whole, most in limits:
+        if strategy in chosen and model > most:
+            raise PlanError(
+                f"{strategy} was asked for with {model!r} ranks on the model axis, and {whole} can be dealt to"
+                f" {most!r} at most; choose a smaller model_parallel_size, or leave {strategy} out"
+            )
 
 
 def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:

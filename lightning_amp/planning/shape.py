@@ -57,6 +57,11 @@ class DecoderShape:
         """Most ranks that S5 can deal the hidden dimension to: pairs of channels, of an odd D single ones."""
         return self.dim // 2 if self.dim % 2 == 0 else self.dim
 
+    @property
+    def buckets(self) -> int:
+        """Most ranks that nodes can deal the anchors to: buckets of attention, the last one perhaps not full."""
+        return -(-self.anchors // self.window)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VertexShape:
