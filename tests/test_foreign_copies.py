@@ -1,5 +1,6 @@
 """Claim: a copy of HiGLUE's decoder that computes anything else is not taken for it, and the reason is given."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.adapt import adapt
+from lightning_amp.adapters.stratum import GivenDistribution
+from lightning_amp.models.stratum import ZINB
 from lightning_amp.parallel.protocol import find_decoders
-from tests.higlue_shaped import Copy, Decoder, Foreign
+from tests.higlue_shaped import Copy, Decoder, Foreign, ZeroInflated
 
 BASE = Copy()
 
@@ -47,6 +50,111 @@ class Raising(Decoder):
     def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
         assert len(v) == self.copy.anchors
         return super().forward(u, v, b, l)
+
+
+class Leaving(Decoder):
+    """A loss of its own, for the training step to add."""
+
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.aux: Any = 0.0
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        self.aux = v.square().mean()
+        return super().forward(u, v, b, l)
+
+
+class Collecting(Decoder):
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.losses: dict[str, list[Tensor]] = {"keys": []}
+
+    def key(self, k: int, v: Tensor) -> tuple[Tensor, Tensor]:
+        key, v = super().key(k, v)
+        self.losses["keys"].append(key.square().mean())
+        return key, v
+
+
+class Counting(Decoder):
+    """In evaluation mode, and in a tensor; nothing that is computed depends on it yet."""
+
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        if not self.training:
+            self.calls += 1
+        return super().forward(u, v, b, l)
+
+
+class Remembering(Decoder):
+    """As an attribute of an object, and of a child."""
+
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.seen = SimpleNamespace(cells=0)
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        self.seen.cells = len(u)
+        self.ff_activations[0].gates = v.sum()
+        return super().forward(u, v, b, l)
+
+
+class Clamped(Decoder):
+    def key(self, k: int, v: Tensor) -> tuple[Tensor, Tensor]:
+        key, v = super().key(k, v)
+        return key.clamp(-10, 10), v
+
+
+class ClampedBranches(Decoder):
+    """What comes after a LayerNorm is large where weights are."""
+
+    def key(self, k: int, v: Tensor) -> tuple[Tensor, Tensor]:
+        key, v = super().key(k, v)
+        return (key.clamp(-20, 20) if k else key), v
+
+
+class ClampedCells(Decoder):
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        return super().forward(u.clamp(-5, 5), v, b, l)
+
+
+class Clipping(Decoder):
+    """Large gradients alone tell."""
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        u = u * 1
+        if u.requires_grad:
+            u.register_hook(lambda grad: grad.clamp(-200, 200))  # type: ignore[no-untyped-call]
+        return super().forward(u, v, b, l)
+
+
+class Softmax(Decoder):
+    """Weights of the strata by a child that none of our forms runs."""
+
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.softmax = nn.Softmax(dim=1)
+
+    def shares(self, u: Tensor) -> Tensor:
+        return self.softmax(self.strata_weights[None] + self.strata_weight_head(u))  # type: ignore[no-any-return]
+
+
+class Hooked(Softmax):
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.softmax.register_forward_pre_hook(lambda _, args: (args[0] / 3,))
+
+
+class Rarer(ZeroInflated):
+    least = 1e-12
+
+
+class RarerZeros(Decoder):
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        given = super().forward(u, v, b, l)
+        return Rarer(given.zi_logits, given.total_count, given.logits)
 
 
 def shuffled(decoder: Decoder) -> None:
@@ -105,6 +213,15 @@ DIFFERENT: dict[Any, str] = {
     Dropping: "another log-probability",
     Causal: "another log-probability",
     Scaled: "another gradient of u",
+    Leaving: "changes ['aux'] of its own in forward",
+    Collecting: "changes [\"losses['keys']\"",
+    Counting: "changes ['calls'] of its own in forward",
+    Remembering: "changes ['seen.cells', 'ff_activations.0.gates'] of its own in forward",
+    Clamped: "any of our forms where v and weights are large",
+    ClampedBranches: "any of our forms where v and weights are large",
+    ClampedCells: "another log-probability than any of our forms where u is large",
+    Clipping: "another gradient of u than any of our forms where",
+    Hooked: "hooks on modules of it, ['softmax']",
     Poissonian: "returns 'Poisson'",
     Raising: "fails on a small example with AssertionError",
     shuffled: "columns in neither",
@@ -137,3 +254,19 @@ def test_a_copy_that_differs_is_told_apart(change: Any) -> None:
     assert DIFFERENT[change] in found.notes[0]
     assert vars(module.decoder).get("forward") is before
     assert find_decoders(module) == {}
+
+
+@pytest.mark.parametrize(("kind", "likelihood"), [(Decoder, ZINB), (RarerZeros, GivenDistribution)])
+def test_a_small_number_that_shows_only_where_zeros_are_rare_is_found(kind: Any, likelihood: type) -> None:
+    module = Foreign(Copy(least_zero=0.0))
+    module.decoder = kind(Copy(least_zero=0.0)).double()
+    adapt(module)
+    ours: Any = find_decoders(module)["decoder"]
+    assert isinstance(ours.strata[0].likelihood, likelihood)
+
+
+def test_looking_at_a_decoder_changes_nothing_of_it() -> None:
+    module = Foreign(BASE)
+    module.decoder = Counting(BASE).double()
+    adapt(module)
+    assert module.decoder.calls == 0

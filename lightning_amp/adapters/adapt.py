@@ -4,7 +4,7 @@ The module's parameters, names, children and state_dict stay what they are. Its 
 class, and other instances of it, are not touched. A decoder that no rule of the plan has changed gets its own forward
 back by `keep`: it then computes bit for bit what it did before.
 
-A decoder that is changed later (another parameter object, child or setting) is refused when it is called.
+A decoder that is changed later (another parameter object, child, setting, buffer or hook) is refused when it is called.
 
 Known limit: a LightningModule that is such a decoder itself is not looked at.
 """
@@ -21,9 +21,10 @@ from lightning_amp.adapters.layout import NotRecognised
 from lightning_amp.adapters.lazy import LazyDistribution
 from lightning_amp.adapters.probe import adapted
 from lightning_amp.adapters.snapshot import Snapshot
-from lightning_amp.errors import ModelError
+from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.stand_in import StandIn
 
+INPUTS = ("u", "v", "b", "l")
 INTEGERS = (torch.int64, torch.int32)
 """Types that torch takes for rows; uint8 and bool are masks to it."""
 
@@ -93,16 +94,17 @@ class _Forward(StandIn):
         self.module = module
         self.snapshot = Snapshot(module)
 
-    def __call__(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> LazyDistribution:  # noqa: E741
-        """The distribution of the cells' counts, computed when it is asked for.
+    def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
+        """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.
 
         The values of b are looked at on the CPU only, for nothing here is to wait for another device.
 
         Raises:
             ModelError: l is not one number per cell, or b not one row of the tables.
-            InstallError: The module is not what it was when ours was made of it.
+            InstallError: The module is not what it was when ours was made of it, or was called with something else.
         """
-        self.snapshot.check(self.module)
+        self.snapshot.check(self.module, self.decoder)
+        u, v, b, l = _inputs(given, named)  # noqa: E741
         if not isinstance(l, Tensor) or l.shape != (len(u), 1):
             found = tuple(l.shape) if isinstance(l, Tensor) else l
             raise ModelError(
@@ -114,6 +116,17 @@ class _Forward(StandIn):
 
     def _eager(self, *inputs: Tensor) -> Any:
         return type(self.module).forward(self.module, *inputs)
+
+
+def _inputs(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    missing = INPUTS[len(given) :]
+    if len(given) > len(INPUTS) or set(named) != set(missing):
+        raise InstallError(
+            f"a decoder of HiGLUE's shape was called with {len(given)!r} arguments and {sorted(named)!r} by name;"
+            f" allowed are {INPUTS!r}, which are all that the plan's decoder knows: leave out the others, or train with"
+            " strategies='S1', which runs the decoder's own forward"
+        )
+    return (*given, *(named[name] for name in missing))
 
 
 def _check_rows(b: object, *, n_cells: int, n_rows: int) -> None:

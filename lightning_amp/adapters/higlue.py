@@ -29,7 +29,6 @@ from lightning_amp.adapters.layout import LISTS, Layout, NotRecognised
 from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
 from lightning_amp.models.local_attention import LocalAttention
 from lightning_amp.models.stratum import ZINB
-from lightning_amp.parallel.hooks import hooks_within
 
 BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
 COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}
@@ -43,8 +42,6 @@ ATTENTION_LISTS = {
     "ff": "ff_layers",
 }
 CONVOLUTION_LISTS = {"pairs": "key_convs", "activation": "key_conv_activations"}
-REPLACED = ("attn_layers", "ff_activations")
-"""Lists whose modules ours stand in for: their hooks would not run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +89,8 @@ def check_parts(module: nn.Module, layout: Layout) -> None:
     """Whether the parts are there that all forms need.
 
     Raises:
-        NotRecognised: A table is missing or has other columns, there are no keys, or something of the module's would
-            not be run.
+        NotRecognised: A table is missing or has other columns, there are no keys, or the module's forward would not
+            be run.
     """
     for name in BINARY_TABLES.values():
         table = getattr(module, name, None)
@@ -105,9 +102,6 @@ def check_parts(module: nn.Module, layout: Layout) -> None:
         raise NotRecognised(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise NotRecognised("has a forward of its own on the instance, or was compiled")
-    hooked = [name for name in REPLACED if _hooked(getattr(module, name, None))]
-    if hooked:
-        raise NotRecognised(f"has hooks on modules of {hooked!r}, which would not run")
 
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
@@ -234,7 +228,3 @@ def _has_lists(module: nn.Module, lists: dict[str, str]) -> bool:
 def _flag(module: nn.Module, name: str) -> tuple[bool, ...]:
     value = getattr(module, name, None)
     return (True, False) if value is None else (bool(value),)
-
-
-def _hooked(layers: object) -> bool:
-    return isinstance(layers, nn.Module) and bool(hooks_within(layers))

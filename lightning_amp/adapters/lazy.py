@@ -9,8 +9,9 @@ In full it is of the module's own class, and made by its own forward, with gradi
 is computed by all of them together, and without gradients: parameters have parts of gradients there, so that a loss
 made of single entries would train on something else. With gradients enabled it is therefore refused.
 
-Eager code would have computed at the call: gradients are made only where they were enabled since then, and a tensor
-that was changed in place since then, or frozen, is refused (moment.py).
+Eager code would have computed at the call: gradients are made only where they were enabled since then, at products too,
+and a tensor that was changed in place since then, or frozen, is refused (moment.py). Numbers wait in the order in which
+they came, and meet the sum as each entry would have met them: a tensor without axes does not change the type.
 
 Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
 full on one rank of a model group alone waits for the others; what is computed in full is not counted in a plan's
@@ -33,6 +34,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 
 Number = int | float | Tensor
+Step = tuple[Callable[..., Tensor], Number]
 EAGER = (
     "{what} was asked for with gradients, and is computed by the module's own forward: exact, but nothing of what the"
     " plan has installed in its decoder is used; log_prob(x).mean() and .sum() use it"
@@ -168,7 +170,8 @@ class LazyLogProb:
         total: Their sum, of our decoder.
         whole: All of them, of the foreign one; is told what was asked for.
         shape: Cells and features.
-        factor: What they are multiplied with.
+        steps: What they are multiplied with and divided by, in this order.
+        graded: Whether gradients were enabled all the time.
     """
 
     def __init__(
@@ -176,11 +179,14 @@ class LazyLogProb:
         total: Callable[[], Float[Tensor, ""]],
         whole: Callable[[str], Float[Tensor, "cell feature"]],
         shape: Sequence[int],
-        factor: Number = 1,
+        *,
+        steps: tuple[Step, ...] = (),
+        graded: bool = True,
     ) -> None:
         self._total = total
         self._whole = whole
-        self._factor = factor
+        self._steps = steps
+        self._graded = graded
         self.shape = torch.Size(shape)
 
     __hash__ = object.__hash__
@@ -204,13 +210,16 @@ class LazyLogProb:
         """Sum of all; with arguments that of the tensor in full."""
         if args or options:
             return self.in_full("sum over some axes").sum(*args, **options)
-        return self._scaled(self._factor)
+        with self._mode():
+            # the total is kept, and the caller may add to the sum in place
+            return self._scaled(self._total().clone())
 
     def mean(self, *args: Any, **options: Any) -> Tensor:
         """Mean of all; with arguments that of the tensor in full."""
         if args or options:
             return self.in_full("mean over some axes").mean(*args, **options)
-        return self._scaled(self._factor / self.numel())
+        with self._mode():
+            return self._scaled(self._total()) / self.numel()
 
     def in_full(self, what: str) -> Float[Tensor, "cell feature"]:
         """All log-probabilities.
@@ -218,29 +227,44 @@ class LazyLogProb:
         Raises:
             InstallError: They would need gradients that ranks have parts of.
         """
-        whole = self._whole(f"log_prob(x), of which {what} was taken,")
-        return whole * self._factor
+        with self._mode():
+            return self._scaled(self._whole(f"log_prob(x), of which {what} was taken,"))
 
-    def _scaled(self, factor: Number) -> Tensor:
-        return self._total() * factor
+    def _mode(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self._graded and torch.is_grad_enabled())
 
-    def _times(self, factor: Number) -> "LazyLogProb":
-        return LazyLogProb(self._total, self._whole, self.shape, self._factor * factor)
+    def _scaled(self, values: Tensor) -> Tensor:
+        for step, number in self._steps:
+            values = step(values, number.to(values.dtype) if isinstance(number, Tensor) else number)
+        return values
+
+    def _then(self, step: Callable[..., Tensor], number: Number) -> "LazyLogProb":
+        # a tensor may be changed in place before the sum
+        kept = number.clone() if isinstance(number, Tensor) else number
+        graded = self._graded and torch.is_grad_enabled()
+        steps = (*self._steps, (step, kept))
+        return LazyLogProb(self._total, self._whole, self.shape, steps=steps, graded=graded)
 
     def __neg__(self) -> "LazyLogProb":
-        return self._times(-1)
+        return self._then(torch.mul, -1)
 
     neg = negative = __neg__
 
     def __mul__(self, other: Any) -> Any:
-        return self._times(other) if _is_number(other) else self.in_full("a product") * other
+        return self._then(torch.mul, other) if _is_number(other) else self.in_full("a product") * other
 
     mul = multiply = __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self._times(1 / other) if _is_number(other) else self.in_full("a quotient") / other
+        return self._then(torch.div, other) if _is_number(other) else self.in_full("a quotient") / other
 
-    div = divide = __truediv__
+    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
+        """As of a tensor; what is rounded is computed in full."""
+        if rounding_mode is None:
+            return self / other
+        return self.in_full("a rounded quotient").div(other, rounding_mode=rounding_mode)
+
+    divide = div
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -258,7 +282,7 @@ class LazyLogProb:
         name = getattr(func, "__name__", repr(func))
         if name in PRODUCTS and len(args) == 2 and not isinstance(args[0], cls):
             args = (args[1], args[0])
-        if args and isinstance(args[0], cls) and name in WAITING:
+        if args and isinstance(args[0], cls) and name in WAITING and "out" not in (kwargs or {}):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
 
         def whole(value: Any) -> Any:
@@ -296,7 +320,9 @@ IN_FULL = (
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return isinstance(value, int | float)
 
 
 def _of_whole(name: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ class Moment:
     def __init__(self, tensors: Iterable[tuple[str, object]]) -> None:
         self._enabled = torch.is_grad_enabled()
         self._seen = [
-            (name, value, _version(value), value.requires_grad)
+            (name, value, version(value), value.requires_grad)
             for name, value in tensors
             if isinstance(value, Tensor)
         ]
@@ -46,7 +46,7 @@ class Moment:
             InstallError: A tensor was changed in place, or needs a gradient now and did not then, or the reverse.
         """
         changes = [
-            f"{name} was changed in place" for name, value, old, _ in self._seen if _version(value) != old
+            f"{name} was changed in place" for name, value, old, _ in self._seen if version(value) != old
         ]
         if graded:
             changes += [
@@ -63,5 +63,6 @@ class Moment:
             )
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Torch's count of changes in place."""
     return 0 if tensor.is_inference() else tensor._version

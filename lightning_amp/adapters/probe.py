@@ -1,23 +1,21 @@
-"""Which form an instance takes, found by running it: a small copy in float64, compared with ours.
+"""Which form an instance takes, found by running a small copy of it (small.py) and comparing it with ours.
 
-    the copy        the same class and settings, all parameters drawn anew, tables and lists of a few anchors, buckets
-                    of 3 anchors; every stratum is there
+    nothing else    its forward changes no attribute, buffer or child of it (marks.py): ours would leave them alone
     chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter, agree
-                    to 1e-9, in training and in evaluation mode
+                    to 1e-9, in training and in evaluation mode; where values are large, those by u, v and l
 
 So a copy that differs in anything that shows in a number is not recognised. Nothing of the instance is changed, and no
 random numbers of the caller are used up. Every rank finds the same.
 
-Known limits: what a decoder does with sizes (other than windows) or with values of one kind only is not seen.
+Known limits: what a decoder does with sizes (other than windows), or with values that are still larger, is not seen;
+nor is a difference where the copy's own result is not finite.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 """
 
-import copy
 import inspect
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,33 +23,46 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.higlue import TABLES, Form, check_parts, dim_of, forms, make_decoder
-from lightning_amp.adapters.layout import LISTS, Layout, NotRecognised, columns_list, layout_of, read_layout
+from lightning_amp.adapters.higlue import Form, check_parts, forms, make_decoder
+from lightning_amp.adapters.layout import Layout, NotRecognised, read_layout
+from lightning_amp.adapters.marks import changes, marks
+from lightning_amp.adapters.replaced import hooked
+from lightning_amp.adapters.small import LARGE, Small, small_copy
 from lightning_amp.errors import AmpError
-from lightning_amp.parallel.hooks import KINDS
 
 CLOSE = 1e-9
 TOTAL = "log-probability"
 FAR = f"has another {TOTAL} than any of our forms"
-CELLS, WINDOW = 3, 3
-MORE_ANCHORS = 11
-"""Anchors beyond the number of strata: four buckets at least, the last one cut short."""
+SHOWN = 3
 Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Small:
-    """A small copy and what it is run on."""
+class _Case:
+    """What a form of ours is to compute too.
 
-    module: nn.Module
-    layout: Layout
-    inputs: tuple[Tensor, Tensor, Tensor]
-    b: Tensor
+    Attributes:
+        small: The copy that was run.
+        training: In which mode.
+        where: What is special about it, for a message.
+        x: The data.
+        parameters: Those by which gradients are compared.
+        expected: The copy's results.
+    """
+
+    small: Small
+    training: bool
+    where: str
     x: Tensor
+    parameters: dict[str, Tensor]
+    expected: Results
 
-    def run(self) -> Any:
-        u, v, l = self.inputs  # noqa: E741
-        return self.module(u, v, self.b, l)
+    def agrees(self, name: str, found: Tensor) -> bool:
+        """Whether a result of ours is the copy's; of large values, if that is finite."""
+        expected = self.expected[name]
+        if self.where and not expected.isfinite().all():
+            return True
+        return bool((found - expected).norm() <= CLOSE * expected.norm())
 
 
 def adapted(module: nn.Module) -> AdaptedDecoder:
@@ -62,21 +73,31 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
     """
     layout = read_layout(module)
     check_parts(module, layout)
-    return make_decoder(module, layout, _form_of(module, layout))
+    decoder = make_decoder(module, layout, _form_of(module, layout))
+    names = hooked(module, decoder)
+    if names:
+        raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+    return decoder
 
 
 def _form_of(module: nn.Module, layout: Layout) -> Form:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            small = _small(module, layout)
-            seen, expected = _seen(small), _expected(small)
+            small = small_copy(module, layout)
+            before = marks(small.module)
+            seen = _seen(small)
+            cases = [_case(small, seen, training=training) for training in (True, False)]
         except AmpError:
             raise
         except Exception as error:
             raise NotRecognised(f"fails on a small example with {error!r}") from error
+        changed = changes(before, marks(small.module))
+        if changed:
+            raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
+        cases += _large_cases(module, layout, seen)
         problems = []
         for form in forms(small.module, seen):
-            problems.append(_difference(small, form, expected))
+            problems.append(next(_differences(cases, form), ""))
             if not problems[-1]:
                 return form
     # the form that comes furthest says most
@@ -84,12 +105,12 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
     raise NotRecognised(near[0] if near else "has parts of which none of our forms is made")
 
 
-def _seen(small: _Small) -> Form:
+def _seen(small: Small) -> Form:
     """What can be told without trying."""
     given = small.run()
     kind, names = type(given), set(inspect.signature(type(given)).parameters)
     if issubclass(kind, torch.distributions.Bernoulli):
-        return Form(kind=kind, chained=_chained(small, given))
+        return Form(kind=kind, chained=_chained(small, given, binarized=True))
     if not (
         issubclass(kind, torch.distributions.NegativeBinomial)
         and {"zi_logits", "total_count", "logits"} <= names
@@ -98,19 +119,19 @@ def _seen(small: _Small) -> Form:
             f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
             " total_count and logits"
         )
-    return Form(kind=kind, chained=_chained(small, given), least=_least(small))
+    return Form(kind=kind, chained=_chained(small, given, binarized=False), least=_least(small))
 
 
-def _chained(small: _Small, given: Any) -> bool:
+def _chained(small: Small, given: Any, *, binarized: bool) -> bool:
     layers: Any = getattr(small.module, "value_layers", ())
     if len(small.layout.columns) < 3 or not len(layers):
         return False
-    third = given.log_prob(small.x)[:, slice(*small.layout.columns[2])].sum()
+    third = given.log_prob(small.x(binarized=binarized))[:, slice(*small.layout.columns[2])].sum()
     (grad,) = torch.autograd.grad(third, [layers[0].weight], allow_unused=True)
     return grad is not None and bool(grad.any())
 
 
-def _least(small: _Small) -> float:
+def _least(small: Small) -> float:
     """What is added to means: all that is left of them in cells without contacts."""
     u, v, l = small.inputs  # noqa: E741
     with torch.no_grad():
@@ -121,99 +142,48 @@ def _least(small: _Small) -> float:
     return float(f"{float(found[0, 0]):.12g}")
 
 
-def _difference(small: _Small, form: Form, expected: dict[bool, Results]) -> str:
-    """Where a form differs from the copy, in training or in evaluation mode; "" if nowhere."""
-    u, v, l = small.inputs  # noqa: E741
+def _case(small: Small, seen: Form, *, training: bool, where: str = "") -> _Case:
+    small.module.train(training)
+    x = small.x(binarized=seen.binarized)
+    parameters: dict[str, Tensor] = {} if where else dict(small.module.named_parameters())
+    total = small.run().log_prob(x).sum()
+    return _Case(small, training, where, x, parameters, _results(small, parameters, total))
+
+
+def _large_cases(module: nn.Module, layout: Layout, seen: Form) -> Iterator[_Case]:
+    """Of large values; where the copy fails with these there is none."""
+    for sizes in LARGE:
+        try:
+            yield _case(small_copy(module, layout, sizes), seen, training=True, where=sizes.where)
+        except Exception:
+            continue
+
+
+def _differences(cases: list[_Case], form: Form) -> Iterator[str]:
+    """Where a form differs from the copies."""
     try:
-        ours = make_decoder(small.module, small.layout, form)
-        for training, results in expected.items():
-            small.module.train(training)
-            total = -ours.nll(u, v, batch=small.b, library=l, x=small.x)
-            if not (total - results[TOTAL]).norm() <= CLOSE * results[TOTAL].norm():
-                return FAR
-            found = _results(small, total)
-            for name, value in results.items():
-                if not (found[name] - value).norm() <= CLOSE * value.norm():
-                    return f"has another {name} than any of our forms"
+        for case in cases:
+            small, (u, v, l) = case.small, case.small.inputs  # noqa: E741
+            ours = make_decoder(small.module, small.layout, form)
+            small.module.train(case.training)
+            total = -ours.nll(u, v, batch=small.b, library=l, x=case.x)
+            if not case.agrees(TOTAL, total):
+                yield FAR + case.where
+                return
+            found = _results(small, case.parameters, total)
+            for name in case.expected:
+                if not case.agrees(name, found[name]):
+                    yield f"has another {name} than any of our forms{case.where}"
     except NotRecognised as error:
-        return str(error)
+        yield str(error)
     except Exception as error:
-        return f"fails in the comparison with {error!r}"
-    return ""
+        yield f"fails in the comparison with {error!r}"
 
 
-def _expected(small: _Small) -> dict[bool, Results]:
-    """What the copy computes, by its mode."""
-    found = {}
-    for training in (True, False):
-        small.module.train(training)
-        found[training] = _results(small, small.run().log_prob(small.x).sum())
-    return found
-
-
-def _results(small: _Small, total: Tensor) -> Results:
-    named = dict(zip(("u", "v", "l"), small.inputs, strict=True)) | dict(small.module.named_parameters())
+def _results(small: Small, parameters: dict[str, Tensor], total: Tensor) -> Results:
+    named = dict(zip(("u", "v", "l"), small.inputs, strict=True)) | parameters
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     found = {TOTAL: total.detach()}
     for (name, value), grad in zip(named.items(), grads, strict=True):
         found[f"gradient of {name}"] = torch.zeros_like(value) if grad is None else grad
     return found
-
-
-def _small(module: nn.Module, layout: Layout) -> _Small:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, size: float = 1.0) -> Tensor:
-        return size * torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    n_strata = len(layout.nodes)
-    n_anchors = n_strata + MORE_ANCHORS
-    # three or four of the anchors that have a pair at this distance, up to the last one
-    nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
-    nodes[0] = torch.arange(n_anchors)
-    small_layout = layout_of(nodes)
-    memo = _substitutes(module, small_layout, draw)
-    small = copy.deepcopy(module, memo)
-    for layer in getattr(small, "attn_layers", ()):
-        layer.window_size = WINDOW
-    n_batches, dim = cast(Any, module).scale_lin.shape[0], dim_of(module)
-    u, v = (draw(n, dim, size=size).requires_grad_() for n, size in ((CELLS, dim**-0.5), (n_anchors, 1.0)))
-    counts = torch.poisson(draw(CELLS, small_layout.n_features).square(), generator=generator)
-    l = (counts.sum(1, keepdim=True) + 1).requires_grad_()  # noqa: E741
-    with torch.no_grad():
-        binary = isinstance(small(u, v, torch.arange(CELLS) % n_batches, l), torch.distributions.Bernoulli)
-    x = (counts > 0).double() if binary else counts
-    return _Small(small, small_layout, (u, v, l), torch.arange(CELLS) % n_batches, x)
-
-
-def _substitutes(module: nn.Module, layout: Layout, draw: Any) -> dict[int, Any]:
-    """What deepcopy is to take in place of parameters, buffers, lists and hooks."""
-    memo: dict[int, Any] = {}
-    for name, parameter in module.named_parameters():
-        shape: Sequence[int] = parameter.shape
-        if name in TABLES:
-            shape = (len(parameter), layout.n_features)
-        # of the size that keeps products near 1, and LayerNorm's weights apart from 0
-        values = draw(*shape, size=0.5 if len(shape) < 2 or name in TABLES else shape[-1] ** -0.5)
-        memo[id(parameter)] = nn.Parameter(
-            values + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
-        )
-    for buffer in module.buffers():
-        memo[id(buffer)] = (
-            buffer.detach().cpu().to(torch.float64 if buffer.is_floating_point() else buffer.dtype)
-        )
-    columns = [torch.arange(*run) for run in layout.columns]
-    for name in LISTS:
-        value = getattr(module, name)
-        lists = columns if name == columns_list(module) else layout.nodes
-        memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
-    for child in module.modules():
-        memo |= {id(getattr(child, kind)): OrderedDict() for kind in KINDS}
-    return memo
-
-
-def _like(rows: Tensor, example: Any) -> Any:
-    """Indices of the type that the decoder has them in."""
-    if isinstance(example, Tensor):
-        return rows
-    return rows.tolist() if isinstance(example, list | tuple) else rows.numpy()

@@ -1,33 +1,36 @@
 """What a foreign module was when ours was made of it, to tell whether it still is.
 
     by identity     parameters and children by name, and the lists of indices
-    by value        numbers and texts that are attributes of the module, and of layers that ours stand in for
-    hooks           on these layers there are none, but for Lightning's and this package's own, which only look
+    by value        numbers and texts that are attributes of the module or of one in it; buffers, and tensors that are
+                    attributes
+    hooks           on modules that ours does not run there are none, but for Lightning's and this package's own, which
+                    only look
 
-Parameters that move to a device or change their type keep their identity. A deep copy of the module has a copy of the
-snapshot, which then knows the copied objects.
+Parameters that move to a device or change their type keep their identity. Buffers are new objects then: what is not the
+object it was, or was written to, is compared once with the values that were kept, rounded as such a change rounds. So
+nothing waits for a device in steps between which nothing changed. A deep copy of the module has a copy of the snapshot,
+which then knows the copied objects.
 
-Known limits: classes, buffers, what is inside of attributes of other types, and lists changed in place are not seen.
+Known limits: classes, what is inside of attributes of other types, and lists changed in place are not seen; nor is a
+buffer that was added, or changed through `tensor.data`, or by less than float32 rounds.
 """
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_amp.adapters.higlue import REPLACED
 from lightning_amp.adapters.layout import LISTS
+from lightning_amp.adapters.marks import PLAIN
+from lightning_amp.adapters.moment import version
+from lightning_amp.adapters.replaced import hooked
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.hooks import KINDS
 
 SHOWN = 3
-PLAIN = (int, float, str)
 GONE = None
 """In place of what is not there; a parameter that is None is none."""
 TORCH = frozenset(vars(nn.Module()))
-WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
-"""Packages whose hooks change nothing: the check for finite numbers, profilers, summaries."""
 
 
 class Snapshot:
@@ -39,21 +42,31 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.named_parameters())
-        self._found = dict(_found(module))
+        self._found, tensors = _found(module)
+        self._tensors = {name: _Kept(tensor) for name, tensor in tensors.items()}
 
-    def check(self, module: nn.Module) -> None:
+    def check(self, module: nn.Module, decoder: nn.Module) -> None:
         """Refuse a module that is another one by now.
 
+        Args:
+            module: The foreign decoder.
+            decoder: Ours, with what was installed in it.
+
         Raises:
-            InstallError: A parameter, a child, a setting or the hooks of it have changed.
+            InstallError: A parameter, a child, a setting, a buffer or the hooks of it have changed.
         """
-        found = dict(_found(module))
+        found, tensors = _found(module)
         changes = [
             f"{name!r} {_change(self._found.get(name, GONE), found.get(name, GONE))}"
             for name in self._found | found
             if not _same(self._found.get(name, GONE), found.get(name, GONE))
         ]
-        changes += [f"{name!r} has hooks, which would not run" for name in _hooked(module)]
+        changes += [
+            f"{name!r} has other values than it had"
+            for name, kept in self._tensors.items()
+            if not kept.is_still(tensors.get(name))
+        ]
+        changes += [f"{name!r} has hooks, which would not run" for name in hooked(module, decoder)]
         if changes:
             raise InstallError(
                 f"the decoder {type(module).__name__!r} has changed since the plan was installed:"
@@ -64,39 +77,52 @@ class Snapshot:
             )
 
 
-def _found(module: nn.Module) -> Iterator[tuple[str, Any]]:
+class _Kept:
+    """A tensor as it was, which may move to another device or change its type."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor.detach().cpu().clone()
+        self._object, self._version = tensor, version(tensor)
+
+    def is_still(self, tensor: Tensor | None) -> bool:
+        """Whether this is the tensor, or one of the same values."""
+        if tensor is None:
+            return False
+        if tensor is self._object and version(tensor) == self._version:
+            return True
+        same = torch.equal(
+            _rounded(self._values, tensor.dtype), _rounded(tensor.detach().cpu(), tensor.dtype)
+        )
+        if same:
+            self._object, self._version = tensor, version(tensor)
+        return same
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As values are that have been of this type, and maybe of float32 before."""
+    if not values.is_floating_point():
+        return values
+    return values.float().to(dtype if dtype.itemsize < torch.float32.itemsize else torch.float32)
+
+
+def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What is known by identity or equality, and tensors that are no parameters."""
+    found: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     for fqn, child in module.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
         for name, value in chain(child._parameters.items(), child._modules.items()):
-            yield prefix + name, value
-    for fqn, child in chain([("", module)], _replaced(module)):
-        prefix = f"{fqn}." if fqn else ""
-        for name, value in vars(child).items():
-            if isinstance(value, PLAIN) and name not in TORCH:
-                yield prefix + name, value
+            found[prefix + name] = value
+        own = ((name, value) for name, value in vars(child).items() if name not in TORCH)
+        for name, value in chain(child._buffers.items(), own):
+            if isinstance(value, PLAIN):
+                found[prefix + name] = value
+            elif isinstance(value, Tensor):
+                tensors[prefix + name] = value
     for name in LISTS:
         # a property may make a new list every time
-        yield name, vars(module).get(name)
-
-
-def _replaced(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name in REPLACED:
-        layers = getattr(module, name, None)
-        if isinstance(layers, nn.Module):
-            yield from layers.named_modules(prefix=name)
-
-
-def _hooked(module: nn.Module) -> list[str]:
-    return [
-        fqn
-        for fqn, child in _replaced(module)
-        if any(not _watches(hook) for kind in KINDS for hook in getattr(child, kind).values())
-    ]
-
-
-def _watches(hook: Any) -> bool:
-    source = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return source.split(".")[0] in WATCHERS
+        found[name] = vars(module).get(name)
+    return found, tensors
 
 
 def _same(a: object, b: object) -> bool:

@@ -1,0 +1,144 @@
+"""A small copy of a foreign decoder, on which it is compared with ours.
+
+    the copy    the same class and settings, all parameters drawn anew in float64, tables and lists of a few anchors,
+                buckets of 3 anchors, no hooks; every stratum is there
+    sizes       near 1; or larger, as training may make them
+
+Where values are large, softmax has one winner, and gradients of most parameters are what rounding leaves of them; those
+of u, v and l are not. So u and v are not large in one copy: a likelihood without a least mean would not be finite.
+
+Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.adapters.higlue import TABLES, dim_of
+from lightning_amp.adapters.layout import LISTS, Layout, columns_list, layout_of
+from lightning_amp.parallel.hooks import KINDS
+
+CELLS, WINDOW = 3, 3
+MORE_ANCHORS = 11
+"""Anchors beyond the number of strata: four buckets at least, the last one cut short."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What values are multiplied with, and what is added to two of the tables.
+
+    Attributes:
+        where: In words, for a message; "" where all is near 1.
+    """
+
+    where: str = ""
+    u: float = 1.0
+    v: float = 1.0
+    counts: float = 1.0
+    layers: float = 1.0
+    log_theta: float = 0.0
+    zi_logits: float = 0.0
+
+
+NEAR_ONE = Sizes()
+LARGE = (
+    Sizes(where=" where u is large", u=30, counts=30),
+    # additional zeros are so rare here that another small number in their place shows
+    Sizes(where=" where v and weights are large", v=30, counts=30, layers=5, log_theta=2, zi_logits=-30),
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Small:
+    """A small copy and what it is run on."""
+
+    module: nn.Module
+    layout: Layout
+    inputs: tuple[Tensor, Tensor, Tensor]
+    b: Tensor
+    counts: Tensor
+
+    def run(self) -> Any:
+        """What the copy returns."""
+        u, v, l = self.inputs  # noqa: E741
+        return self.module(u, v, self.b, l)
+
+    def x(self, *, binarized: bool) -> Tensor:
+        """Data that the copy may have been made for."""
+        return (self.counts > 0).double() if binarized else self.counts
+
+
+def small_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Small:
+    """A small copy of a module, which is left as it is.
+
+    Args:
+        module: The foreign decoder.
+        layout: Of the decoder.
+        sizes: Of the values.
+
+    Raises:
+        NotRecognised: The decoder has no layers.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, size: float = 1.0) -> Tensor:
+        return size * torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    n_strata = len(layout.nodes)
+    n_anchors = n_strata + MORE_ANCHORS
+    # three or four of the anchors that have a pair at this distance, up to the last one
+    nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
+    nodes[0] = torch.arange(n_anchors)
+    small_layout = layout_of(nodes)
+    small = copy.deepcopy(module, _substitutes(module, small_layout, draw, sizes))
+    for layer in getattr(small, "attn_layers", ()):
+        layer.window_size = WINDOW
+    n_batches, dim = cast(Any, module).scale_lin.shape[0], dim_of(module)
+    u = draw(CELLS, dim, size=sizes.u * dim**-0.5).requires_grad_()
+    v = draw(n_anchors, dim, size=sizes.v).requires_grad_()
+    counts = sizes.counts * torch.poisson(draw(CELLS, small_layout.n_features).square(), generator=generator)
+    l = (counts.sum(1, keepdim=True) + 1).requires_grad_()  # noqa: E741
+    return Small(small, small_layout, (u, v, l), torch.arange(CELLS) % n_batches, counts)
+
+
+def _substitutes(module: nn.Module, layout: Layout, draw: Any, sizes: Sizes) -> dict[int, Any]:
+    """What deepcopy is to take in place of parameters, buffers, lists and hooks."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        memo[id(parameter)] = nn.Parameter(_values(name, parameter.shape, layout, draw, sizes))
+    for buffer in module.buffers():
+        memo[id(buffer)] = (
+            buffer.detach().cpu().to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)
+        )
+    columns = [torch.arange(*run) for run in layout.columns]
+    for name in LISTS:
+        value = getattr(module, name)
+        lists = columns if name == columns_list(module) else layout.nodes
+        memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
+    for child in module.modules():
+        memo |= {id(getattr(child, kind)): OrderedDict() for kind in KINDS}
+    return memo
+
+
+def _values(name: str, shape: Sequence[int], layout: Layout, draw: Any, sizes: Sizes) -> Tensor:
+    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0."""
+    if name in TABLES:
+        added = {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
+        return cast(Tensor, draw(shape[0], layout.n_features, size=0.5) + added)
+    if len(shape) < 2:
+        return cast(Tensor, draw(*shape, size=0.5)) + (
+            1.0 if "norm" in name and name.endswith("weight") else 0.0
+        )
+    return cast(Tensor, draw(*shape, size=sizes.layers * shape[-1] ** -0.5))
+
+
+def _like(rows: Tensor, example: Any) -> Any:
+    """Indices of the type that the decoder has them in."""
+    if isinstance(example, Tensor):
+        return rows
+    return rows.tolist() if isinstance(example, list | tuple) else rows.numpy()
