@@ -217,8 +217,8 @@ MUTANTS = [
         "stream",
         "shard: cells of another block",
         f"{P}/cell_blocks.py",
-        "return tensor if len(tensor) == 1 else tensor[block]",
-        "return tensor if len(tensor) == 1 else tensor.flip(0)[block]",
+        "return tensor if _n_rows(tensor) == 1 else tensor[block]",
+        "return tensor if _n_rows(tensor) == 1 else tensor.flip(0)[block]",
         STREAM,
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS = [
         "recompute",
         "doubled: hooks in both passes",
         f"{P}/recompute.py",
-        "next(calls, self.stratum.forward)",
-        "next(calls, self.stratum)",
+        "return read.again(lambda: stratum.forward(v, u, **cells))",
+        "return read.again(lambda: stratum(v, u, **cells))",
         STREAM,
     ),
     Mutant(

@@ -179,6 +179,15 @@ def test_failures_reach_the_caller() -> None:
     installed(MANY, 1)().backward()
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_term_of_what_a_stratum_has_read_is_refused(chained: bool) -> None:
+    model, kept = installed(replace(MANY, chained=chained), 2), []
+    model.decoder.strata[3].key.prenorm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    loss = model()
+    with pytest.raises(InstallError, match="its gradient would be lost"):
+        (loss + kept[0].square().mean()).backward()
+
+
 def test_wrong_settings() -> None:
     for workers in (0, -1, True, 1.5):
         with pytest.raises(InstallError, match=f"workers={workers!r}; .* at least 1"):

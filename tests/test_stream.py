@@ -3,7 +3,9 @@
 Ranks, S2 to S5 and the other techniques beside them are in test_exactness_matrix.py.
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
@@ -133,6 +136,35 @@ def test_an_overflow_that_no_loss_scale_can_cure_is_told(counts: float) -> None:
     assert all("float16 has overflowed" in str(w.message) for w in told)
 
 
+@pytest.mark.parametrize(("dtype", "large", "told"), [(torch.float16, 2e4, 1), (torch.float32, 2e38, 0)])
+def test_float16_parameters_overflow_with_a_warning_too(dtype: torch.dtype, large: float, told: int) -> None:
+    model = installed(Case(distances=(0,), head=False), "stream").to(dtype)
+    batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in model.batch.items()}
+    # nothing comes from this channel, and much goes back to it
+    model.u.data[:, 0], model.v.data[:, 0] = large, 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loss = model.decoder(model.u, model.v, **batch)
+    assert loss.isfinite()
+    loss.backward()
+    assert not model.v.grad.isfinite().all()
+    assert len(warned) == told
+    assert all("'bf16-true'" in str(w.message) for w in warned)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_no_cells(chained: bool) -> None:
+    """The mean over none is 0 / 0, and its gradients are zero."""
+
+    def run(model: Model) -> None:
+        u = model.u[:0]
+        loss = model.decoder(u, model.v, **{name: t[:0] for name, t in model.batch.items()})
+        assert loss.isnan()
+        loss.backward()
+
+    compare(run, replace(FIVE, chained=chained))
+
+
 @pytest.mark.parametrize("strategy", ["stream", "recompute"])
 def test_without_gradients_nothing_is_recorded(strategy: str) -> None:
     model, expected = installed(FIVE, strategy), Model(FIVE)()
@@ -177,6 +209,46 @@ def test_a_gradient_that_would_be_lost_is_refused() -> None:
         installed(FIVE, "stream").decoder(model.u, model.v, **model.batch)
 
 
+def anchors(model: Model, kept: list[Tensor]) -> None:
+    model.decoder.strata[1].key.prenorm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+
+
+def weights(model: Model, kept: list[Tensor]) -> None:
+    key = model.decoder.strata[1].key
+    key.register_forward_hook(lambda *_: kept.append(key.qk.weight))
+
+
+def cells(model: Model, kept: list[Tensor]) -> None:
+    model.decoder.strata[1].decode.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("hook", [anchors, weights, cells])
+def test_a_term_of_what_a_stratum_has_read_is_refused(
+    hook: Callable[[Model, list[Tensor]], None], chained: bool
+) -> None:
+    model, kept = installed(replace(FIVE, chained=chained), "stream"), []
+    hook(model, kept)
+    (model() + kept[0].detach().square().sum()).backward()
+    kept.clear()
+    loss = model() + kept[0].square().mean()
+    with pytest.raises(InstallError, match=r"came to a tensor of shape \(.*its gradient would be lost"):
+        loss.backward()
+
+
+def test_refusing_keeps_no_tensor_alive() -> None:
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        own = leaf(torch.ones(3), needed=True)
+        gradients([own.square().sum()], [own], [None])
+        kept = weakref.ref(own)
+        del own
+        assert kept() is None
+    finally:
+        gc.enable() if collected else None
+
+
 @pytest.mark.parametrize("strategy", ["stream", "recompute"])
 def test_hooks_on_parameters_and_strata_run_once(strategy: str) -> None:
     model, seen = installed(FIVE, strategy), []
@@ -187,6 +259,74 @@ def test_hooks_on_parameters_and_strata_run_once(strategy: str) -> None:
     stratum.register_forward_pre_hook(lambda *_: seen.append("before"))
     model().backward()
     assert sorted(seen) == ["accumulated", "before", "forward", "gradient"]
+
+
+def with_other_tensors(model: Model) -> None:
+    """What meta-learning does: the loss of one's parameters after a step, its gradients taken when they are back."""
+    others = {name: (1.3 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    loss = functional_call(model, others, ())
+    for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(others.values())), strict=True):
+        p.grad = grad
+
+
+def freeze_in_between(model: Model) -> None:
+    loss = model()
+    model.decoder.strata[1].requires_grad_(False)
+    loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+@pytest.mark.parametrize("run", [with_other_tensors, freeze_in_between])
+def test_the_backward_pass_is_that_of_the_forward_pass(run: Callable[[Model], Any], strategy: str) -> None:
+    compare(run, replace(FIVE, chained=True), strategy)
+
+
+@torch.no_grad()
+def change(model: Model, what: str) -> None:
+    if what == "mode":
+        model.eval()
+    elif what == "counts":
+        model.batch["x"].add_(1)
+    else:
+        model.decoder.strata[1].bias.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"), [("mode", r"train\(\) or eval\(\)"), ("counts", "argument x"), ("table", "bias")]
+)
+def test_what_changes_between_the_passes_is_refused(what: str, named: str) -> None:
+    model = installed(FIVE, "recompute")
+    loss = model()
+    change(model, what)
+    with pytest.raises(
+        InstallError, match=rf"\(Stratum\) was to be computed again.*first time: .*{named}.*;"
+    ):
+        loss.backward()
+    model().backward()
+
+
+class Counting(nn.Module):
+    """A likelihood that changes a buffer in place, and one that it assigns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("others", torch.zeros(()))
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.others = self.others + 1
+        result: Tensor = self.inner(*args)
+        return result
+
+
+def test_buffers_that_a_stratum_changes_are_changed_once() -> None:
+    model = installed(FIVE, "recompute")
+    likelihood = Counting(model.decoder.strata[1].likelihood)
+    model.decoder.strata[1].likelihood = likelihood
+    (model() + model()).backward()
+    assert (float(likelihood.calls), float(likelihood.others)) == (2, 2)
 
 
 def peak(case: Case, strategies: tuple[str, ...], cells: int = 3) -> int:

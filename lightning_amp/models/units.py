@@ -6,7 +6,8 @@ The two classes hold what `parallel/protocol.py` asks for: with them, `stream`, 
 the units are run. Units read v and u and their own parameters, and nothing of one another.
 
 Legend: cell (B), anchor (N), dim (D), unit (K).
-Known limit: what a unit keeps is not predicted, only [cell, n_features] of it.
+Known limits: what a unit keeps is not predicted, only [cell, n_features] of it; a loss that is no sum over cells is
+noticed by `stream` alone (parallel/cell_sums.py).
 """
 
 from abc import abstractmethod
@@ -22,6 +23,12 @@ from lightning_amp.models.stratum import AllCells
 from lightning_amp.models.walk import EveryStratum
 
 
+class UnitCells(AllCells):
+    """All cells at once, with a loss that somebody else has written: who takes some of them at a time looks first."""
+
+    known = False
+
+
 class Unit(nn.Module):
     """Abstract: a subclass says in `nll` what its loss is.
 
@@ -34,7 +41,7 @@ class Unit(nn.Module):
     def __init__(self, n_features: int) -> None:
         super().__init__()
         self.n_features = n_features
-        self.cells = AllCells()
+        self.cells = UnitCells()
 
     @abstractmethod
     def nll(
@@ -45,7 +52,7 @@ class Unit(nn.Module):
         Args:
             v: Latents of the anchors.
             u: Latents of some cells.
-            cells: Of the same cells, one row each: what the decoder was called with.
+            cells: Of the same cells, one row each, or the same for all: what the decoder was called with.
         """
 
     def forward(
@@ -94,9 +101,10 @@ class UnitDecoder(nn.Module):
     def forward(
         self, u: Float[Tensor, "cell dim"], v: Float[Tensor, "anchor dim"], **cells: Tensor
     ) -> Float[Tensor, ""]:
-        """Sum of the units' losses; `cells` are tensors with one row per cell, handed to all units.
+        """Sum of the units' losses; `cells` are handed to all units.
 
-        A tensor that needs a gradient is u, v, a parameter of a unit, or `library`.
+        They have one row per cell, or are the same for all: one row, no dimension, a number, None. A tensor that needs
+        a gradient is u, v, a parameter of a unit, or `library`.
         """
         none = u.new_zeros(1, len(self.strata))
         cells.setdefault("library", u.new_ones(len(u), 1))

@@ -9,17 +9,21 @@ is made for every block and added up; that of a block's rows of u is its own.
 Collectives of the decode and of the softmax (S2, S5, nodes) come once for every block, on all ranks alike: the blocks
 depend on the number of cells, which a model group shares.
 
+What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
+
 Legend: cell (B), anchor (N), dim (D).
 Known limit: gradients are handed out once (ready_gradients.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.cell_sums import check_sum
 from lightning_amp.parallel.ready_gradients import (
     Gradients,
     add,
@@ -46,15 +50,21 @@ def block_cells(cells: object, *, size: int) -> nn.Module:
             f"stream was asked for on a stratum whose child `cells` {problem}; only a module without state that returns"
             " nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
         )
-    return CellBlocks(size)
+    return CellBlocks(size, known=getattr(cells, "known", True))
 
 
 class CellBlocks(nn.Module):
-    """A stratum's cells in blocks; made by `block_cells`."""
+    """A stratum's cells in blocks; made by `block_cells`.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: Cells of a block.
+        known: Whether the loss is known to be a sum over cells; else it is looked at when there are several blocks.
+    """
+
+    def __init__(self, size: int, *, known: bool = True) -> None:
         super().__init__()
         self.size = size
+        self.known = known
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
@@ -69,14 +79,21 @@ class CellBlocks(nn.Module):
         parameters: Iterable[Tensor],
         **cells: Tensor,
     ) -> Float[Tensor, ""]:
-        """Sum over cells of `nll(key, u, **cells)`, one block alive at a time."""
-        odd = {name: len(rows) for name, rows in cells.items() if len(rows) not in (1, len(u))}
+        """Sum over cells of `nll(key, u, **cells)`, one block alive at a time.
+
+        Raises:
+            InstallError: Something has neither one row per cell nor one for all, or the loss is no sum over cells.
+        """
+        odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
         if odd:
             raise InstallError(
                 f"a stratum's {len(u)!r} cells were to be taken in blocks, and it is called with {odd!r} rows; allowed"
                 " is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or leave"
                 " 'stream' out"
             )
+        if not self.known and len(u) > max(1, self.size):
+            check_sum(nll, key, u, lambda block: _rows(cells, block))
+            self.known = True
         tables = list(parameters)
         inputs = [key, u, cells["library"], cells["log_weight"], *tables]
         if not wants_gradients(inputs):
@@ -115,8 +132,17 @@ class CellBlocks(nn.Module):
         return total, [shared[0], *_join(rows, inputs[1:4], needed[1:4]), *shared[1:]]
 
 
+def _n_rows(value: object) -> int:
+    """Rows; 1 of what has none, which is the same for all cells as one row is."""
+    try:
+        return len(cast(Sized, value))
+    except TypeError:
+        # a number, None, a tensor without dimensions
+        return 1
+
+
 def _row(tensor: Tensor, block: slice) -> Tensor:
-    return tensor if len(tensor) == 1 else tensor[block]
+    return tensor if _n_rows(tensor) == 1 else tensor[block]
 
 
 def _rows(cells: dict[str, Tensor], block: slice) -> dict[str, Tensor]:
@@ -131,7 +157,7 @@ def _join(rows: list[Gradients], inputs: Sequence[Tensor], needed: Sequence[bool
         found = [part for part in parts if part is not None]
         if not wanted or not found:
             joined.append(None)
-        elif len(tensor) == 1:
+        elif _n_rows(tensor) == 1:
             total: Tensor | None = None
             for part in found:
                 total = add(total, part)

@@ -4,6 +4,10 @@
     backward    these gradients, times the gradient of the total
 
 The gradients are handed out once and scaled in place: a second backward pass is refused, and so is a second derivative.
+So is the backward pass of anything else that was made of what is computed inside (`leaf`).
+
+Known limits: torch.autograd.grad does not say so, and leaves out what such a term adds to the gradients; where the term
+starts from something in between, not from a leaf, it is torch that refuses it ("a second time").
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +47,12 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 
 def leaf(tensor: Tensor, needed: bool) -> Tensor:
-    """The same values as an input of a graph of its own."""
-    return tensor.detach().requires_grad_(needed)
+    """The same values as an input of a graph of its own, whose gradients are taken by `gradients` alone."""
+    own = tensor.detach().requires_grad_(needed)
+    if needed:
+        # torch.autograd.grad adds nothing up in a leaf: who does is a term outside, of a tensor that was kept
+        own.register_post_accumulate_grad_hook(_refuse)  # type: ignore[no-untyped-call]
+    return own
 
 
 def gradients(
@@ -105,6 +113,14 @@ class GradientSum:
             self.value = self._room.copy_(grad)
         else:
             self.value = add(self.value, grad)
+
+
+def _refuse(own: Tensor) -> None:
+    raise InstallError(
+        f"a backward pass came to a tensor of shape {tuple(own.shape)!r} that a streamed stratum has read, and not from"
+        " the stratum's loss but from what a hook, or the stratum, has kept; its gradient would be lost. Compute the"
+        " term from the decoder's inputs or the parameter itself, detach what is kept, or leave 'stream' out"
+    )
 
 
 def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:

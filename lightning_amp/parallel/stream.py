@@ -18,9 +18,11 @@ gradient is carried down between them: its norm and projection are computed once
 
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
-whose own hooks run once, in the outer backward pass; chained strata run, and draw random numbers, from the last on; on
-a GPU random numbers on the spine are not noticed. Gradients are those of the sum over cells and features: where float16
-overflows in them, loss scaling cannot help, and a warning says so (bfloat16 does not overflow).
+whose own hooks run once, in the outer backward pass, where a term made of what a stratum has read or computed is
+refused (ready_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks inside a spine run
+more often, at first without gradients, so that a term of what they keep may be a number; on a GPU random numbers on the
+spine are not noticed. Gradients are those of the sum over cells and features: where float16 overflows in them, loss
+scaling cannot help, and a warning says so (bfloat16 does not overflow).
 """
 
 import math
@@ -33,9 +35,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call
 
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.call_with import call_with, places
 from lightning_amp.parallel.cell_blocks import block_cells
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.freed_memory import keep_freed_memory
@@ -118,6 +120,9 @@ class StreamedStrata(nn.Module):
         parameters = list(strata[first : own.stop].parameters()) if len(own) else []
         if not wants_gradients([*inputs, *parameters]):
             return cast(Tensor, self.inner(strata, u, v, log_weights, own=own, **cells))
+        if not len(u):
+            # zero, and no number that the mean over no cells would divide by zero
+            return sum((t.flatten()[:0].sum() for t in (*inputs, *parameters)), u.new_zeros(()))
 
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
             leaves = [leaf(tensor, need) for tensor, need in zip(inputs, needed, strict=False)]
@@ -198,7 +203,7 @@ class _Stream:
     def _spine_backwards(self, stop: int) -> Iterator[tuple[int, Tensor]]:
         """v of every stratum before `stop`, from the last on; every s-th is kept, the others computed again."""
         step = math.isqrt(stop - 1) + 1
-        kept = [self.v.detach()]
+        kept = [self.v]
         with torch.no_grad():
             for first in range(step, stop, step):
                 kept.append(self._along(kept[-1], range(first - step, first))[-1])
@@ -208,14 +213,13 @@ class _Stream:
                 part = self._along(kept.pop(), range(first, min(first + step, stop) - 1))
             while part:
                 k = first + len(part) - 1
-                before = part.pop()
-                yield k, self.v if k == 0 else leaf(before, True)
+                yield k, part.pop()
 
     def _along(self, v: Tensor, strata: range) -> list[Tensor]:
         found = [v]
         drawn = torch.get_rng_state()
         for k in strata:
-            found.append(cast(Any, self.strata[k]).spine(found[-1]))
+            found.append(leaf(cast(Any, self.strata[k]).spine(found[-1]), True))
         if not torch.equal(drawn, torch.get_rng_state()):
             raise InstallError(
                 "strata were to be streamed, and what they hand on to each other draws random numbers (dropout), and is"
@@ -229,7 +233,7 @@ class _Stream:
         module = cast(Any, self.strata[k])
         arguments = module.arguments(k, self.log_weights, **self.cells)
         copies = _copies(module)
-        nll, v_next = functional_call(module, copies, (v, self.u), arguments)
+        nll, v_next = call_with(copies, module, lambda: module(v, self.u, **arguments))
         outputs, seeds = [nll], [torch.ones_like(nll)]
         if handed is not None and v_next.requires_grad:
             outputs, seeds = [nll, v_next], [seeds[0], handed]
@@ -242,9 +246,9 @@ class _Stream:
         return _Passed(k, v, nll.detach(), self._gradients(outputs, seeds, v, copies))
 
     def _spine_back(self, k: int, v: Tensor, handed: Tensor | None) -> Tensor | None:
-        copies = _copies(self.strata[k])
-        named = {f"stratum.{name}": copy for name, copy in copies.items()}
-        v_next = functional_call(_Spine(self.strata[k]), named, (v,))
+        module = cast(Any, self.strata[k])
+        copies = _copies(module)
+        v_next = call_with(copies, module, lambda: module.spine(v))
         if handed is None or v_next is v:
             return handed
         return self._add(_Passed(k, v, None, self._gradients([v_next], [handed], v, copies)))
@@ -252,7 +256,8 @@ class _Stream:
     def _gradients(
         self, outputs: list[Tensor], seeds: list[Tensor], v: Tensor, copies: dict[str, Tensor]
     ) -> Gradients:
-        return gradients(outputs, [self.u, v, self.log_weights, self.library, *copies.values()], seeds)
+        parameters = {id(copy): copy for copy in copies.values()}.values()
+        return gradients(outputs, [self.u, v, self.log_weights, self.library, *parameters], seeds)
 
     def _add(self, passed: "_Passed") -> Tensor | None:
         """Add up a stratum's loss and the gradients of all but v; returns that of v."""
@@ -278,43 +283,38 @@ class _Passed(NamedTuple):
     gradients: Gradients
 
 
-class _Spine(nn.Module):
-    """The spine of a stratum, as what calling a module does."""
-
-    def __init__(self, stratum: nn.Module) -> None:
-        super().__init__()
-        self.stratum = stratum
-
-    def forward(self, v: Tensor) -> Tensor:
-        return cast(Tensor, cast(Any, self.stratum).spine(v))
-
-
 def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
     """The scaling of the loss comes after these gradients: a step that it skips would be skipped again for ever."""
     device = total.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    products = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    half = products and torch.get_autocast_dtype(device) == torch.float16
+    found = [gradient for gradient in ready if gradient is not None]
+    if not half:
+        found = [gradient for gradient in found if gradient.dtype == torch.float16]
+    if not found or not total.isfinite():
         return
-    if torch.get_autocast_dtype(device) != torch.float16 or not total.isfinite():
-        return
-    if not all(bool(gradient.isfinite().all()) for gradient in ready if gradient is not None):
+    if not all(bool(gradient.isfinite().all()) for gradient in found):
         warnings.warn(
             "gradients of streamed strata are not finite, and their loss is: float16 has overflowed in them. They are"
-            " those of the sum over cells and features, before the loss is scaled, so that smaller scales do not help"
-            " and steps may be skipped without end: use precision='bf16-mixed' or '32-true', fewer cells a step, or"
-            " 'recompute' in place of 'stream'",
+            " those of the sum over cells and features, before it is divided by their number or scaled, so that smaller"
+            " scales do not help, and steps may be skipped, or taken with them, without end: use bfloat16"
+            " (precision='bf16-mixed', 'bf16-true') or '32-true', fewer cells a step, or 'recompute' in place of"
+            " 'stream'",
             stacklevel=2,
         )
 
 
 def _copies(stratum: nn.Module) -> dict[str, Tensor]:
     """The parameters as leaves of their own: hooks on the originals, such as those of the gradients' reduction, would
-    run here and in the outer backward pass. Of a table that strata share, a stratum gets its own columns.
+    run here and in the outer backward pass. Of a table that strata share, a stratum gets its own columns; a parameter
+    in two places has one copy, in both.
     """
     runs = _runs(stratum)
-    return {
-        name: leaf(p[:, runs[name]] if name in runs else p, p.requires_grad)
+    copies = {
+        id(p): leaf(p[:, runs[name]] if name in runs else p, p.requires_grad)
         for name, p in stratum.named_parameters()
     }
+    return {name: copies[id(own)] for name, own in places(stratum).items() if id(own) in copies}
 
 
 def _runs(stratum: nn.Module) -> Mapping[str, slice]:
