@@ -104,9 +104,7 @@ def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], m
         pointless
         or bool(chosen & set(decoder.unsupported))
         or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
-        or ("S5" in chosen and model > decoder.hidden_parts)
-        or ("strata" in chosen and model > len(decoder.features))
-        or ("nodes" in chosen and model > decoder.buckets)
+        or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
         or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
         or any(conflicts(chosen))
     )

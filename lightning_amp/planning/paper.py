@@ -98,10 +98,5 @@ def model_ranks_of(
     node = node_devices or devices
     most = node
     if shape.decoder is not None:
-        parts = {
-            "S5": shape.decoder.hidden_parts,
-            "nodes": shape.decoder.buckets,
-            "strata": len(shape.decoder.features),
-        }
-        most = min(node, *(parts.get(strategy, node) for strategy in chosen))
+        most = min(node, *(shape.decoder.parts.get(strategy, node) for strategy in chosen))
     return max(n for n in range(1, most + 1) if node % n == 0)

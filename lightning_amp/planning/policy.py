@@ -286,11 +286,11 @@ def _mesh(
 
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
     """Whether there is a part for every rank of the model axis; of strata, placement.py asks."""
-    limits = [("S5", f"D={decoder.dim!r}", decoder.hidden_parts)]
+    wholes = {"S5": f"D={decoder.dim!r}"}
     if decoder.attention:
-        anchors = f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}"
-        limits.append(("nodes", anchors, decoder.buckets))
-    for strategy, whole, most in limits:
+        wholes["nodes"] = f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}"
+    for strategy, whole in wholes.items():
+        most = decoder.parts[strategy]
         if strategy in chosen and model > most:
             raise PlanError(
                 f"{strategy} was asked for with {model!r} ranks on the model axis, and {whole} can be dealt to"

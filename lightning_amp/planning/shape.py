@@ -62,6 +62,11 @@ class DecoderShape:
         """Most ranks that nodes can deal the anchors to: buckets of attention, the last one perhaps not full."""
         return -(-self.anchors // self.window)
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Most ranks of the model axis, by the strategy that deals something to them."""
+        return {"S5": self.hidden_parts, "nodes": self.buckets, "strata": len(self.features)}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VertexShape:
