@@ -15,9 +15,10 @@ from itertools import product
 from lightning_amp.lightning.live_bytes import tensors_of
 from lightning_amp.parallel.describe import describe
 from lightning_amp.planning.alone import profile_of_module
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.memory import Estimate
-from lightning_amp.planning.plan import Axes, Plan
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape

@@ -9,10 +9,11 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import TIE, candidates
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.durations import format_seconds
-from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import CPU_CORE, rates_for

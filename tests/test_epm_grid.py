@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.epm_grid import ALL, compare, in_forms
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import Axes, Plan
+from lightning_amp.planning.axes import Axes
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.shape import DecoderShape, reference_shape

@@ -14,7 +14,8 @@ from lightning_amp.diagnosis.diagnose import (
 )
 from lightning_amp.errors import PlanError
 from lightning_amp.planning import specs
-from lightning_amp.planning.plan import Axes, Plan
+from lightning_amp.planning.axes import Axes
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.strategies import STRATEGIES, in_order

@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
 from lightning_amp.planning.memory import estimate
-from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.report import plan_report, profile_report
 from lightning_amp.planning.shape import ModelShape, reference_shape

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.collectives_cost import Links
-from lightning_amp.planning.plan import Axes, MeshShape
 from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
 from lightning_amp.planning.shape import DecoderShape
 from lightning_amp.planning.work import step_seconds

@@ -27,7 +27,8 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.models.encoders import Encoder
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.plan import MeshShape, Plan
+from lightning_amp.planning.axes import MeshShape
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.registry import register_technique
 from lightning_amp.planning.report import plan_report

@@ -21,7 +21,8 @@ from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.gradients import GradientSync
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.plan import MeshShape, Plan
+from lightning_amp.planning.axes import MeshShape
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.shape import DecoderShape
 from lightning_amp.profiling.read import profile

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.plan import MeshShape
+from lightning_amp.planning.axes import MeshShape
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.specs import StrataParallel
 from tests.profiles import hic, profile, rna

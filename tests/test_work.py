@@ -18,11 +18,12 @@ from lightning_amp.models.blocks import ConvolutionKey
 from lightning_amp.parallel.chunked_attention import chunk_attention
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.key_first import key_first
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.chunks import block_cells, chunk_buckets
 from lightning_amp.planning.collectives_cost import Links
 from lightning_amp.planning.operators import parts
 from lightning_amp.planning.partition import partition
-from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.shape import DecoderShape

@@ -17,7 +17,7 @@ Known limits: no gradient of the counts, no second derivative.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from jaxtyping import Float
@@ -26,14 +26,25 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp.errors import DataError
 
-if TYPE_CHECKING:
-    from lightning_amp.data.sparse_counts import SparseCounts
-
 BLOCK = 2**20
 """Numbers of a dense block; 4 MiB in float32."""
 
 
-def product(x: "SparseCounts", weight: Float[Tensor, "hidden feature"]) -> Float[Tensor, "cell hidden"]:
+class Counts(Protocol):
+    """What the product reads of sparse counts [B, F]."""
+
+    value: Tensor
+    shape: tuple[int, int]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: Any, /) -> "Counts": ...
+
+    def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The counts as a plain tensor."""
+
+
+def product(x: Counts, weight: Float[Tensor, "hidden feature"]) -> Float[Tensor, "cell hidden"]:
     """x W^T; only the weight gets a gradient.
 
     Raises:
@@ -54,7 +65,7 @@ def product(x: "SparseCounts", weight: Float[Tensor, "hidden feature"]) -> Float
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: "SparseCounts", weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Counts, weight: Tensor) -> Tensor:
         ctx.x, ctx.dtype = x, weight.dtype
         total = weight.new_zeros(
             (len(x), len(weight)), dtype=torch.promote_types(weight.dtype, torch.float32)
@@ -74,7 +85,7 @@ class _Product(torch.autograd.Function):
         return None, of_weight
 
 
-def _blocks(x: "SparseCounts", dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(x: Counts, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     n = x.shape[1]
     step = max(1, BLOCK // max(len(x), 1))
     for first in range(0, n, step):

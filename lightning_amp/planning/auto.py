@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.plan import Axes, MeshShape
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.shape import DecoderShape, ModelShape

@@ -2,7 +2,7 @@
 
 from statistics import NormalDist
 
-from lightning_amp.planning.plan import MeshShape
+from lightning_amp.planning.axes import MeshShape
 from lightning_amp.profiling.profile import Profile
 
 BALANCE_FROM = 0.02

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isqrt
 
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.placement import strata_ends
-from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.rank_sizes import widest
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.stratum_memory import alive_bytes, left_bytes

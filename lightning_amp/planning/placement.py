@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.partition import deal
-from lightning_amp.planning.plan import Axes, MeshShape
 from lightning_amp.planning.rank_sizes import RankSizes
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.specs import FusedAttention, Spec, StrataParallel, StreamStrata

@@ -4,16 +4,18 @@ Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after str
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.candidate import Candidate
-from lightning_amp.planning.consistency import check_consistency
-from lightning_amp.planning.specs import Spec
-from lightning_amp.planning.strategies import STRATEGIES, special_choice, specs_by_name
+from lightning_amp.planning.conflicts import conflicts
+from lightning_amp.planning.specs import BalanceCells, Spec, StreamStrata
+from lightning_amp.planning.strategies import STRATEGIES, specs_by_name
 
 SCHEMA = 1
 
@@ -35,45 +37,6 @@ class Rule:
     strategy: str
     why: str
     saves_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeshShape:
-    """Ranks along the two axes of the device mesh; the model axis is innermost."""
-
-    data: int
-    model: int
-
-    def __post_init__(self) -> None:
-        if not all(type(n) is int and n >= 1 for n in (self.data, self.model)):
-            raise PlanError(
-                f"a mesh of {self.data!r} x {self.model!r} was asked for; both axes need a whole number of 1 or more"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Axes:
-    """One choice on each axis of a decomposed decoder; a form that a rule asks for is part of the name."""
-
-    placement: str = "replicated"
-    features: str = "all"
-    attention: str = "eager"
-    decode: str = "full"
-    likelihood: str = "dense"
-    activations: str = "retain"
-
-    @classmethod
-    def of(cls, strategies: Iterable[str], specs: Iterable[Spec] = ()) -> "Axes":
-        """The choices of some strategies of the library, and on the other axes the eager ones.
-
-        Args:
-            strategies: Their ids.
-            specs: What their rules ask for, where that may not be the usual.
-        """
-        choices = [*(STRATEGIES[strategy].choice for strategy in strategies), *map(special_choice, specs)]
-        axes = cls(**dict(choice for choice in choices if choice is not None))
-        # where strata or anchors are split, S2 is left with the layers outside the decoder
-        return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +90,7 @@ class Plan:
         Raises:
             PlanError: It would train something else than it says.
         """
-        check_consistency(self)
+        _check_consistency(self)
 
     @property
     def fits(self) -> bool | None:
@@ -207,3 +170,75 @@ def _spec(plain: Mapping[str, Any]) -> Spec:
             " it, import that package before the plan is read"
         )
     return known[kind](**{name: value for name, value in plain.items() if name != "type"})
+
+
+def _check_consistency(plan: Plan) -> None:
+    """Refuse values of the wrong kind, and parts that do not belong together.
+
+    Raises:
+        PlanError: Names every contradiction.
+    """
+    problems = list(_kinds(plan)) or list(_contradictions(plan))
+    if problems:
+        raise PlanError(
+            f"a plan was asked for that contradicts itself: {'; '.join(problems)}. Make the plan with"
+            " `lightning-amp plan`, or edit all parts alike"
+        )
+
+
+def _kinds(plan: Plan) -> Iterator[str]:
+    counts = {name: getattr(plan, name) for name in ("predicted_base_bytes", "predicted_stratum_bytes")}
+    counts |= {"predicted_peak_bytes": plan.predicted_peak_bytes, "batch_size": plan.batch_size}
+    counts |= {f"strata_bytes[{k}]": n for k, n in enumerate(plan.strata_bytes)}
+    counts |= {f"candidates[{i}].peak_bytes": c.peak_bytes for i, c in enumerate(plan.candidates)}
+    if plan.budget_bytes is not None:
+        counts["budget_bytes"] = plan.budget_bytes
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            yield f"{name}={value!r} is not a whole number of 0 or more"
+    seconds = [c.step_seconds for c in plan.candidates] + [c.cell_seconds for c in plan.candidates]
+    seconds += [] if plan.predicted_step_seconds is None else [plan.predicted_step_seconds]
+    yield from (f"a time of {n!r} is not a number above 0" for n in seconds if not _is_time(n))
+    if type(plan.balance_cells) is not bool:
+        yield f"balance_cells={plan.balance_cells!r} is neither true nor false"
+    for name in ("signals", "evidence", "strategies", "notes"):
+        if not all(isinstance(text, str) for text in getattr(plan, name)):
+            yield f"{name}={getattr(plan, name)!r} holds something other than text"
+    for name, texts in (
+        ("rates_device", [plan.rates_device]),
+        ("verdict", [c.verdict for c in plan.candidates]),
+    ):
+        yield from (f"{name}={text!r} is not text" for text in texts if not isinstance(text, str))
+    yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+
+
+def _contradictions(plan: Plan) -> Iterator[str]:
+    unknown = sorted(set(plan.strategies) - set(STRATEGIES))
+    if unknown:
+        yield (
+            f"strategies={unknown!r} are not of {', '.join(STRATEGIES)} (a package that registers them has to be"
+            " imported first)"
+        )
+        return
+    yield from conflicts(plan.strategies)
+    ruled = {rule.strategy for rule in plan.rules}
+    if ruled != set(plan.strategies):
+        yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
+    for rule in plan.rules:
+        owner = next((s for s, info in STRATEGIES.items() if type(rule.spec) in info.specs), "of no strategy")
+        if rule.strategy != owner:
+            yield f"a rule of {rule.strategy} asks for {type(rule.spec).__name__}, which is {owner}"
+    allowed = type(plan.axes).of(plan.strategies, (rule.spec for rule in plan.rules))
+    for axis, choice in asdict(allowed).items():
+        if getattr(plan.axes, axis) != choice:
+            yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {choice!r}"
+    together = plan.axes.features == "sharded" or plan.axes.placement not in ("replicated", "strata")
+    for rule in plan.rules:
+        if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
+            yield f"workers={rule.spec.workers!r}, where ranks compute each stratum together, in one order: it is 1"
+    if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
+        yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

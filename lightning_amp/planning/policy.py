@@ -10,13 +10,14 @@ from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import candidates
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.paper import mapped, model_ranks_of, registered
-from lightning_amp.planning.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.request import check_request

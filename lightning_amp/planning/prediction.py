@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.memory import Estimate, estimate
-from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.strategies import STRATEGIES
 

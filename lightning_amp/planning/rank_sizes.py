@@ -7,8 +7,8 @@ share unevenly it is the one that has most.
 
 from dataclasses import dataclass
 
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.chunks import block_cells, chunk_buckets, keeps_weights, strata_side_by_side
-from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.shape import DecoderShape
 
 

@@ -24,8 +24,7 @@ from lightning_amp.planning.auto import TIE, candidates
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.paper import registered
 from lightning_amp.planning.rates import Rates
-from lightning_amp.planning.request import LARGEST
-from lightning_amp.planning.shape import ModelShape
+from lightning_amp.planning.shape import LARGEST, ModelShape
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
 

@@ -2,11 +2,10 @@
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.byte_size import parse_bytes
+from lightning_amp.planning.shape import LARGEST
 from lightning_amp.planning.strategies import parse_strategies
 
 POLICIES = ("auto", "paper")
-LARGEST = 1_000_000
-"""Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
 
 
 def check_request(
@@ -42,21 +41,4 @@ def check_request(
         raise PlanError(
             f'model_parallel_size={model_parallel_size!r} was asked for; allowed are "auto" or a whole number of 1 or'
             " more that divides the devices"
-        )
-
-
-def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None:
-    """Refuse sizes that no model can have.
-
-    Raises:
-        PlanError: An argument outside what is allowed.
-    """
-    if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
-        even = ", even for attention keys" if attention else ""
-        raise PlanError(
-            f"latent_dim={latent_dim!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}{even}"
-        )
-    if window is not None and not 1 <= window <= LARGEST:
-        raise PlanError(
-            f"window={window!r} was asked for; allowed is a whole number of bins from 1 to {LARGEST:,}"
         )

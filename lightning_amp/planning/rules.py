@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.placement import settle
-from lightning_amp.planning.plan import Axes, MeshShape, Plan, Rule
+from lightning_amp.planning.plan import Plan, Rule
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.specs import (

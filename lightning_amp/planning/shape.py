@@ -6,9 +6,11 @@ stratum k, w attention window, V vertices of the guidance graph.
 
 from dataclasses import dataclass, replace
 
-from lightning_amp.planning.request import check_model
+from lightning_amp.errors import PlanError
 from lightning_amp.profiling.profile import ModalityProfile, Profile
 
+LARGEST = 1_000_000
+"""Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
 LATENT_DIM = 64
 WINDOW_PER_STRATUM = 20
 """Default attention window in bins, per stratum of the decoder: w = 20 K."""
@@ -283,3 +285,20 @@ def other_decoders(profile: Profile, *, batch_size: int, element_bytes: int = 4)
     features = [m.features for m in profile.modalities if m.decomposition is None]
     copies = OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
     return element_bytes * batch_size * copies
+
+
+def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None:
+    """Refuse sizes that no model can have.
+
+    Raises:
+        PlanError: An argument outside what is allowed.
+    """
+    if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
+        even = ", even for attention keys" if attention else ""
+        raise PlanError(
+            f"latent_dim={latent_dim!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}{even}"
+        )
+    if window is not None and not 1 <= window <= LARGEST:
+        raise PlanError(
+            f"window={window!r} was asked for; allowed is a whole number of bins from 1 to {LARGEST:,}"
+        )

@@ -24,6 +24,7 @@ Legend: work_sizes.py, rank_sizes.py; K strata.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.collectives_cost import (
     Links,
     all_gather_seconds,
@@ -31,7 +32,6 @@ from lightning_amp.planning.collectives_cost import (
     exchange_seconds,
     reduce_scatter_seconds,
 )
-from lightning_amp.planning.plan import Axes
 from lightning_amp.planning.rank_sizes import widest
 from lightning_amp.planning.shape import TABLES_PER_FEATURE, DecoderShape
 from lightning_amp.planning.work_sizes import WorkSizes

@@ -16,9 +16,9 @@ Legend: work_sizes.py.
 from dataclasses import dataclass
 from itertools import pairwise
 
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.operators import Part, parts, spine
 from lightning_amp.planning.partition import deal
-from lightning_amp.planning.plan import Axes, MeshShape
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.shape import DecoderShape
 from lightning_amp.planning.traffic import (
