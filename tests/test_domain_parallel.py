@@ -26,7 +26,7 @@ from lightning_amp.parallel.anchor_features import AnchorFeatures
 from lightning_amp.parallel.anchor_rows import AnchorRows, deal_rows
 from lightning_amp.parallel.domain_parallel import share_anchors
 from lightning_amp.parallel.halo_attention import HaloAttention
-from lightning_amp.parallel.install import install
+from lightning_amp.parallel.install import change_of, install
 from lightning_amp.planning.shape import DecoderShape
 from lightning_amp.planning.specs import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.simulation.simulate import simulate_plan
@@ -426,7 +426,11 @@ class Failing(LocalAttention):
     [
         ("region", Weights(), r"child `region` has the state \['table'\]"),
         ("region", None, "child `region` is None"),
-        ("strata.0.features", Doubled(), "has a stratum 0 that has features whose own returns tensor"),
+        (
+            "strata.0.features",
+            Doubled(),
+            "has a stratum 0 that has a leaf `features` that returns own tensor",
+        ),
         ("strata.1.features", None, "has a stratum 1 that has features=None"),
         ("strata.1.key", nn.Linear(4, 4), r"has 'strata.1.key' Linear.*allowed is a key without state"),
         (
@@ -479,7 +483,7 @@ def test_refuses_hooks_before_it_tries_attention_out() -> None:
 
 def test_refuses_decoders_that_cannot_be_dealt() -> None:
     with pytest.raises(InstallError, match="nodes was asked for on one device, found no mesh"):
-        share_anchors(small(), DomainParallel(), None)
+        change_of(small(), DomainParallel(), None, strategy="nodes")
     mesh = fake_mesh(rank=0, ranks=4)
     for decoder, message in (
         (nn.Linear(2, 2), "on 'Linear', which is no decomposed decoder"),
@@ -488,7 +492,7 @@ def test_refuses_decoders_that_cannot_be_dealt() -> None:
         (small(stratum_index=[0, 0]), r"has buckets of \[\] anchors; allowed is strata with attention"),
     ):
         with pytest.raises(InstallError, match=f"(?s)nodes was asked for .*{message}"):
-            share_anchors(decoder, DomainParallel(), mesh)
+            change_of(decoder, DomainParallel(), mesh, strategy="nodes")
     decoder = small(stratum_index=[1, 2])
     decoder.strata[1].key.attention = LocalAttention(4, 2)  # type: ignore[union-attr]
     with pytest.raises(InstallError, match=r"has buckets of \[2, 3\] anchors"):

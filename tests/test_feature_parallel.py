@@ -18,7 +18,7 @@ from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.decoder import Region, StratifiedDecoder
 from lightning_amp.models.stratum import AllFeatures
 from lightning_amp.parallel.feature_parallel import ShardedFeatures, share_features
-from lightning_amp.parallel.install import install
+from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.sharded_softmax import log_softmax
 from lightning_amp.planning.specs import FeatureParallel
 from tests.ranks import CountCollectives, run_ranks
@@ -271,14 +271,22 @@ class Scaling(Region):
 @pytest.mark.parametrize(
     ("name", "child", "message"),
     [
-        ("strata.1.features", Weighted(), r"whose stratum 1 has features with the state \['weight'\]"),
-        ("strata.1.features", Doubled(), "whose stratum 1 has features whose scores returns tensor"),
-        ("strata.0.features", Failing(), "whose stratum 0 has features that fail .* ValueError.'not here'"),
+        (
+            "strata.1.features",
+            Weighted(),
+            r"whose stratum 1 has a leaf `features` that has the state \['weight'\]",
+        ),
+        ("strata.1.features", Doubled(), "whose stratum 1 has a leaf `features` that returns scores tensor"),
+        (
+            "strata.0.features",
+            Failing(),
+            "whose stratum 0 has a leaf `features` that fails .* ValueError.'not here'",
+        ),
         ("strata.0.features", nn.Identity(), r"whose stratum 0 has features=Identity\(\)"),
         ("strata.0.features", None, "whose stratum 0 has features=None"),
         ("region", Weights(), r"child `region` has the state \['table'\]"),
-        ("region", Scaling(), r"child `region` \(Scaling\) changes what it is given"),
-        ("region", nn.Identity(), r"child `region` is Identity\(\)"),
+        ("region", Scaling(), r"child `region` returns its arguments unchanged: False and not True"),
+        ("region", nn.Identity(), r"child `region` fails on a small example with AttributeError"),
         ("region", None, "child `region` is None"),
     ],
 )
@@ -297,10 +305,10 @@ def test_refuses_leaves_that_do_something_of_their_own(
 
 def test_refuses_what_is_no_decoder_or_shared_already() -> None:
     with pytest.raises(InstallError, match="S2 was asked for on one device, found no mesh"):
-        share_features(small(), FeatureParallel(), None)
+        change_of(small(), FeatureParallel(), None, strategy="S2")
     mesh = fake_mesh(rank=0, ranks=2)
     with pytest.raises(InstallError, match="S2 was asked for on 'Linear', which is no decomposed decoder"):
-        share_features(nn.Linear(2, 2), FeatureParallel(), mesh)
+        change_of(nn.Linear(2, 2), FeatureParallel(), mesh, strategy="S2")
     model = Model(Case())
     plan = make_plan(("S2",), 2)
     install(model, plan, mesh)

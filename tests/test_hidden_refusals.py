@@ -12,8 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_amp.errors import InstallError
 from lightning_amp.models.decoder import Decode
 from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.parallel.hidden_parallel import share_hidden
-from lightning_amp.parallel.install import install
+from lightning_amp.parallel.install import change_of, install
 from lightning_amp.planning.specs import HiddenParallel
 from tests.sharded_cases import Case, Model, make_plan, model_mesh
 
@@ -127,8 +126,8 @@ REFUSALS = [
     ("strata.0.decode", Positive(), "attention", "which is Positive.*, returns .* for a small example"),
     ("strata.0.decode", nn.Identity(), "attention", "fails on a small example with TypeError"),
     ("strata.0.decode", nn.Bilinear(2, 2, 1), "attention", r"has the state \['bias', 'weight'\]"),
-    ("region", None, "attention", "whose child 'region' is None"),
-    ("strata", nn.Linear(2, 2), "attention", "is no decomposed decoder: it needs strata, chained"),
+    ("region", None, "attention", "whose child `region` is None"),
+    ("strata", nn.Linear(2, 2), "attention", "is no decomposed decoder .`strata`, `chained`"),
 ]
 
 
@@ -137,7 +136,7 @@ def test_refuses_what_it_cannot_deal(path: str, child: Any, key: str, message: s
     decoder = set_child(path, child, key)
     before = dict(decoder.named_modules())
     with pytest.raises(InstallError, match=f"(?s)S5 was asked for .*{message}.*leave S5 out"):
-        share_hidden(decoder, HiddenParallel(), faked(2))
+        change_of(decoder, HiddenParallel(), faked(2), strategy="S5")
     assert dict(decoder.named_modules()) == before
 
 
@@ -148,11 +147,11 @@ def test_refuses_a_stratum_without_key_and_to_be_installed_twice() -> None:
     with pytest.raises(
         InstallError, match=r"'strata.0.key', which is 'missing'; allowed is a module, or None"
     ):
-        share_hidden(decoder, HiddenParallel(), mesh)
+        change_of(decoder, HiddenParallel(), mesh, strategy="S5")
     model = Model(Case(dim=8))
     install(model, make_plan(("S5",), 2), mesh)
     with pytest.raises(InstallError, match="(?s)'strata.0.decode', .* dealt before"):
-        share_hidden(model.decoder, HiddenParallel(), mesh)
+        change_of(model.decoder, HiddenParallel(), mesh, strategy="S5")
 
 
 class OddAttention(LocalAttention):
@@ -172,14 +171,14 @@ def test_refuses_an_odd_dimension_with_attention() -> None:
     with pytest.raises(
         InstallError, match="'strata.0.key.attention', .* with D=7; allowed is .* for an even D"
     ):
-        share_hidden(decoder, HiddenParallel(), faked(2))
+        change_of(decoder, HiddenParallel(), faked(2), strategy="S5")
 
 
 def test_refuses_to_work_without_a_mesh_and_with_too_many_ranks() -> None:
     decoder = Model(Case(dim=8)).decoder
-    with pytest.raises(InstallError, match="S5 was asked for without a device mesh"):
-        share_hidden(decoder, HiddenParallel(), None)
+    with pytest.raises(InstallError, match="S5 was asked for on one device, found no mesh"):
+        change_of(decoder, HiddenParallel(), None, strategy="S5")
     with pytest.raises(
         InstallError, match="5 ranks on the model axis and D=8, which has 4 pairs of channels"
     ):
-        share_hidden(decoder, HiddenParallel(), faked(5))
+        change_of(decoder, HiddenParallel(), faked(5), strategy="S5")

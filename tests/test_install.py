@@ -13,9 +13,8 @@ from lightning_amp.parallel import install as installer
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.chunked_attention import ChunkedAttention
 from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.install import Installed, install, register
+from lightning_amp.parallel.install import Installed, install
 from lightning_amp.parallel.key_first import KeyFirstDecode
-from lightning_amp.planning import specs
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.strategies import STRATEGIES
@@ -99,7 +98,7 @@ def test_two_rules_on_one_module_are_refused() -> None:
 @pytest.mark.parametrize("strategies", ["S1,S2", "S1,S3,S5"])
 def test_strategies_without_an_installer_are_named_before_anything_changes(strategies, monkeypatch) -> None:
     for spec in STRATEGIES[strategies[-2:]].specs:
-        monkeypatch.delitem(installer._TECHNIQUES, spec)
+        monkeypatch.delitem(installer.TECHNIQUES, spec)
     model = Model()
     before = dict(model.named_modules())
     missing = strategies[-2:]
@@ -108,11 +107,6 @@ def test_strategies_without_an_installer_are_named_before_anything_changes(strat
     ):
         install(model, planned(strategies, devices=2))
     assert unchanged(model, before)
-
-
-def test_a_technique_is_registered_once() -> None:
-    with pytest.raises(PlanError, match="a technique for 'KeyFirstDecode' is registered already"):
-        register(specs.KeyFirstDecode, lambda old, spec, mesh: old)
 
 
 def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.install import Installed, install
+from lightning_amp.parallel.install import Installed, change_of, install
 from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.planning.plan import Plan, Rule
 from lightning_amp.planning.specs import RowParallelLinear
@@ -185,7 +185,7 @@ def test_refuses_other_layers(layer: nn.Module, message: str) -> None:
 
 def test_refuses_one_device_and_a_second_time() -> None:
     with pytest.raises(InstallError, match="S2 was asked for on one device, found no mesh"):
-        share_rows(nn.Linear(2, 2), RowParallelLinear(), None)
+        change_of(nn.Linear(2, 2), RowParallelLinear(), None, strategy="S2")
     model, mesh = make(9), fake_mesh(rank=0, ranks=2)
     put_in(model, mesh)
     with pytest.raises(InstallError, match="is a 'SharedLinear'"):

@@ -24,7 +24,7 @@ from lightning_amp.models import vertices
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel import vertex_leaves
 from lightning_amp.parallel.anchor_rows import deal_rows
-from lightning_amp.parallel.install import install
+from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.vertex_leaves import SharedVertices
 from lightning_amp.parallel.vertex_parallel import share_vertices
 from lightning_amp.parallel.vertex_rows import deal_vertices, own_edges
@@ -330,8 +330,8 @@ class Broken(vertices.AllVertices):
         (hooked, "has embedding._backward_hooks, which would see a part"),
         (lambda e: e.register_forward_hook(lambda *_: None), "has _forward_hooks, which"),
         (mixing, r"has loc=Sequential\("),
-        (lambda e: setattr(e, "vertices", Doubled()), "whose rows returns"),
-        (lambda e: setattr(e, "vertices", Broken()), "fail on a small example with ValueError"),
+        (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
+        (lambda e: setattr(e, "vertices", Broken()), "that fails on a small example with ValueError"),
         (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),
         (lambda e: delattr(e, "vertices"), "is not recognised"),
     ],
@@ -345,7 +345,7 @@ def test_refuses_encoders_that_would_not_see_all(change: Callable[[Any], object]
 
 def test_refuses_what_cannot_be_dealt() -> None:
     with pytest.raises(InstallError, match="nodes was asked for on one device, found no mesh"):
-        share_vertices(make(Graph()).graph_encoder, SPEC, None)
+        change_of(make(Graph()).graph_encoder, SPEC, None, strategy="nodes")
     model, mesh = make(Graph()), fake_mesh(rank=0, ranks=2)
     install(model, plan_for(model, ("nodes",), 2), mesh)
     with pytest.raises(InstallError, match="has its vertices shared already"):

@@ -101,7 +101,7 @@ def _has(module: nn.Module, children: Iterable[str]) -> bool:
     return all(hasattr(module, name) for name in children)
 
 
-def _walks(decoder: nn.Module) -> bool:
+def _walks(decoder: Any) -> bool:
     try:
         walk_of(decoder, "strata")
     except AmpError:

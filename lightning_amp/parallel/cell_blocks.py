@@ -16,7 +16,7 @@ Known limit: gradients are handed out once (ready_gradients.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -32,6 +32,7 @@ from lightning_amp.parallel.ready_gradients import (
     wants_gradients,
     with_gradients,
 )
+from lightning_amp.parallel.same_function import mismatch
 
 
 def block_cells(cells: object, *, size: int) -> nn.Module:
@@ -44,7 +45,8 @@ def block_cells(cells: object, *, size: int) -> nn.Module:
         raise InstallError(
             f"stream was asked for with cells={size!r}; a block has a whole number of cells, at least 1"
         )
-    problem = _problem(cells)
+    taken = "takes blocks of cells already" if isinstance(cells, CellBlocks) else ""
+    problem = taken or mismatch(cells, {"": torch.tensor(43.0)}, _run)
     if problem:
         raise InstallError(
             f"stream was asked for on a stratum whose child `cells` {problem}; only a module without state that returns"
@@ -167,20 +169,10 @@ def _join(rows: list[Gradients], inputs: Sequence[Tensor], needed: Sequence[bool
     return joined
 
 
-def _problem(cells: object) -> str:
-    if not isinstance(cells, nn.Module):
-        return f"is {cells!r}"
-    names = sorted(cells.state_dict())
-    if names:
-        return f"has the state {names!r}"
-    if isinstance(cells, CellBlocks):
-        return "takes blocks of cells already"
+def _run(cells: Any) -> dict[str, Tensor]:
     key, u = torch.arange(6.0).view(3, 2), torch.arange(4.0).view(2, 2)
-    try:
-        found = cells(
-            lambda key, u, **rows: (u @ key.T).sum() + rows["x"], key, u, parameters=(), x=key.sum()
-        )
-    except Exception as error:
-        return f"fails on a small example with {error!r}"
-    expected = (u @ key.T).sum() + key.sum()
-    return "" if torch.equal(found, expected) else f"returns {found!r} for an example of {expected!r}"
+
+    def nll(key: Tensor, u: Tensor, **rows: Tensor) -> Tensor:
+        return (u @ key.T).sum() + rows["x"]
+
+    return {"": cells(nll, key, u, parameters=(), x=key.sum())}

@@ -40,7 +40,7 @@ from lightning_amp.parallel.feature_parallel import features_problem
 from lightning_amp.parallel.halo_attention import HaloAttention
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.key_check import rows_problem
-from lightning_amp.parallel.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder, is_decomposed
+from lightning_amp.parallel.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
 from lightning_amp.parallel.region import share_region
 from lightning_amp.planning.specs import DomainParallel
 
@@ -48,7 +48,7 @@ ROW_BY_ROW = (nn.LayerNorm, nn.Linear, nn.Identity)
 EXAMPLE_WINDOW = 3
 
 
-def share_anchors(decoder: nn.Module, spec: DomainParallel, mesh: DeviceMesh | None) -> Change:
+def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: DeviceMesh) -> Change:
     """Deal the anchors of a decoder to the ranks of the model axis.
 
     Args:
@@ -57,18 +57,9 @@ def share_anchors(decoder: nn.Module, spec: DomainParallel, mesh: DeviceMesh | N
         mesh: Device mesh with the axis "model".
 
     Raises:
-        InstallError: No mesh, no such decoder, fewer buckets than ranks, or a part of a stratum that would not see all
+        InstallError: Fewer buckets than ranks, or a part of a stratum that would not see all
             that it needs.
     """
-    if mesh is None:
-        raise InstallError(
-            "nodes was asked for on one device, found no mesh; anchors are shared by the ranks of a model axis: set"
-            " model_parallel_size to 2 or more, or leave 'nodes' out"
-        )
-    if not is_decomposed(decoder):
-        raise _refusal(
-            decoder, "is no decomposed decoder (`strata`, `chained`, `n_anchors`, `dim`)", "the decoder"
-        )
     found = [_attention(decoder, k) for k in range(len(decoder.strata))]
     attentions = dict(one for one in found if one is not None)
     windows = {_window(decoder, fqn, attention) for fqn, attention in attentions.items()}

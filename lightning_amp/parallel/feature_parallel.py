@@ -29,14 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.change import Change
-from lightning_amp.parallel.protocol import HoldsFeatures, ScattersFeatures, is_decomposed
+from lightning_amp.parallel.protocol import DecomposedDecoder, HoldsFeatures, ScattersFeatures
 from lightning_amp.parallel.region import share_region
 from lightning_amp.parallel.runs import join_runs, own_run, run_length
+from lightning_amp.parallel.same_function import mismatch
 from lightning_amp.parallel.sharded_softmax import log_softmax
 from lightning_amp.planning.specs import FeatureParallel
 
 
-def share_features(decoder: nn.Module, spec: FeatureParallel, mesh: DeviceMesh | None) -> Change:
+def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
     """Deal the features of a decoder's strata to the ranks of the model axis.
 
     Args:
@@ -45,19 +46,9 @@ def share_features(decoder: nn.Module, spec: FeatureParallel, mesh: DeviceMesh |
         mesh: Device mesh with the axis "model".
 
     Raises:
-        InstallError: No mesh, the module is no decomposed decoder, or a leaf that would be replaced is missing or
+        InstallError: A leaf that would be replaced is missing or
             does something of its own.
     """
-    if mesh is None:
-        raise InstallError(
-            "S2 was asked for on one device, found no mesh; features are shared by the ranks of a model axis:"
-            " set model_parallel_size to 2 or more, or leave S2 out"
-        )
-    if not is_decomposed(decoder):
-        raise InstallError(
-            f"S2 was asked for on {type(decoder).__name__!r}, which is no decomposed decoder (`strata`, `chained`,"
-            " `n_anchors`, `dim`); name the decoder in the rule, or leave S2 out"
-        )
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
         if problem:
@@ -145,34 +136,26 @@ def features_problem(stratum: nn.Module) -> str:
         return f"has features={features!r}"
     if "nodes" not in dict(stratum.named_buffers(recurse=False)):
         return "has no buffer `nodes`"
-    names = sorted(features.state_dict())
-    return f"has features with the state {names!r}" if names else _other_function(features)
+    values = torch.arange(6.0).view(2, 3)
+    with torch.no_grad():
+        expected = {
+            "own": values,
+            "scores": values[:, [2, 0, 1]],
+            "log_softmax": values.log_softmax(1),
+            "whole": values,
+        }
+        problem = mismatch(features, expected, _run, rtol=1e-6)
+    return f"has a leaf `features` that {problem}" if problem else ""
 
 
-def _other_function(features: HoldsFeatures) -> str:
-    """What a leaf does that its replacement would not; tried on an example of 2 cells and 3 features."""
-    values, nodes, key = torch.arange(6.0).view(2, 3), torch.tensor([2, 0, 1]), torch.eye(3)
-    try:
-        with torch.no_grad():
-            found = {
-                "own": features.own(values),
-                "scores": features.scores(_product, values, key, nodes),
-                "log_softmax": features.log_softmax(values),
-                "whole": features.whole(values),
-            }
-    except Exception as error:
-        return f"has features that fail on a small example with {error!r}"
-    expected = {
-        "own": values,
-        "scores": values[:, nodes],
-        "log_softmax": values.log_softmax(1),
-        "whole": values,
+def _run(features: Any) -> dict[str, Tensor]:
+    """What a leaf computes for 2 cells and 3 features."""
+    values, key = torch.arange(6.0).view(2, 3), torch.eye(3)
+    return {
+        "own": features.own(values),
+        "scores": features.scores(
+            lambda u, key, nodes: (u @ key.T)[:, nodes], values, key, torch.tensor([2, 0, 1])
+        ),
+        "log_softmax": features.log_softmax(values),
+        "whole": features.whole(values),
     }
-    for name, value in found.items():
-        if not (isinstance(value, Tensor) and torch.allclose(value, expected[name])):
-            return f"has features whose {name} returns {value!r} for {values!r}"
-    return ""
-
-
-def _product(u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
-    return (u @ key.T)[:, nodes]

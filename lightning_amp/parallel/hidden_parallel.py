@@ -42,18 +42,17 @@ R ranks.
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.errors import InstallError
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.channels import Channels, deal_channels
 from lightning_amp.parallel.decode_check import decode_problem
 from lightning_amp.parallel.hidden_decode import HiddenDecode
 from lightning_amp.parallel.hidden_key import refusal, share_key
-from lightning_amp.parallel.protocol import is_decomposed
+from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.region import share_region
 from lightning_amp.planning.specs import HiddenParallel
 
 
-def share_hidden(decoder: nn.Module, spec: HiddenParallel, mesh: DeviceMesh | None) -> Change:
+def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
     """Deal the hidden dimension of a decoder to the ranks of the model axis.
 
     Args:
@@ -62,25 +61,10 @@ def share_hidden(decoder: nn.Module, spec: HiddenParallel, mesh: DeviceMesh | No
         mesh: Device mesh with an axis "model".
 
     Raises:
-        InstallError: No mesh, no such decoder, fewer pairs of channels than ranks, or a stratum with a part that
+        InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
             cannot be dealt.
     """
-    if mesh is None:
-        raise InstallError(
-            "S5 was asked for without a device mesh; it deals channels to several devices: use the strategy 'amp'"
-            " with two devices or more, or leave S5 out"
-        )
-    if not is_decomposed(decoder):
-        raise InstallError(
-            f"S5 was asked for on {type(decoder).__name__!r}, which is no decomposed decoder: it needs strata, chained,"
-            " n_anchors and dim; name the decoder in the rule, or leave S5 out"
-        )
     region = getattr(decoder, "region", None)
-    if not (isinstance(region, nn.Module) and hasattr(region, "enter") and hasattr(region, "leave")):
-        raise InstallError(
-            f"S5 was asked for on {type(decoder).__name__!r}, whose child 'region' is {region!r}; u and v enter the"
-            " strata through a module with enter(u, v, log_weights) and leave(total): add it, or leave S5 out"
-        )
     channels = deal_channels(decoder.dim, mesh["model"])
     swaps: dict[str, nn.Module] = {"region": share_region(region, channels.mesh, "S5", channels=channels)}
     parameters: list[nn.Parameter] = []

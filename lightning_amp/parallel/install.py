@@ -23,6 +23,7 @@ from lightning_amp.parallel.fused_attention import fuse_attention
 from lightning_amp.parallel.hidden_parallel import share_hidden
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.key_first import key_first
+from lightning_amp.parallel.protocol import is_decomposed
 from lightning_amp.parallel.recompute import recompute_strata
 from lightning_amp.parallel.row_parallel import share_rows
 from lightning_amp.parallel.sharded_parameter import ShardedParameter
@@ -51,46 +52,86 @@ from lightning_amp.planning.specs import (
 )
 from lightning_amp.planning.strategies import STRATEGIES
 
-Technique = Callable[[nn.Module, Any, DeviceMesh | None], Change | nn.Module]
+Install = Callable[[Any, Any, Any], Change | nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """How a type of spec is installed.
+
+    Attributes:
+        install: (module, spec, mesh) -> what changes; the mesh is None where there is one device.
+        on_decoder: Whether the rule names a decomposed decoder; else a leaf or a layer, which the technique checks.
+        needs_mesh: Whether it splits something over the ranks of the model axis.
+    """
+
+    install: Install
+    on_decoder: bool = False
+    needs_mesh: bool = False
+
 
 BY_STRATEGY = (DataParallel, ShareBatchStatistics, BalanceCells)
 """Carried out by the Lightning strategy itself: gradients, batch statistics and the sampler, not a module swap."""
 
-_TECHNIQUES: dict[type, Technique] = {}
-
-
-def register(spec: type, technique: Technique) -> None:
-    """Let rules with this type of spec be installed by `technique`.
-
-    Raises:
-        PlanError: A technique for that type is registered already.
-    """
-    if spec in _TECHNIQUES:
-        raise PlanError(f"a technique for {spec.__name__!r} is registered already: {_TECHNIQUES[spec]!r}")
-    _TECHNIQUES[spec] = technique
-
-
-register(
-    ChunkedAttention,
-    lambda old, spec, mesh: Change({"": chunk_attention(old, buckets=spec.buckets, retain=spec.retain)}),
-)
-register(KeyFirstDecode, lambda old, spec, mesh: Change({"": key_first(old)}))
-register(FusedAttention, lambda old, spec, mesh: Change({"": fuse_attention(old, keep=spec.keep)}))
-register(SparseLikelihood, lambda old, spec, mesh: Change({"": sparse_likelihood(old)}))
-register(HiddenParallel, share_hidden)
-register(FeatureParallel, share_features)
-register(RowParallelLinear, share_rows)
-register(DomainParallel, share_anchors)
-register(VertexParallel, share_vertices)
-register(RecomputeStrata, recompute_strata)
-register(StreamStrata, stream_strata)
-register(StrataParallel, share_strata)
+TECHNIQUES: dict[type, Technique] = {
+    ChunkedAttention: Technique(
+        lambda m, spec, mesh: chunk_attention(m, buckets=spec.buckets, retain=spec.retain)
+    ),
+    KeyFirstDecode: Technique(lambda m, spec, mesh: key_first(m)),
+    FusedAttention: Technique(lambda m, spec, mesh: fuse_attention(m, keep=spec.keep)),
+    SparseLikelihood: Technique(lambda m, spec, mesh: sparse_likelihood(m)),
+    HiddenParallel: Technique(share_hidden, on_decoder=True, needs_mesh=True),
+    FeatureParallel: Technique(share_features, on_decoder=True, needs_mesh=True),
+    RowParallelLinear: Technique(share_rows, needs_mesh=True),
+    DomainParallel: Technique(share_anchors, on_decoder=True, needs_mesh=True),
+    VertexParallel: Technique(share_vertices, needs_mesh=True),
+    RecomputeStrata: Technique(recompute_strata, on_decoder=True),
+    StreamStrata: Technique(stream_strata, on_decoder=True),
+    StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
+}
+"""The package's own; those of `register_technique` stand in their strategy's row of planning."""
 
 
 def _technique(spec: type) -> Technique | None:
-    """The technique of a type of spec: the package's own, else that of `register_technique`."""
-    outside = (row.install for row in STRATEGIES.values() if spec in row.specs)
-    return _TECHNIQUES.get(spec) or next(outside, None)
+    outside = (row.install for row in STRATEGIES.values() if spec in row.specs and row.install)
+    return TECHNIQUES.get(spec) or next((Technique(install) for install in outside), None)
+
+
+def change_of(
+    module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy: str, fqn: str = ""
+) -> Change:
+    """What one technique makes of one module, once what all techniques need is there; nothing is changed yet.
+
+    Args:
+        module: The module that the rule names.
+        spec: Of a type that has a technique.
+        mesh: Device mesh with the axes "data" and "model"; None on one device.
+        strategy: Whose rule it is, for the messages.
+        fqn: The module's name, for the messages.
+
+    Raises:
+        InstallError: No mesh for what splits, no decoder where one is needed, or a module that the technique refuses.
+    """
+    technique = _technique(type(spec))
+    assert technique is not None, f"{type(spec).__name__} has no technique, which install has checked"
+    if technique.needs_mesh and mesh is None:
+        raise InstallError(
+            f"{strategy} was asked for on one device, found no mesh; it splits {STRATEGIES[strategy].shrinks} over the"
+            f" ranks of a model axis: set model_parallel_size to 2 or more, or leave {strategy} out"
+        )
+    if technique.on_decoder and not is_decomposed(module):
+        raise InstallError(
+            f"{strategy} was asked for on {type(module).__name__!r}, which is no decomposed decoder (`strata`,"
+            f" `chained`, `n_anchors`, `dim`); name the decoder in the rule, or leave {strategy} out"
+        )
+    made = technique.install(module, spec, mesh)
+    if isinstance(made, nn.Module):
+        return Change({"": made})
+    if not isinstance(made, Change):
+        raise InstallError(
+            f"the technique of {strategy} returned {made!r} for {fqn!r}; allowed are a module and a Change"
+        )
+    return made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +195,8 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
             module. The module is unchanged.
     """
     rules = [rule for rule in plan.rules if not isinstance(rule.spec, BY_STRATEGY)]
-    techniques = {type(rule.spec): found for rule in rules if (found := _technique(type(rule.spec)))}
     for rule in rules:
-        if type(rule.spec) not in techniques:
+        if _technique(type(rule.spec)) is None:
             raise PlanError(_not_built(rule, plan))
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
     claimed: set[tuple[str, type]] = set()
@@ -169,8 +209,8 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
     installed = Installed()
     try:
         for rule, fqn in targets:
-            made = techniques[type(rule.spec)](part(module, fqn), rule.spec, mesh)
-            installed.apply(fqn, _as_change(made, rule, fqn), module)
+            change = change_of(part(module, fqn), rule.spec, mesh, strategy=rule.strategy, fqn=fqn)
+            installed.apply(fqn, change, module)
         _refuse_shared(module, installed)
     except BaseException:
         installed.undo()
@@ -193,16 +233,6 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
                 " take the layer's rule out of the plan"
             )
         uses[id(parameter.whole)] = "another layer that is to be split has it too"
-
-
-def _as_change(made: object, rule: Rule, fqn: str) -> Change:
-    if isinstance(made, nn.Module):
-        return Change({"": made})
-    if not isinstance(made, Change):
-        raise InstallError(
-            f"the technique of {rule.strategy} returned {made!r} for {fqn!r}; allowed are a module and a Change"
-        )
-    return made
 
 
 def _check_parameters(

@@ -17,17 +17,17 @@ from typing import Any, cast
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.call_with import call_with, places
 from lightning_amp.parallel.change import Change
+from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.walks import walk_of
 from lightning_amp.planning.specs import RecomputeStrata
 
 
-def recompute_strata(decoder: nn.Module, spec: RecomputeStrata, mesh: DeviceMesh | None) -> Change:
+def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
     """Compute a decoder's strata again in the backward pass.
 
     Args:

@@ -35,7 +35,7 @@ from lightning_amp.parallel.sharded_parameter import shard_parameter
 from lightning_amp.planning.specs import RowParallelLinear
 
 
-def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh | None) -> Change:
+def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
     """Deal the input features of a linear layer to the ranks of the model axis.
 
     Args:
@@ -44,13 +44,8 @@ def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh | No
         mesh: Device mesh with the axis "model".
 
     Raises:
-        InstallError: No mesh, or another kind of layer, or one with hooks or a computed weight.
+        InstallError: Another kind of layer, or one with hooks or a computed weight.
     """
-    if mesh is None:
-        raise InstallError(
-            "S2 was asked for on one device, found no mesh; a wide layer is shared by the ranks of a model axis:"
-            " set model_parallel_size to 2 or more, or leave S2 out"
-        )
     problem = _problem(linear)
     if problem:
         raise InstallError(

@@ -16,7 +16,7 @@ Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D 
 """
 
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -24,12 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.change import Change
+from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.region import share_region
 from lightning_amp.parallel.walks import walk_of
 from lightning_amp.planning.specs import StrataParallel
 
 
-def share_strata(decoder: nn.Module, spec: StrataParallel, mesh: DeviceMesh | None) -> Change:
+def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
     """Deal the strata of a decoder to the ranks of the model axis.
 
     Args:
@@ -38,24 +39,19 @@ def share_strata(decoder: nn.Module, spec: StrataParallel, mesh: DeviceMesh | No
         mesh: Device mesh with the axis "model".
 
     Raises:
-        InstallError: No mesh, runs that do not fit the strata and the ranks, or a decoder whose way through the strata
+        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose way through the strata
             or whose border is its own.
     """
-    if mesh is None:
-        raise InstallError(
-            "strata was asked for on one device, found no mesh; strata are shared by the ranks of a model axis: set"
-            " model_parallel_size to 2 or more, or leave 'strata' out"
-        )
     axis = mesh["model"]
     walk = walk_of(decoder, "strata", stacked=True)
-    ends = _ends(spec.ends, n_strata=len(cast(Any, decoder).strata), ranks=axis.size())
+    ends = _ends(spec.ends, n_strata=len(decoder.strata), ranks=axis.size())
     rank = axis.get_local_rank()
     own = range(ends[rank - 1] if rank else 0, ends[rank])
     swaps: dict[str, nn.Module] = {
         "region": share_region(getattr(decoder, "region", None), axis, "strata", summed=True),
         "walk": OwnStrata(walk, own),
     }
-    return Change(swaps, partial=list(cast(Any, decoder).strata.parameters()))
+    return Change(swaps, partial=list(decoder.strata.parameters()))
 
 
 class OwnStrata(nn.Module):

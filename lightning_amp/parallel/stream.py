@@ -34,13 +34,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.call_with import call_with, places
 from lightning_amp.parallel.cell_blocks import block_cells
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.freed_memory import keep_freed_memory
+from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.ready_gradients import (
     Gradients,
     GradientSum,
@@ -55,7 +55,7 @@ from lightning_amp.parallel.walks import walk_of
 from lightning_amp.planning.specs import StreamStrata
 
 
-def stream_strata(decoder: nn.Module, spec: StreamStrata, mesh: DeviceMesh | None) -> Change:
+def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
     """Run forward and backward pass of a decoder's strata one after the other.
 
     Args:
@@ -74,7 +74,7 @@ def stream_strata(decoder: nn.Module, spec: StreamStrata, mesh: DeviceMesh | Non
     swaps: dict[str, nn.Module] = {
         "walk": StreamedStrata(walk_of(decoder, "stream", once=True), workers=spec.workers)
     }
-    for k, stratum in enumerate(cast(Any, decoder).strata):
+    for k, stratum in enumerate(decoder.strata):
         swaps[f"strata.{k}.cells"] = block_cells(getattr(stratum, "cells", None), size=spec.cells)
     return Change(swaps)
 

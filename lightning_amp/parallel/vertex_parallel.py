@@ -34,13 +34,14 @@ from lightning_amp.parallel.anchor_rows import deal_rows
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.protocol import VertexEncoder, is_vertex_encoder
+from lightning_amp.parallel.same_function import mismatch
 from lightning_amp.parallel.sharded_parameter import shard_parameter
 from lightning_amp.parallel.vertex_leaves import AlikeRows, OwnRows, SharedVertices
 from lightning_amp.parallel.vertex_rows import VertexRows, deal_vertices, own_edges
 from lightning_amp.planning.specs import VertexParallel
 
 
-def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh | None) -> Change:
+def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
     """Deal the vertices of a graph to the ranks of the model axis.
 
     Args:
@@ -49,13 +50,8 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh | 
         mesh: Device mesh with the axis "model".
 
     Raises:
-        InstallError: No mesh, no such encoder or modality, or a part of it that would not see all that it needs.
+        InstallError: No such encoder or modality, or a part of it that would not see all that it needs.
     """
-    if mesh is None:
-        raise InstallError(
-            "nodes was asked for on one device, found no mesh; vertices are shared by the ranks of a model axis: set"
-            " model_parallel_size to 2 or more, or leave 'nodes' out"
-        )
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(
@@ -107,38 +103,27 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
     hooks = [*hooks_within(cast(nn.Module, encoder)), *_hooks(encoder.embedding)]
     if hooks:
         return f"has {', '.join(hooks)}, which would see a part of the vertices"
-    return _other_function(encoder)
+    v = torch.arange(6.0).view(3, 2)
+    summed = torch.tensor([[0.0, 0.0], [8.0, 11.0], [0.0, 0.0]])
+    expected = {"add_messages": summed, "propagate": summed, "mean": v[1, 0], "rows": v[[1, 1]]}
+    problem = mismatch(encoder.vertices, expected, _run, rtol=1e-6)
+    return f"has a leaf `vertices` that {problem}" if problem else ""
+
+
+def _run(leaf: Any) -> dict[str, Tensor]:
+    """What a leaf computes for 3 vertices and 2 edges."""
+    v, out = torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
+    edges = {"source": torch.tensor([0, 2]), "target": torch.tensor([1, 1])}
+    edges["coefficient"] = torch.tensor([1.0, 2.0])
+    leaf.add_messages(out, v, **edges)
+    return {
+        "add_messages": out,
+        "propagate": leaf.propagate(v, lambda: tuple(edges.values())),
+        "mean": leaf.mean(v[:, 0]),
+        "rows": leaf.rows(v, edges["target"])[0],
+    }
 
 
 def _hooks(embedding: nn.Parameter) -> list[str]:
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [f"embedding.{name}" for name in names if getattr(embedding, name)]
-
-
-def _other_function(encoder: VertexEncoder) -> str:
-    """What a leaf does that its replacement would not; tried on an example of 3 vertices."""
-    leaf, v = encoder.vertices, torch.arange(6.0).view(3, 2)
-    source, target = torch.tensor([0, 2]), torch.tensor([1, 1])
-    out = torch.zeros(3, 2)
-    edges: dict[str, Any] = {"source": source, "target": target, "coefficient": torch.tensor([1.0, 2.0])}
-    summed = torch.tensor([[0.0, 0.0], [8.0, 11.0], [0.0, 0.0]])
-    try:
-        leaf.add_messages(out, v, **edges)
-        found = {
-            "add_messages": out,
-            "propagate": leaf.propagate(v, lambda: tuple(edges.values())),
-            "mean": leaf.mean(v[:, 0]),
-            "rows": leaf.rows(v, target)[0],
-        }
-    except Exception as error:
-        return f"has `vertices` that fail on a small example with {error!r}"
-    expected: dict[str, Tensor] = {
-        "add_messages": summed,
-        "propagate": summed,
-        "mean": v[1, 0],
-        "rows": v[target],
-    }
-    for name, value in found.items():
-        if not (isinstance(value, Tensor) and torch.allclose(value, expected[name])):
-            return f"has `vertices` whose {name} returns {value!r} for {v!r}"
-    return ""

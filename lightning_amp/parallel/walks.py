@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.protocol import is_decomposed
+from lightning_amp.parallel.protocol import DecomposedDecoder
+from lightning_amp.parallel.same_function import mismatch
 
 
-def walk_of(decoder: nn.Module, strategy: str, *, stacked: bool = False, once: bool = False) -> nn.Module:
+def walk_of(
+    decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False
+) -> nn.Module:
     """The child `walk` of a decoder, checked.
 
     Args:
@@ -24,13 +27,8 @@ def walk_of(decoder: nn.Module, strategy: str, *, stacked: bool = False, once: b
         once: Whether a stratum has to run once, on all cells, to compute what it should.
 
     Raises:
-        InstallError: No decomposed decoder, or one whose way through the strata a technique could not stand in for.
+        InstallError: The decoder's way through the strata a technique could not stand in for.
     """
-    if not is_decomposed(decoder):
-        raise InstallError(
-            f"{strategy} was asked for on {type(decoder).__name__!r}, which is no decomposed decoder (`strata`,"
-            f" `chained`, `n_anchors`, `dim`); name the decoder in the rule, or leave {strategy} out"
-        )
     walk = getattr(decoder, "walk", None)
     problem = _problem(walk, stacked=stacked)
     if problem:
@@ -61,22 +59,14 @@ def _problem(walk: object, *, stacked: bool) -> str:
         return f"is {walk!r}"
     if getattr(walk, "is_technique", False):
         return "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
-    names = sorted(walk.state_dict())
-    if names:
-        return f"has the state {names!r}"
-    one = torch.ones(1, 1)
-    strata = nn.ModuleList(_Example() for _ in range(4))
-    try:
-        # strata add 1 to v along the spine and return v + k
-        totals = {
-            own: float(walk(strata, one, one, one, own=own)) for own in (None, range(1, 3), range(2, 2))
-        }
-    except Exception as error:
-        return f"fails on a small example with {error!r}"
-    expected = {None: 16.0, range(1, 3): 8.0, range(2, 2): 0.0}
-    return (
-        "" if totals == expected else f"returns {totals!r} for an example whose strata add up to {expected!r}"
-    )
+    # strata add 1 to v along the spine and return v + k
+    return mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run)
+
+
+def _run(walk: Any) -> dict[str, float]:
+    one, strata = torch.ones(1, 1), nn.ModuleList(_Example() for _ in range(4))
+    runs = {"all strata": None, "the inner ones": range(1, 3), "none": range(2, 2)}
+    return {name: float(walk(strata, one, one, one, own=own)) for name, own in runs.items()}
 
 
 def _sees_the_batch(part: nn.Module) -> bool:
