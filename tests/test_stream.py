@@ -361,7 +361,7 @@ def test_what_a_decoder_does_in_its_own_way_is_not_replaced(strategy: str, name:
     model = Model(FIVE)
     holder = model.decoder if name == "walk" else model.decoder.strata[1]
     setattr(holder, name, Own())
-    with pytest.raises(InstallError, match=f"child `{name}` .*for an? example"):
+    with pytest.raises(InstallError, match=f"child `{name}` .*for a small example"):
         install(model, make_plan((strategy,), 1))
     delattr(holder, name)
     with pytest.raises(InstallError, match=f"child `{name}` is None"):

@@ -46,7 +46,7 @@ def block_cells(cells: object, *, size: int) -> nn.Module:
             f"stream was asked for with cells={size!r}; a block has a whole number of cells, at least 1"
         )
     taken = "takes blocks of cells already" if isinstance(cells, CellBlocks) else ""
-    problem = taken or mismatch(cells, {"": torch.tensor(43.0)}, _run)
+    problem = taken or mismatch(cells, {"": torch.tensor(63.0)}, _run)
     if problem:
         raise InstallError(
             f"stream was asked for on a stratum whose child `cells` {problem}; only a module without state that returns"
