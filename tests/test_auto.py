@@ -1,6 +1,7 @@
 """Claim: policy "auto" takes the fastest legal plan that fits, always the same one, and shows what it compared."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -8,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning import terms
 from lightning_amp.planning.auto import TIE, candidates
 from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.byte_size import format_bytes
@@ -98,9 +100,13 @@ def test_every_candidate_is_legal_and_predicted_as_the_models_say() -> None:
 
 
 @pytest.fixture
-def weights_of_attention_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def weights_of_attention_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in large decoders; in small ones they make stream the fastest, and the choice is none."""
+    # sizes that were counted before are remembered
+    terms.same_strata.cache_clear()
     monkeypatch.setattr("lightning_amp.planning.rank_sizes.keeps_weights", lambda anchors, *, window: False)
+    yield
+    terms.same_strata.cache_clear()
 
 
 @pytest.mark.usefixtures("weights_of_attention_are_not_kept")

@@ -27,13 +27,24 @@ from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.placement import strata_ends
 from lightning_amp.planning.rank_sizes import widest
 from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.stratum_memory import alive_bytes, left_bytes
-from lightning_amp.planning.stratum_peaks import backward_moments, forward_moments
+from lightning_amp.planning.stratum_memory import latent_terms
+from lightning_amp.planning.stratum_peaks import (
+    CELLS,
+    KEY,
+    MAKING,
+    Cells,
+    Key,
+    Making,
+    backward_peak,
+    forward_peak,
+)
 from lightning_amp.planning.stratum_sizes import StratumSizes
+from lightning_amp.planning.terms import Counted, Term, strata_of
 from lightning_amp.planning.vertex_memory import vertex_bytes
 
 NODE_BYTES = 8
 """Of the anchor of a feature, int64."""
+FEATURES: Term[StratumSizes, int] = Term(lambda s: s.features, "placement", "features")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +112,8 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         """Peak of the step, of the rank that has most."""
-        before = self._before()
-        after = max((sum(self.stratum_bytes[slice(*run)]) for run in self.runs), default=0)
+        before, left = self._before(), self.stratum_bytes
+        after = max((sum(left[slice(*run)]) for run in self.runs), default=0)
         end = self.base_bytes + after + self.entered_bytes
         forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
         return max(
@@ -122,11 +133,8 @@ class Estimate:
             return [n + s.backward for n, s in zip(before, self.strata, strict=True)]
         if self.activations == "recompute":
             # nothing reads what the last stratum hands on
-            kept = [
-                sum(self.stratum_bytes[start : stop - 1])
-                for start, stop in self.runs
-                for _ in range(start, stop)
-            ]
+            left = self.stratum_bytes
+            kept = [sum(left[start : stop - 1]) for start, stop in self.runs for _ in range(start, stop)]
             whole = [self.base_bytes + n for n in kept]
             again = [max(s.forward, s.backward) for s in self.strata]
             return [n + m - self.gradient_bytes for n, m in zip(whole, again, strict=True)]
@@ -134,9 +142,9 @@ class Estimate:
 
     def _before(self) -> list[int]:
         """Bytes held by others when a stratum starts."""
-        found = []
+        found, every = [], self.stratum_bytes
         for run in self.runs:
-            left = self.stratum_bytes[slice(*run)]
+            left = every[slice(*run)]
             if self.activations == "stream":
                 # the memory of all gradients is there before the first stratum
                 before = [self.base_bytes + self.entered_bytes + sum(left)] * len(left)
@@ -156,9 +164,9 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         model_ranks: Ranks of the model axis.
         wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features alone.
     """
-    strata = _strata(shape, axes, model_ranks)
+    sizes = _sizes(shape, axes, model_ranks)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, 0
-    vertices = vertex_bytes(shape, strata[0] if strata else None)
+    vertices = vertex_bytes(shape, sizes)
     parameters -= vertices.parameters
     buffers += vertices.buffers
     inputs -= vertices.kept
@@ -166,10 +174,10 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
     if axes.features == "sharded" or axes.placement == "nodes":
-        buffers += NODE_BYTES * sum(s.features for s in strata)
-    entered, border = _border(shape, axes, strata)
+        buffers += NODE_BYTES * _own_features(sizes)
+    entered, border = _border(shape, axes, sizes)
     runs = _runs(shape, axes, model_ranks)
-    found = tuple(_stratum(s, spine) for s, spine in zip(strata, _spines(strata, runs), strict=True))
+    found = _strata(sizes, runs)
     return Estimate(
         base_bytes=buffers
         + parameters * (2 + shape.optimizer_slots)
@@ -181,51 +189,87 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         activations=axes.activations,
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
-        entered_bytes=_ready(strata),
-        beside_bytes=_beside(strata, found),
+        entered_bytes=_latents(sizes) if sizes is not None and sizes.streamed else 0,
+        beside_bytes=_beside(sizes, found),
         border_bytes=border,
         edge_bytes=shape.edge_bytes,
     )
 
 
-def _beside(strata: list[StratumSizes], found: tuple[StratumBytes, ...]) -> int:
+def _sizes(shape: ModelShape, axes: Axes, model_ranks: int) -> StratumSizes | None:
+    """Those of the first stratum, for all that the strata have alike; None without a decoder."""
+    if shape.decoder is None:
+        return None
+    return StratumSizes(
+        decoder=shape.decoder,
+        axes=axes,
+        k=0,
+        cells=shape.batch_size,
+        ranks=model_ranks,
+        element=shape.element_bytes,
+    )
+
+
+def _column(term: Term[StratumSizes, Counted], s: StratumSizes) -> tuple[Counted, ...]:
+    strata = strata_of(StratumSizes, s.decoder, s.axes, ranks=s.ranks, cells=s.cells, element=s.element)
+    return strata.column(term, s.axes)
+
+
+def _own_features(sizes: StratumSizes | None) -> int:
+    return 0 if sizes is None else sum(_column(FEATURES, sizes))
+
+
+def _latents(s: StratumSizes) -> int:
+    """Gradients of u and v, for which stream makes room before the first stratum."""
+    return sum(latent_terms(s).values())
+
+
+def _beside(s: StratumSizes | None, found: tuple[StratumBytes, ...]) -> int:
     """What strata hold beside another one: of all but one the most, and the gradients of one that waits to be added."""
-    if not strata or strata[0].side_by_side == 1:
+    if s is None or s.side_by_side == 1:
         return 0
-    s = strata[0]
     waiting = s.element * (s.rows * (1 + s.decoder.chained) + s.cells * s.width) + max(n.left for n in found)
     return (s.side_by_side - 1) * max(max(n.forward, n.backward) for n in found) + waiting
 
 
-def _backwards(strata: list[StratumSizes]) -> bool:
-    return any(s.streamed and s.decoder.chained for s in strata)
-
-
-def _spines(strata: list[StratumSizes], runs: tuple[tuple[int, int], ...]) -> list[int]:
+def _spines(s: StratumSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
     """What is kept, in bytes, of other strata's rows of a chained decoder's spine when a stratum runs."""
-    if not strata or not strata[0].decoder.chained:
-        return [0] * len(strata)
-    row = strata[0].element * strata[0].rows
-    if not _backwards(strata):
+    distances = s.decoder.distances
+    if not s.decoder.chained:
+        return [0] * len(distances)
+    row = s.element * s.rows
+    if not s.streamed:
         # of those before a rank's own strata the anchors, normalised and projected
         return [
-            row * 2 * sum(s.keyed for s in strata[:start]) for start, stop in runs for _ in range(start, stop)
+            row * 2 * sum(k > 0 for k in distances[:start])
+            for start, stop in runs
+            for _ in range(start, stop)
         ]
-    step, same = isqrt(len(strata) - 1) + 1, 1 - strata[0].keyed
+    step, same = isqrt(len(distances) - 1) + 1, 1 - s.keyed
     # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
-    waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(strata))]
+    waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(distances))]
     # and the gradient that is handed down, which the last stratum of a run does not get
     last = {stop - 1 for _, stop in runs}
     return [row * (n + (k not in last)) for k, n in enumerate(waiting)]
 
 
-def _stratum(s: StratumSizes, spine: int) -> StratumBytes:
+def _strata(s: StratumSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
+    if s is None:
+        return ()
+    columns = zip(_column(KEY, s), _column(MAKING, s), _column(CELLS, s), _spines(s, runs), strict=True)
+    return tuple(_stratum(s.axes.activations, *stratum) for stratum in columns)
+
+
+def _stratum(activations: str, key: Key, making: Making, cells: Cells, spine: int) -> StratumBytes:
+    kept = key.kept + making.kept + cells.kept
+    left = kept if activations == "retain" else making.left + cells.tables
     return StratumBytes(
-        left=left_bytes(s),
+        left=left,
         spine=spine,
-        alive=alive_bytes(s) if s.axes.activations != "recompute" else left_bytes(s),
-        forward=max(forward_moments(s).values()),
-        backward=max(backward_moments(s).values()),
+        # under stream the cells have had their backward pass
+        alive=making.alive + cells.tables if activations == "stream" else left,
+        forward=forward_peak(key, making, cells),
+        backward=backward_peak(key, making, cells),
     )
 
 
@@ -239,42 +283,19 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
     return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
 
 
-def _ready(strata: list[StratumSizes]) -> int:
-    """Gradients of u and v, for which stream makes room before the first stratum."""
-    return sum(s.element * (s.rows + s.cells * s.width) for s in strata[:1] if s.streamed)
-
-
-def _strata(shape: ModelShape, axes: Axes, model_ranks: int) -> list[StratumSizes]:
-    decoder = shape.decoder
-    if decoder is None:
-        return []
-    return [
-        StratumSizes(
-            decoder=decoder,
-            axes=axes,
-            k=k,
-            cells=shape.batch_size,
-            ranks=model_ranks,
-            element=shape.element_bytes,
-        )
-        for k in range(len(decoder.features))
-    ]
-
-
-def _border(shape: ModelShape, axes: Axes, strata: list[StratumSizes]) -> tuple[int, int]:
+def _border(shape: ModelShape, axes: Axes, sizes: StratumSizes | None) -> tuple[int, int]:
     """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take."""
     decoder = shape.decoder
-    if decoder is None or not strata:
+    if decoder is None or sizes is None:
         return 0, 0
-    model_ranks = strata[0].ranks
     rows = shape.element_bytes * (decoder.anchors + shape.batch_size)
     if axes.placement.startswith("hidden"):
-        own = rows * widest(decoder.dim, model_ranks)
+        own = rows * widest(decoder.dim, sizes.ranks)
         # the gradients take the place of the copies, are gathered as [R, N + B, d], and joined
-        return own, 2 * model_ranks * own
+        return own, 2 * sizes.ranks * own
     if axes.placement == "nodes" and shape.vertices is not None:
         # v's gradient is that of the own rows, and goes on as it is
-        return 0, shape.element_bytes * decoder.dim * (strata[0].anchors + 3 * shape.batch_size)
+        return 0, shape.element_bytes * decoder.dim * (sizes.anchors + 3 * shape.batch_size)
     # under S2 joined and summed, in copies
     summed = axes.features == "sharded" or axes.placement in ("strata", "nodes")
     return 0, rows * decoder.dim * (3 if summed else 1)

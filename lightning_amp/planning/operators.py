@@ -21,6 +21,7 @@ Legend: work_sizes.py.
 
 from typing import NamedTuple
 
+from lightning_amp.planning.terms import Term
 from lightning_amp.planning.work_sizes import WorkSizes
 
 FUSED_SCORES, SPARSE_SCORES = 2**23, 2**20
@@ -42,31 +43,27 @@ class Pass(NamedTuple):
 
 
 Part = tuple[Pass, Pass]
+NOTHING: Part = (Pass(), Pass())
 
 
 def parts(s: WorkSizes) -> dict[str, Part]:
     """Forward and backward pass of every part, by name; of the backward pass without what `recompute` runs again."""
-    found = {"decode": _decode(s), "likelihood": _likelihood(s), "sums": _sums(s)}
-    if s.attends:
-        found |= {"linear": _linear(s), "attention": _attention(s)}
-        if s.hidden:
-            found["channels"] = _channels(s)
-        if s.by_nodes:
-            found["halo"] = _halo(s)
-        return found
-    return {"convolution": _convolution(s)} | found if s.keyed else found
+    found = {name: term.count(s) for name, term in PARTS.items()}
+    return {name: part for name, part in found.items() if part is not NOTHING}
 
 
 def spine(s: WorkSizes) -> Part:
     """What a chained decoder needs to go past a stratum: a norm and a projection."""
     if not (s.attends and s.decoder.chained):
-        return Pass(), Pass()
+        return NOTHING
     rows, square = s.anchors * s.width, s.decoder.dim * s.width
     flops = 2.0 * s.anchors * square
     return Pass(flops, 4 * rows + square, 2), Pass(2 * flops, 7 * rows + 2 * square, 3)
 
 
 def _linear(s: WorkSizes) -> Part:
+    if not s.attends:
+        return NOTHING
     rows, square = s.anchors * s.width, s.decoder.dim * s.width
     flops = 8.0 * s.anchors * square
     forward, backward = (17, 36) if s.paper else (22, 42)
@@ -77,6 +74,8 @@ def _linear(s: WorkSizes) -> Part:
 
 
 def _attention(s: WorkSizes) -> Part:
+    if not s.attends:
+        return NOTHING
     unit = 2.0 * s.pairs * s.attended
     if s.axes.attention == "fused":
         return _fused(s, unit)
@@ -105,6 +104,8 @@ def _fused(s: WorkSizes, unit: float) -> Part:
 
 
 def _convolution(s: WorkSizes) -> Part:
+    if s.attends or not s.keyed:
+        return NOTHING
     rows = s.anchors * s.width
     return Pass(4 * rows, 6 * rows, 3), Pass(8 * rows, 13 * rows, 5)
 
@@ -147,6 +148,8 @@ def _likelihood(s: WorkSizes) -> Part:
 
 def _channels(s: WorkSizes) -> Part:
     """What S5 adds: statistics of norms and keys, products of all output channels, copies of scores to be summed."""
+    if not (s.attends and s.hidden):
+        return NOTHING
     rows, whole, square = s.anchors * s.width, s.anchors * s.decoder.dim, s.decoder.dim * s.width
     scores = 0 if s.gathered else 4 * s.pairs
     return (
@@ -157,6 +160,8 @@ def _channels(s: WorkSizes) -> Part:
 
 def _halo(s: WorkSizes) -> Part:
     """What nodes adds: rows for the neighbours, and attention of three more buckets at either end, for one of them."""
+    if not (s.attends and s.by_nodes):
+        return NOTHING
     rows, near = s.anchors * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
     back = (4 + 15 * s.neighbours) * rows
     return (
@@ -168,3 +173,16 @@ def _halo(s: WorkSizes) -> Part:
 def _sums(s: WorkSizes) -> Part:
     """The stratum's gradients of u, v and its weight, added to those of the strata before."""
     return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4)
+
+
+PARTS: dict[str, Term[WorkSizes, Part]] = {
+    "convolution": Term(_convolution, "placement", of_features=False),
+    "decode": Term(_decode, "placement", "features", "decode", "activations"),
+    "likelihood": Term(_likelihood, "placement", "features", "likelihood", "activations"),
+    "sums": Term(_sums, "placement", of_features=False),
+    "linear": Term(_linear, "placement", of_features=False),
+    "attention": Term(_attention, "placement", "attention", "activations", of_features=False),
+    "channels": Term(_channels, "placement", "attention", of_features=False),
+    "halo": Term(_halo, "placement", of_features=False),
+}
+"""In the order in which their times are added up."""

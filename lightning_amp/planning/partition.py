@@ -25,6 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from math import inf, isfinite, lcm
 from numbers import Real
@@ -81,11 +82,12 @@ def partition(
     return (*(problem.tasks - start for start in reversed(starts[:-1])), problem.tasks)
 
 
-def deal(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def deal(costs: tuple[float, ...], ranks: int) -> tuple[int, ...]:
     """Deal tasks to equal ranks, at least one to each: one past the last task of every rank.
 
     Where `partition` leaves a rank without a task, it gets one from its neighbours, whose time shrinks; a single task
-    never takes longer than the slowest run, so this is optimal too.
+    never takes longer than the slowest run, so this is optimal too. Plans that differ elsewhere ask for the same.
 
     Args:
         costs: c_k of every task.
@@ -173,9 +175,9 @@ def _problem(
 
 def _whole(numbers: Sequence[float]) -> list[int]:
     """The numbers times their common denominator, without rounding."""
-    exact = [Fraction(n) for n in numbers]
-    scale = lcm(*(n.denominator for n in exact))
-    return [int(n * scale) for n in exact]
+    exact = [n.as_integer_ratio() for n in numbers]
+    scale = lcm(*(denominator for _, denominator in exact))
+    return [numerator * (scale // denominator) for numerator, denominator in exact]
 
 
 def _numbers(

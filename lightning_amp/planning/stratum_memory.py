@@ -11,44 +11,18 @@ Terms = dict[str, int]
 
 NEIGHBOUR = {"eager": 9, "chunked": 15, "chunked-retained": 15, "fused": 9}
 """Buckets [w, a] that nodes keeps for every neighbour: pieces of three buckets, of queries, keys and values."""
-KEY, FEATURES_KEYS = "key [N, d]", "keys of the features [F_k, d]"
 
 DENSE_KEPT = {True: (9, 4), False: (15, 0)}
 SPARSE_KEPT = {True: (3, 4), False: (7, 0)}
 """Tensors [B, f_k] and rows [f_k] that a likelihood keeps, with one experimental batch and with several."""
 
 
-def kept_bytes(s: StratumSizes) -> int:
-    """Everything that a stratum leaves for the backward pass."""
-    return sum((likelihood_terms(s) | key_terms(s)).values())
-
-
-def alive_bytes(s: StratumSizes) -> int:
-    """What there is of a stratum right after its forward pass; under stream its cells have had their backward pass."""
-    if not s.streamed:
-        return kept_bytes(s)
-    made = key_terms(s)
-    for of_cells in (KEY, FEATURES_KEYS):
-        made.pop(of_cells, None)
-    return sum((ready_terms(s) | made).values())
-
-
-def left_bytes(s: StratumSizes) -> int:
-    """What there is of a stratum when the next one starts."""
-    if s.streamed:
-        return sum(parameter_terms(s).values())
-    if s.axes.activations == "recompute":
-        # v, which the next stratum of a chained decoder starts from
-        return s.element * s.rows if s.decoder.chained and s.keyed else 0
-    return kept_bytes(s)
-
-
-def parameter_terms(s: StratumSizes) -> Terms:
-    """Gradients of a stratum's parameters, which under stream are ready before the backward pass."""
+def block_terms(s: StratumSizes) -> Terms:
+    """Gradients of a stratum's block, which under stream are ready before the backward pass."""
     dim, block = s.decoder.dim, 0
     if s.keyed:
         block = (4 * dim + (2 if s.paper else 4)) * dim if s.attends else 3 * dim
-    return {"gradients of a stratum's block": s.element * block} | table_terms(s)
+    return {"gradients of a stratum's block": s.element * block}
 
 
 def table_terms(s: StratumSizes) -> Terms:
@@ -57,10 +31,9 @@ def table_terms(s: StratumSizes) -> Terms:
     return {"gradients of the tables [n_batches, F_k]": s.element * whole}
 
 
-def ready_terms(s: StratumSizes) -> Terms:
-    """What the backward pass of a stratum's cells leaves."""
-    latents = s.rows + s.cells * s.width
-    return {"gradients of the key and of u [N + B, d]": s.element * latents} | table_terms(s)
+def latent_terms(s: StratumSizes) -> Terms:
+    """What the backward pass of a stratum's cells leaves, its tables apart."""
+    return {"gradients of the key and of u [N + B, d]": s.element * (s.rows + s.cells * s.width)}
 
 
 def likelihood_terms(s: StratumSizes) -> Terms:
@@ -76,16 +49,17 @@ def likelihood_terms(s: StratumSizes) -> Terms:
 
 
 def key_terms(s: StratumSizes) -> Terms:
-    """The key, and all that it is made of."""
+    """The key; where S4 copies them the keys of the features, made from it."""
     if s.copies_keys:
-        terms = {FEATURES_KEYS: s.element * s.decoded * s.width}
-    else:
-        terms = {KEY: s.element * s.rows} if s.keyed else {}
+        return {"keys of the features [F_k, d]": s.element * s.decoded * s.width}
+    return {"key [N, d]": s.element * s.rows} if s.keyed else {}
+
+
+def made_of_terms(s: StratumSizes) -> Terms:
+    """All that the key is made of."""
     if s.attends:
-        return terms | layer_terms(s) | statistic_terms(s) | attention_terms(s)
-    if s.keyed:
-        terms["anchors, convolution [N, d]"] = s.element * 2 * s.rows
-    return terms
+        return layer_terms(s) | statistic_terms(s) | attention_terms(s)
+    return {"anchors, convolution [N, d]": s.element * 2 * s.rows} if s.keyed else {}
 
 
 def layer_terms(s: StratumSizes) -> Terms:

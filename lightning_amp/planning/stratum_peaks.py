@@ -7,16 +7,20 @@ the backward pass of decode, and the forward pass of attention that is recompute
 Legend: stratum_sizes.py.
 """
 
+from typing import NamedTuple
+
 from lightning_amp.planning.stratum_memory import (
-    Terms,
     attention_terms,
-    kept_bytes,
+    block_terms,
     key_terms,
+    latent_terms,
     likelihood_terms,
+    made_of_terms,
     statistic_terms,
     table_terms,
 )
 from lightning_amp.planning.stratum_sizes import StratumSizes
+from lightning_amp.planning.terms import Term
 
 FUSED_SCORES = 2**20
 """Scores at a time of fused attention (parallel/banded_softmax.py)."""
@@ -24,52 +28,120 @@ SPARSE_NUMBERS, SPARSE_COLUMNS = 2**16, 64
 """Numbers of a chunk of a sparse likelihood, and the fewest columns (parallel/sparse_likelihood.py)."""
 
 
-def forward_moments(s: StratumSizes) -> Terms:
-    """Moments of the forward pass."""
-    made = sum(key_terms(s).values())
-    # val, and under `gather` the own part of qk: dropped when the key is made
-    parts = (not s.decoder.chained) + s.gathered if s.attends else 0
-    moments = {
-        "likelihood": made + _cells(s),
-        "decode": made + s.element * (parts * s.rows + _decoding(s)),
-    }
+class Key(NamedTuple):
+    """The key, as far as the features of its stratum matter.
+
+    Attributes:
+        kept: What is kept of it.
+        decoding: Scores on their way.
+    """
+
+    kept: int
+    decoding: int
+
+
+class Making(NamedTuple):
+    """How the key is made.
+
+    Attributes:
+        kept: What is kept of it, the key apart.
+        dropped: val, and under `gather` the own part of qk: dropped when the key is made.
+        feed_forward: What the feed-forward layer makes and drops beside them.
+        attention: All that there is in attention; 0 where it is never the highest.
+        feed_forward_back: What the backward pass of the feed-forward layer makes, None without attention.
+        back: All that there is in the backward pass of attention, or of a convolution.
+        left: What there is of the block when the next stratum starts, where not all is kept.
+        alive: What there is, the key and the tables apart, once the cells have had their backward pass.
+    """
+
+    kept: int
+    left: int
+    alive: int
+    dropped: int = 0
+    feed_forward: int = 0
+    attention: int = 0
+    feed_forward_back: int | None = None
+    back: int = 0
+
+
+class Cells(NamedTuple):
+    """From the key to the loss, of all cells; under stream there and back, block by block.
+
+    Attributes:
+        kept: What is kept for the backward pass.
+        forward: The most on the way to the loss.
+        backward: The most on the way back, 0 under stream.
+        tables: Gradients of the tables that are there before the backward pass of the key, under stream.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    tables: int
+
+
+def forward_peak(key: Key, making: Making, cells: Cells) -> int:
+    """The most that a stratum holds in its forward pass."""
+    made = key.kept + making.kept
+    beside = max(cells.forward, making.dropped + key.decoding, making.dropped + making.feed_forward)
+    return max(made + beside, making.attention)
+
+
+def backward_peak(key: Key, making: Making, cells: Cells) -> int:
+    """The most that it holds in its backward pass; under stream that of the cells is over before."""
+    made = key.kept + making.kept
+    of_key = making.back
+    if making.feed_forward_back is not None:
+        of_key = max(of_key, made + making.feed_forward_back)
+    return max(cells.tables + of_key, made + cells.backward if cells.backward else 0)
+
+
+def _key(s: StratumSizes) -> Key:
+    return Key(sum(key_terms(s).values()), s.element * _decoding(s))
+
+
+def _making(s: StratumSizes) -> Making:
+    kept = sum(made_of_terms(s).values())
+    # without stream v, which the next stratum of a chained decoder starts from
+    handed_on = s.element * s.rows if s.decoder.chained and s.keyed else 0
+    left = sum(block_terms(s).values()) if s.streamed else handed_on
+    alive = kept + sum(latent_terms(s).values())
     if not s.attends:
-        return moments
+        # of a convolution; or the gradient of the key alone
+        return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.rows)
     # the gated value; or the products of gate and value [R, N, 2 d], when GELU and key are still to come
     gate = max(0 if s.paper else s.rows, 2 * s.products - 2 * s.rows)
-    moments["feed-forward"] = made + s.element * (parts * s.rows + gate)
-    if s.axes.attention != "chunked":
-        moments["attention"] = sum(statistic_terms(s).values()) + _attending(s)
-    return moments
+    # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
+    # products with the weights [R, N, d], when key, GELU, gate and value are gone
+    gate_back = max(2 * s.rows, 3 * s.products - 3 * s.rows)
+    statistics = sum(statistic_terms(s).values())
+    return Making(
+        kept,
+        left,
+        alive,
+        dropped=s.element * ((not s.decoder.chained) + s.gathered) * s.rows,
+        feed_forward=s.element * gate,
+        attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
+        feed_forward_back=s.element * gate_back,
+        back=statistics + _attending_back(s),
+    )
 
 
-def backward_moments(s: StratumSizes) -> Terms:
-    """Moments of the backward pass; under stream that of the cells is over before."""
-    made = sum(key_terms(s).values())
-    ready = sum(table_terms(s).values()) if s.streamed else 0
-    moments = {} if s.streamed else {"likelihood": kept_bytes(s) + s.element * _passing_back(s)}
-    if s.attends:
-        # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
-        # products with the weights [R, N, d], when key, GELU, gate and value are gone
-        gate = max(2 * s.rows, 3 * s.products - 3 * s.rows)
-        moments["feed-forward"] = ready + made + s.element * gate
-        moments["attention"] = ready + sum(statistic_terms(s).values()) + _attending_back(s)
-    elif s.keyed:
-        moments["convolution"] = ready + s.element * 4 * s.rows
-    return moments or {"gradient of the key": ready + s.element * s.rows}
-
-
-def _cells(s: StratumSizes) -> int:
-    """From the key to the loss of all cells; under stream there and back, block by block."""
+def _cells(s: StratumSizes) -> Cells:
     kept = sum(likelihood_terms(s).values())
-    forward = kept + s.element * _passing(s)
+    forward, backward = kept + s.element * _passing(s), kept + s.element * _passing_back(s)
     if not s.streamed:
-        return forward
+        return Cells(kept, forward, backward, 0)
     # the gradients of the tables, and of the key: that of the block, and the sum so far
     blocks = -(-s.cells // s.block)
     keys = s.element * s.rows * min(2, blocks)
-    backward = kept + s.element * _passing_back(s)
-    return sum(table_terms(s).values()) + max(forward + keys - s.element * s.rows, backward, keys)
+    tables = sum(table_terms(s).values())
+    return Cells(kept, tables + max(forward + keys - s.element * s.rows, backward, keys), 0, tables)
+
+
+KEY = Term(_key, "placement", "features", "decode", "activations")
+MAKING = Term(_making, "placement", "attention", "activations", of_features=False)
+CELLS = Term(_cells, "placement", "features", "likelihood", "activations")
 
 
 def _passing(s: StratumSizes) -> int:

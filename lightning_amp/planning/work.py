@@ -14,13 +14,16 @@ Legend: work_sizes.py.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
+from lightning_amp.planning.operators import PARTS, Part, parts, spine
 from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.operators import Part, parts, spine
 from lightning_amp.planning.partition import deal
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.planning.terms import Term, strata_of
 from lightning_amp.planning.traffic import (
     Collective,
     Traffic,
@@ -28,9 +31,7 @@ from lightning_amp.planning.traffic import (
     gradient_numbers,
     stratum_traffic,
 )
-from lightning_amp.planning.work_sizes import WorkSizes
-
-ELEMENT_BYTES = 4
+from lightning_amp.planning.work_sizes import ELEMENT_BYTES, WorkSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +81,11 @@ def stratum_work(
         ranks: Ranks of the model axis.
         element_bytes: Bytes per number.
     """
-    s = WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks)
+    s = WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks, element=element_bytes)
     total = _sent(stratum_traffic(s), element_bytes)
-    for work in _computed(s, element_bytes).values():
-        total += work
-    return total
+    for part in parts(s).values():
+        total += _work(part, element_bytes, forwards=1 + s.recomputed)
+    return total + _spine_again(s)
 
 
 def stratum_seconds(
@@ -106,13 +107,9 @@ def stratum_seconds(
         rates: What a device reaches.
         element_bytes: Bytes per number.
     """
-    found = []
-    for k in range(len(decoder.features)):
-        s = WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks)
-        computing = sum(_seconds(n, w, rates) for n, w in _computed(s, element_bytes).items())
-        sending = sum(c.seconds(ranks, rates.links, element_bytes=element_bytes) for c in stratum_traffic(s))
-        found.append(computing + sending)
-    return tuple(found)
+    strata = strata_of(WorkSizes, decoder, axes, ranks=ranks, cells=cells, element=element_bytes, rates=rates)
+    computing = zip(*(strata.column(term, axes) for term in COMPUTING), strict=True)
+    return tuple(sum(row) + sent for row, sent in zip(computing, strata.column(SENDING, axes), strict=True))
 
 
 def step_seconds(
@@ -137,8 +134,11 @@ def step_seconds(
     costs = stratum_seconds(
         decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
     )
-    passing = _spine_seconds(decoder, axes, mesh.model, cells=cells, rates=rates, element_bytes=element_bytes)
     if axes.placement == "strata":
+        strata_of_rank = strata_of(
+            WorkSizes, decoder, axes, ranks=mesh.model, cells=cells, element=element_bytes, rates=rates
+        )
+        passing = strata_of_rank.column(PASSING, axes)
         runs = pairwise((0, *deal(costs, mesh.model)))
         strata = max(sum(costs[start:end]) + sum(passing[:start]) for start, end in runs)
     else:
@@ -149,17 +149,6 @@ def step_seconds(
         + sum(c.seconds(mesh.model, rates.links, element_bytes=element_bytes) for c in border)
         + _gradient_seconds(decoder, axes, mesh, rates=rates, element_bytes=element_bytes)
     )
-
-
-def _computed(s: WorkSizes, element_bytes: int) -> dict[str, Work]:
-    found = {name: _work(part, element_bytes, forwards=1 + s.recomputed) for name, part in parts(s).items()}
-    if s.axes.activations == "stream":
-        # a chained decoder's spine runs forward before its branches do, and again from the kept strata
-        forward, backward = spine(s)
-        found["spine"] = _work(
-            (forward, backward._replace(flops=0, numbers=0, kernels=0)), element_bytes, forwards=2
-        )
-    return found
 
 
 def _work(part: Part, element_bytes: int, *, forwards: int) -> Work:
@@ -183,15 +172,42 @@ def _seconds(name: str, work: Work, rates: Rates) -> float:
     return products + work.bytes / rates.memory_bytes + work.kernels * rates.overhead_seconds
 
 
-def _spine_seconds(
-    decoder: DecoderShape, axes: Axes, ranks: int, *, cells: int, rates: Rates, element_bytes: int
-) -> list[float]:
-    """What it takes a rank to pass every stratum without its branch, there and back."""
-    sizes = (
-        WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks)
-        for k in range(len(decoder.features))
-    )
-    return [_seconds("spine", _work(spine(s), element_bytes, forwards=1), rates) for s in sizes]
+def _spine_again(s: WorkSizes) -> Work:
+    """Under stream a chained decoder's spine runs forward before its branches do, and again from the kept strata."""
+    if not s.streamed:
+        return Work()
+    forward, backward = spine(s)
+    return _work((forward, backward._replace(flops=0, numbers=0, kernels=0)), s.element, forwards=2)
+
+
+def _part_seconds(name: str, s: WorkSizes) -> float:
+    return _seconds(name, _work(PARTS[name].count(s), s.element, forwards=1 + s.recomputed), s.rates)
+
+
+def _passing_seconds(s: WorkSizes) -> float:
+    """What it takes a rank to pass a stratum without its branch, there and back."""
+    return _seconds("spine", _work(spine(s), s.element, forwards=1), s.rates)
+
+
+def _sending_seconds(s: WorkSizes) -> float:
+    return sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s))
+
+
+COMPUTING: tuple[Term[WorkSizes, float], ...] = (
+    *(
+        Term(
+            partial(_part_seconds, name),
+            *dict.fromkeys((*term.reads, "activations")),
+            of_features=term.of_features,
+        )
+        for name, term in PARTS.items()
+    ),
+    Term(
+        lambda s: _seconds("spine", _spine_again(s), s.rates), "placement", "activations", of_features=False
+    ),
+)
+PASSING = Term(_passing_seconds, "placement", of_features=False)
+SENDING = Term(_sending_seconds, "placement", "features", "attention", "activations")
 
 
 def _gradient_seconds(

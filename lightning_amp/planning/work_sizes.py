@@ -1,4 +1,4 @@
-"""The sizes that one rank computes with in one stratum, in rows, channels and features.
+"""The sizes that one rank computes with in one stratum, in rows, channels and features, and what it reaches.
 
 Legend: rank_sizes.py; f own features, C chunks of attention (S3), blocks of cells (stream).
 """
@@ -6,11 +6,22 @@ Legend: rank_sizes.py; f own features, C chunks of attention (S3), blocks of cel
 from dataclasses import dataclass
 
 from lightning_amp.planning.rank_sizes import RankSizes
+from lightning_amp.planning.rates import CPU_CORE, Rates
+
+ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkSizes(RankSizes):
-    """One stratum on the rank that has most of it."""
+    """One stratum on the rank that has most of it.
+
+    Attributes:
+        element: Bytes per number.
+        rates: What the rank's device reaches.
+    """
+
+    element: int = ELEMENT_BYTES
+    rates: Rates = CPU_CORE
 
     @property
     def recomputed(self) -> bool:
