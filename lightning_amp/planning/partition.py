@@ -131,14 +131,18 @@ class _Problem:
 
     def greedy(self, bound: Fraction | None) -> list[int]:
         """Ends when every device in turn takes all it can; without a bound only the limits count."""
-        ends, end = [], 0
+        ends: list[int] = []
+        costs, end = self.costs, 0
         for device, speed in enumerate(self.speeds):
-            start, end = end, self.room(device, end)
+            last = self.room(device, end)
             if bound is not None:
-                most = bound.numerator * speed // bound.denominator
-                end = min(end, bisect_right(self.costs, self.costs[start] + most) - 1)
+                most = costs[end] + bound.numerator * speed // bound.denominator
+                last = min(last, bisect_right(costs, most, end) - 1)
+            end = last
             ends.append(end)
-        return ends
+            if end == len(costs) - 1:
+                break
+        return ends + [end] * (len(self.speeds) - len(ends))
 
     def fits(self, bound: Fraction | None) -> bool:
         return self.greedy(bound)[-1] == self.tasks

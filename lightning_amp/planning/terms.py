@@ -19,8 +19,8 @@ from lightning_amp.planning.shape import DecoderShape
 
 Sizes = TypeVar("Sizes", bound=RankSizes)
 Counted = TypeVar("Counted")
-KEPT = 16
-"""Decoders on one rank whose terms are remembered: those of one comparison, for every length of the model axis."""
+KEPT = 32
+"""Decoders on one rank whose terms are remembered: of time and of memory, for every length of the model axis."""
 
 
 class Term(Generic[Sizes, Counted]):
