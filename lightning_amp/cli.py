@@ -18,14 +18,19 @@ from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
     from lightning_amp.planning.rates import Rates
+    from lightning_amp.simulation.shape_text import ShapeRequest
 
 TRAINING = ("fit", "validate", "test", "predict")
 BATCH_SIZE = 64
+NOTHING_FITS = 3
+"""Exit status of `plan` where nothing fits the memory that was named."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 after an error that the user can mend."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; returns the exit status: 0, 2 after an error that the user can mend, 3 from `plan` where nothing
+    fits the memory that was named.
+    """
+    words, status = list(sys.argv[1:] if argv is None else argv), 0
     try:
         if words and words[0] in TRAINING:
             from lightning_amp.lightning.training_cli import train
@@ -33,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(words)
         else:
             arguments = _parser().parse_args(words)
-            arguments.run(arguments)
+            status = arguments.run(arguments) or 0
         sys.stdout.flush()
     except BrokenPipeError:
         # the reader, such as `head`, has seen enough; without this python complains once more when it ends
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"lightning-amp: error: {mistake}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def _mistake_in(error: BaseException | None) -> BaseException | None:
@@ -234,7 +239,8 @@ def _profile(arguments: argparse.Namespace) -> None:
     print(json.dumps(profile.to_dict(), indent=2) if arguments.format == "json" else profile_report(profile))
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _plan(arguments: argparse.Namespace) -> int:
+    from lightning_amp.planning.alone import decoder_alone, profile_of_module
     from lightning_amp.planning.policy import plan
     from lightning_amp.planning.report import plan_report, profile_report
     from lightning_amp.planning.request import check_request
@@ -243,48 +249,57 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.what_if is not None or arguments.recommend_devices:
         from lightning_amp.outlook import outlook
 
-        print(outlook(arguments, rates=_rates(arguments), read=_read))
-        return
+        text, fits = outlook(arguments, rates=_rates(arguments), read=_read)
+        print(text)
+        return 0 if fits else NOTHING_FITS
     request = _request(arguments)
     check_request(**request)
-    rates = _rates(arguments)
-    if arguments.shape is not None or arguments.data_dir is None:
-        raise PlanError(
-            f"a plan was asked for with DIR={arguments.data_dir!r} and --shape {arguments.shape!r}; give DIR: a decoder"
-            " by itself is for `simulate` and for --what-if"
+    alone, rates = _alone(arguments), _rates(arguments)
+    if alone is not None:
+        request["batch_size"] = alone.batch_size or request["batch_size"]
+        shape = decoder_alone(alone.decoder, batch_size=request["batch_size"])
+        profile, of_data = profile_of_module(shape), ""
+    else:
+        profile = _read(arguments)
+        shape = reference_shape(
+            profile,
+            batch_size=request["batch_size"],
+            latent_dim=LATENT_DIM if arguments.latent_dim is None else arguments.latent_dim,
+            window=arguments.window,
         )
-    profile = _read(arguments)
-    shape = reference_shape(
-        profile,
-        batch_size=request["batch_size"],
-        latent_dim=LATENT_DIM if arguments.latent_dim is None else arguments.latent_dim,
-        window=arguments.window,
-    )
+        of_data = f"{profile_report(profile)}\n\n"
     made = plan(profile, **request, shape=shape, rates=rates)
-    print(
-        made.to_json() if arguments.format == "json" else f"{profile_report(profile)}\n\n{plan_report(made)}"
-    )
+    print(made.to_json() if arguments.format == "json" else f"{of_data}{plan_report(made)}")
+    return NOTHING_FITS if made.fits is False else 0
 
 
-def _simulate(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.request import check_request
+def _alone(arguments: argparse.Namespace) -> "ShapeRequest | None":
+    """The decoder by itself that was asked for instead of a data directory; None where that was named."""
     from lightning_amp.simulation.shape_text import check_source, parse_shape
 
-    request = _request(arguments)
-    check_request(**request)
     of_data = {"--latent-dim": arguments.latent_dim, "--window": arguments.window}
     of_data |= {"--setting": arguments.setting, "--keys": arguments.keys}
     check_source(arguments.shape, arguments.data_dir, of_data=of_data)
-    rates = _rates(arguments)
-    alone = arguments.shape is not None
-    if arguments.plot is not None:
-        _check_plot(arguments.plot)
-    found: Any = parse_shape(arguments.shape) if alone else _read(arguments)
-    if alone and None not in (found.batch_size, arguments.batch_size):
+    if arguments.shape is None:
+        return None
+    found = parse_shape(arguments.shape)
+    if None not in (found.batch_size, arguments.batch_size):
         raise PlanError(
             f"batch={found.batch_size!r} was asked for in --shape, and --batch-size {arguments.batch_size!r} beside"
             " it; give one of them"
         )
+    return found
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.request import check_request
+
+    request = _request(arguments)
+    check_request(**request)
+    alone, rates = _alone(arguments), _rates(arguments)
+    if arguments.plot is not None:
+        _check_plot(arguments.plot)
+    profile: Any = None if alone is not None else _read(arguments)
 
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.simulation.picture import draw
@@ -294,7 +309,10 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
     of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
     request |= {"rates": rates}
-    asked = request_decoder(found, **request) if alone else request_reference(found, **of_model, **request)
+    if alone is not None:
+        asked = request_decoder(alone, **request)
+    else:
+        asked = request_reference(profile, **of_model, **request)
     simulation = simulate_plan(asked.make, asked.plan)
     if arguments.plot is not None:
         draw(Path(arguments.plot), simulation)

@@ -43,8 +43,8 @@ OF_DATA = {
 
 def outlook(
     arguments: argparse.Namespace, *, rates: Rates, read: Callable[[argparse.Namespace], Profile]
-) -> str:
-    """The text to print.
+) -> tuple[str, bool]:
+    """The text to print, and whether a number of devices fits the memory that was named; what-if names many.
 
     Args:
         arguments: Of the command line.
@@ -59,12 +59,12 @@ def outlook(
         raise PlanError("--what-if and --recommend-devices were asked for; give one of them")
     if arguments.recommend_devices:
         return _recommendation(arguments, rates=rates, read=read)
-    return _what_if(arguments, rates=rates, read=read)
+    return _what_if(arguments, rates=rates, read=read), True
 
 
 def _recommendation(
     arguments: argparse.Namespace, *, rates: Rates, read: Callable[[argparse.Namespace], Profile]
-) -> str:
+) -> tuple[str, bool]:
     _refuse(
         arguments, "--recommend-devices", DECIDED | {"--shape": "shape"}, "which it decides, or cannot use"
     )
@@ -76,7 +76,8 @@ def _recommendation(
     shape_of = partial(_reference, profile, latent_dim=_latent_dim(arguments), window=arguments.window)
     found = recommend_devices(profile, shape_of, cells=cells, budget=budget, rates=rates)
     as_json = arguments.format == "json"
-    return json.dumps(found.to_dict(), indent=2) if as_json else recommendation_report(found)
+    text = json.dumps(found.to_dict(), indent=2) if as_json else recommendation_report(found)
+    return text, found.devices is not None
 
 
 def _reference(profile: Profile, cells: int, *, latent_dim: int, window: int | None) -> ModelShape:

@@ -78,7 +78,7 @@ def test_it_is_the_fastest_that_fits_and_of_those_as_fast_the_simplest() -> None
 def test_of_equal_times_the_fewest_techniques_win_and_the_library_decides_between_as_few(monkeypatch) -> None:
     monkeypatch.setattr("lightning_amp.planning.auto.step_seconds", lambda *args, **kwargs: 1.0)
     assert compared()[0].strategies == ()
-    assert {c.verdict for c in compared()[1:]} == {"no faster, more techniques"}
+    assert {c.verdict for c in compared()[1:]} == {"within 2 %, no simpler"}
     peaks = {c.strategies: c.peak_bytes for c in compared()}
     assert peaks["recompute",] < peaks["stream",] < peaks[()]
     level = [s for s in STRATEGIES if (s,) in peaks and peaks[s,] <= peaks["stream",]]
@@ -145,7 +145,7 @@ def test_verdicts_say_why_others_were_not_taken() -> None:
         if c.peak_bytes > budget:
             assert c.verdict == f"exceeds {format_bytes(budget)}"
         elif ratio < TIE:
-            assert c.verdict == "no faster, more techniques"
+            assert c.verdict == "within 2 %, no simpler"
         else:
             assert c.verdict == f"{ratio:.2f} x the time"
     times = [c.cell_seconds for c in others if c.peak_bytes <= budget]

@@ -182,9 +182,11 @@ def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog
     assert strategy.plan is not None
     assert strategy.plan.rates_device == "a snail"
     assert strategy.plan.predicted_step_seconds > 10
-    told = [r.getMessage() for r in caplog.records if "for a whole step" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "for all of it" in r.getMessage()]
     assert len(told) == 1
-    assert "decoder's part of a step (rates of a snail), measured" in told[0]
+    assert told[0].startswith("a step: predicted ")
+    assert ", of which the decoder " in told[0], "a step beside a step"
+    assert "(rates of a snail); measured" in told[0]
     assert "(median of " in told[0]
     assert trainer.callbacks == callbacks
     given = replace(strategy.plan, rates_device="another", predicted_step_seconds=1e-6)

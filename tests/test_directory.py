@@ -174,11 +174,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_drawn_on_a_terminal_and_a_line_now_and_then_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, terminal = io.StringIO(), Terminal()
     monkeypatch.setattr(sys, "stderr", plain)
     assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
     assert plain.getvalue() == ""
+    monkeypatch.setattr("lightning_amp.progress.SLOW", 0.0)
+    assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
+    assert plain.getvalue() == "Contacts: 1 of 3\nContacts: 2 of 3\nContacts: 3 of 3\n"
     monkeypatch.setattr(sys, "stderr", terminal)
     assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
     assert "Contacts" in terminal.getvalue()

@@ -19,10 +19,12 @@ from lightning_amp.planning import recommendation
 from lightning_amp.planning.alone import decoder_alone, profile_of_module
 from lightning_amp.planning.auto import candidates
 from lightning_amp.planning.candidate import Candidate
+from lightning_amp.planning.plan import MeshShape
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.rates import CPU_CORE, rates_for
-from lightning_amp.planning.recommendation import WORTH, Recommendation, recommend_devices
+from lightning_amp.planning.recommendation import WORTH, Recommendation, Scale, recommend_devices
 from lightning_amp.planning.recommendation_report import recommendation_report
+from lightning_amp.planning.rest_of_step import rest_seconds
 from lightning_amp.planning.shape import reference_shape
 from lightning_amp.planning.what_if import Source, what_if
 from lightning_amp.planning.what_if_text import Questions, parse_questions
@@ -66,6 +68,7 @@ def recommended(
         return (one,)
 
     monkeypatch.setattr(recommendation, "candidates", best)
+    monkeypatch.setattr(recommendation, "rest_seconds", lambda *args: None)
     return recommend_devices(DATA, shape_of, cells=cells, budget=100 if peaks else None, rates=CPU_CORE)
 
 
@@ -145,7 +148,12 @@ def test_cells_of_a_step_are_fixed_and_the_best_mesh_is_found() -> None:
                 model_parallel_size=model,
             )
         ]
-        assert s.best.step_seconds <= 1.05 * min(c.step_seconds for c in every)
+        rest = [
+            rest_seconds(shape_of(-(-6 // n.data)), n, rates_for("A100"))
+            for n in (MeshShape(data=c.data, model=c.model) for c in every)
+        ]
+        assert s.step_seconds <= 1.05 * min(c.step_seconds + n for c, n in zip(every, rest, strict=True))
+        assert s.step_seconds > s.best.step_seconds, "a step is more than its decoder"
         assert s.best.peak_bytes in [c.peak_bytes for c in every if c.strategies == s.best.strategies]
     # one cell leaves nothing to ranks of the data axis
     alone = recommend_devices(DATA, shape_of, cells=1, budget=None, rates=CPU_CORE)
@@ -153,6 +161,33 @@ def test_cells_of_a_step_are_fixed_and_the_best_mesh_is_found() -> None:
     text = recommendation_report(alone)
     assert "for steps of 1 cell:" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_device_where_one_is_enough() -> None:
+    small = profile(hic(anchors=300, strata=6), rna())
+    found = recommend_devices(
+        small,
+        lambda cells: reference_shape(small, batch_size=cells),
+        cells=32,
+        budget=40 * GIB,
+        rates=rates_for("A100"),
+    )
+    assert found.scales[0].best.peak_bytes < 80 * 2**20
+    assert found.devices == 1
+    assert "2 devices would be 1." in found.why
+
+
+def test_links_between_nodes_are_slower_and_the_model_axis_stays_inside_one() -> None:
+    rates = rates_for("A100")
+
+    def of_nodes(devices: int) -> dict[int, Scale]:
+        asked = {"cells": 512, "budget": None, "rates": rates.on_nodes_of(devices)}
+        return {s.devices: s for s in recommend_devices(DATA, shape_of, **asked).scales}
+
+    large, small = of_nodes(8), of_nodes(2)
+    assert all(s.best.model <= 2 for s in small.values())
+    assert [large[n].step_seconds == small[n].step_seconds for n in (1, 2, 4)] == [True, True, False]
+    assert large[4].step_seconds < small[4].step_seconds
 
 
 @pytest.mark.parametrize("cells", [0, -3, True, 2.5, 10**7])
@@ -335,6 +370,26 @@ def test_the_command_line_asks_both_in_text_and_json(data_dir, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["rates_device"] == "one CPU core"
 
 
+def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys) -> None:
+    alone = ["--shape", "anchors=5400,dim=64,strata=8,batch=1"]
+    for words in ([data_dir], [data_dir, "--recommend-devices"], alone):
+        assert main(["plan", *words, "--device-memory", "1MiB"]) == 3
+        assert main(["plan", *words, "--device-memory", "80GiB"]) == 0
+        assert main(["plan", *words]) == 0
+    assert main(["plan", data_dir, "--strategies", "S1", "--device-memory", "1MiB", "--format", "json"]) == 3
+    capsys.readouterr()
+
+
+def test_a_plan_of_a_decoder_alone_is_the_one_that_is_simulated(capsys) -> None:
+    words = ["--shape", "anchors=120,dim=8,strata=3,window=16", "--devices", "2", "--format", "json"]
+    assert main(["plan", *words]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["simulate", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == planned
+    assert main(["plan", *words[:2]]) == 0
+    assert "Profile of" not in capsys.readouterr().out
+
+
 def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -> None:
     file = tmp_path / "rates.json"
     file.write_text(replace(rates_for("H100"), device="mine").to_json())
@@ -344,7 +399,7 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
         (["--rates", str(file)], "mine"),
     ):
         assert main(["plan", data_dir, *option]) == 0
-        assert f", rates of {whose}" in capsys.readouterr().out
+        assert f" rates of {whose}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -375,8 +430,14 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
         (["absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
         (["absent", "--rates", "absent.json"], "absent.json"),
         (["absent", "--device", "abacus"], "rates of 'abacus' were asked for"),
-        (["--shape", "anchors=9,dim=4,strata=2"], "give DIR: a decoder by itself is for `simulate`"),
-        ([], "give DIR"),
+        (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
+        (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "together with --window"),
+        (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
+        (
+            ["absent", "--device-memory", "8"],
+            "which would be bytes; name the unit, for example '8GiB' or '8MiB'",
+        ),
+        ([], "neither DIR nor --shape"),
     ],
 )
 def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
@@ -400,5 +461,7 @@ def test_neither_needs_torch(data_dir) -> None:
 
 
 def test_a_recommendation_is_plain_data() -> None:
-    one = Recommendation(cells=1, budget_bytes=None, rates_device="x", devices=None, why="", scales=())
+    one = Recommendation(
+        cells=1, budget_bytes=None, rates_device="x", node_devices=8, devices=None, why="", scales=()
+    )
     assert one.to_dict()["scales"] == ()

@@ -1,6 +1,7 @@
 """Claim: the policy follows AMP's mapping, refuses what cannot run, and a plan survives JSON unchanged."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -197,6 +198,15 @@ def test_a_plan_that_contradicts_itself_is_refused(edit, message) -> None:
         Plan.from_json(json.dumps(plain))
 
 
+def test_more_cells_in_a_step_than_there_are_is_said() -> None:
+    made = plan(profile(), devices=8, batch_size=64, model_parallel_size=1, strategies="S1")
+    assert (
+        "a step of 8 x 64 = 512 cells was asked for, and hic has 400, rna has 466: some cells come more than once in a"
+        " step; choose fewer cells per rank, or fewer ranks on the data axis"
+    ) in made.notes
+    assert not [n for n in plan(profile(), devices=2, batch_size=64).notes if "cells was asked for" in n]
+
+
 def test_sizes_that_no_model_can_have() -> None:
     for latent_dim in (-800, 0, 7):
         with pytest.raises(
@@ -212,13 +222,31 @@ def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
     made = plan(profile(rna()), devices=2, device_memory="1GiB", shape=unknown)
     assert made.strategies == ("S1",)
     assert made.fits is None
-    assert "unknown; weights and gradients alone take" in plan_report(made)
+    assert "unknown, at least 2.93 KiB of 1.00 GiB: weights, gradients," in " ".join(
+        plan_report(made).split()
+    )
+    for ranks in (made, plan(profile(rna()), devices=2)):
+        assert "ShareBatchStatistics" not in plan_report(ranks), "there is no batch norm"
+    normed = plan(profile(rna()), devices=2, shape=replace(unknown, batch_norms=True))
+    assert "ShareBatchStatistics" in plan_report(normed)
+    tight = plan(
+        profile(rna()), devices=2, device_memory="1MiB", shape=replace(unknown, parameter_bytes=10**7)
+    )
+    assert tight.fits is False
+    assert "without the activations, which are not known," in plan_report(tight)
     assert "no decomposed decoder was recognised: data parallelism (S1) only" in plan_report(made)
 
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("1.5k", 1536), (7, 7), ("512", 512), ("2TiB", 2 * 2**40)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 gb", 24 * 10**9),
+        ("1.5k", 1536),
+        (2**20, 2**20),
+        ("1048576", 2**20),
+        ("2TiB", 2 * 2**40),
+    ],
 )
 def test_sizes_are_read(text, n_bytes) -> None:
     assert parse_bytes(text) == n_bytes

@@ -8,7 +8,7 @@ from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.strategies import parse_strategies
 
 
-def one_of(name: str, value: object, allowed: tuple[str | bool, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> None:
     """Check a choice.
 
     Raises:

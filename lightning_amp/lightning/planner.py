@@ -13,6 +13,7 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.capabilities import with_unsupported
 from lightning_amp.parallel.describe import describe, unpredicted
 from lightning_amp.planning.alone import profile_of_module
+from lightning_amp.planning.balance import too_few_cells
 from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import decoder_seconds
@@ -20,7 +21,8 @@ from lightning_amp.planning.policy import plan as make_plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.report import plan_report, shortfall
-from lightning_amp.planning.rules import with_balance, without_shared_statistics
+from lightning_amp.planning.rest_of_step import rest_seconds
+from lightning_amp.planning.rules import with_balance, with_shared_statistics, without_shared_statistics
 from lightning_amp.planning.shape import (
     LATENT_DIM,
     DecoderShape,
@@ -79,11 +81,24 @@ def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequ
     return plan if wish == "auto" else with_balance(plan, balance=bool(wish))
 
 
-def announce(plan: Plan) -> None:
-    """Show the plan before training starts, and warn if it is predicted not to fit; on rank 0."""
+def announce(plan: Plan, *, unfit: str) -> None:
+    """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
+
+    Args:
+        plan: The plan in force.
+        unfit: What to do then: "refuse" or "train".
+
+    Raises:
+        PlanError: It does not fit and is refused; on all ranks.
+    """
     rank_zero_info(f"\n{plan_report(plan)}\n")
-    if plan.fits is False:
-        rank_zero_warn(shortfall(plan))
+    if plan.fits is not False:
+        return
+    if unfit == "refuse":
+        raise PlanError(
+            f"{shortfall(plan)}. Nothing was trained: AMPStrategy(unfit='train'), in YAML `unfit: train`, trains anyway"
+        )
+    rank_zero_warn(shortfall(plan))
 
 
 def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
@@ -115,9 +130,12 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
 
 def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
-    _, shape, notes = _read(strategy, trainer)
+    profile, shape, notes = _read(strategy, trainer)
     rates, note = _rates(strategy)
-    notes += note
+    notes += note + too_few_cells(profile, plan.mesh, shape.batch_size)
+    if shape.batch_norms:
+        # the plan may be of a model without
+        plan = with_shared_statistics(plan)
     predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
     return replace(
         plan,
@@ -129,6 +147,7 @@ def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> 
         budget_bytes=_budget(strategy),
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
+        predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),
         rates_device="" if shape.decoder is None else rates.device,
         candidates=(),
     )
@@ -165,9 +184,9 @@ def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, Mode
 def _rates(strategy: "AMPStrategy") -> tuple[Rates, list[str]]:
     """Of the file that was asked for, else of the device, with a note where it is not known."""
     if strategy.rates is not None:
-        return Rates.read(strategy.rates), []
+        return Rates.read(strategy.rates).on_nodes_of(strategy.num_processes), []
     found, note = device_rates(strategy.root_device)
-    return found, [note] if note else []
+    return found.on_nodes_of(strategy.num_processes), [note] if note else []
 
 
 def _budget(strategy: "AMPStrategy") -> int:

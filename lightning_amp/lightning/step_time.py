@@ -2,8 +2,8 @@
 
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
 The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that
-some steps whose memory is measured do not count. The prediction is for the decoder's forward and backward pass only:
-what is left of the measured time is the rest of the step.
+some steps whose memory is measured do not count. The prediction is for the same step of the reference model
+(rest_of_step.py); of another model only that of the decoder is known, and the line says so.
 
 Known limits: a step on CUDA waits for the device, up to `MOST` of them; where the memory of every step is measured,
 that takes time too.
@@ -20,6 +20,7 @@ import torch
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.report import step_text
 
 WARM_UP = 2
 MOST = 200
@@ -82,9 +83,9 @@ class StepTimer(pl.Callback):
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds
         if measured is not None and predicted is not None:
             rank_zero_info(
-                f"predicted {format_seconds(predicted)} for the decoder's part of a step (rates of"
-                f" {self._plan.rates_device or 'an unnamed device'}), measured {format_seconds(measured)} for a whole"
-                f" step (median of {len(self._seconds) - WARM_UP})"
+                f"a step: predicted {step_text(self._plan)} (rates of"
+                f" {self._plan.rates_device or 'an unnamed device'}); measured {format_seconds(measured)} for all of it"
+                f" (median of {len(self._seconds) - WARM_UP})"
             )
 
     def _now(self, module: pl.LightningModule) -> float:

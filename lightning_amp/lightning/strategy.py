@@ -71,6 +71,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
 
     Attributes:
         policy, strategies, device_memory, model_parallel_size, data_dir, rates: The request, as given.
+        unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
         asked_plan, asked_balance: The options `plan` and `balance_cells`, as given.
         share_batch_statistics: Whether BatchNorm is to see the cells of all ranks.
         plan: The plan in force, None before `setup`.
@@ -90,6 +91,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         plan: str | Path | Plan | None = None,
         strategies: list[str] | str | None = None,
         device_memory: str | int | None = None,
+        unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
@@ -113,6 +115,8 @@ class AMPStrategy(EndsTogether, WeightedSteps):
             plan: A plan, or the path of one as JSON, to carry out instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
+            unfit: Whether to "refuse" or to "train" a plan that is predicted not to fit; None refuses where
+                `device_memory` is given, and trains where the device was asked.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
@@ -130,6 +134,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
             PlanError: A value outside what is allowed.
         """
         one_of("policy", policy, ("auto", "paper"))
+        one_of("unfit", unfit, (None, "refuse", "train"))
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         one_of("balance_cells", balance_cells, (True, False, "auto"))
         one_of("share_batch_statistics", share_batch_statistics, (True, False))
@@ -152,6 +157,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         self.policy = policy
         self.strategies = strategies
         self.device_memory = device_memory
+        self.unfit = unfit or ("train" if device_memory is None else "refuse")
         self.model_parallel_size = model_parallel_size
         self.data_dir = data_dir
         self.rates = rates
@@ -258,7 +264,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         self._undo.append(foreign.undo)
         self.plan = plan = plan_in_force(self, trainer, notes=foreign.notes)
         if trainer.state.fn == TrainerFn.FITTING:
-            announce(plan)
+            announce(plan, unfit=self.unfit)
         check_compiled(self.model, plan)
         installed = install(self.model, plan, self.mesh)
         foreign.keep(swap.fqn for swap in installed.swaps)

@@ -70,6 +70,11 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
     return undo
 
 
+def has_batch_norms(module: nn.Module) -> bool:
+    """Whether there is a BatchNorm inside a module."""
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+
+
 def _is_local(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, SharedBatchNorm | nn.SyncBatchNorm)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_amp.parallel.batch_norm import has_batch_norms
 from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
 from lightning_amp.planning.shape import DecoderShape, ModelShape, VertexShape
 
@@ -37,6 +38,7 @@ def describe(
         wide_layers=tuple(wide),
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
         vertices=None if decoder is None else _vertices(module, decoder),
+        batch_norms=has_batch_norms(module),
     )
 
 

@@ -149,7 +149,7 @@ def _verdict(candidate: Candidate, best: Candidate, budget: int | None) -> str:
     if ratio < TIE and _spares(best, budget) and not _spares(candidate, budget):
         return "over half the memory"
     if ratio < TIE:
-        return "no faster, more techniques"
+        return f"within {100 * (TIE - 1):.0f} %, no simpler"
     return f"{ratio:.2f} x the time"
 
 

@@ -1,4 +1,4 @@
-"""Whether cells should be balanced over the ranks, from the spread of their contacts."""
+"""Whether cells should be balanced over the ranks, from the spread of their contacts, and whether they are enough."""
 
 from statistics import NormalDist
 
@@ -25,4 +25,16 @@ def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[
     return excess >= BALANCE_FROM, [
         f"contacts per cell vary by {100 * max(spreads):.0f} %: in a random step of {batch_size} cells per rank the"
         f" busiest rank would have {100 * excess:.1f} % more than the mean"
+    ]
+
+
+def too_few_cells(profile: Profile, mesh: MeshShape, batch_size: int) -> list[str]:
+    """Say where a step takes more cells than a modality has."""
+    step = mesh.data * batch_size
+    few = [f"{m.name} has {m.cells:,}" for m in profile.modalities if 0 < m.cells < step]
+    if not few:
+        return []
+    return [
+        f"a step of {mesh.data:,} x {batch_size:,} = {step:,} cells was asked for, and {', '.join(few)}: some cells"
+        " come more than once in a step; choose fewer cells per rank, or fewer ranks on the data axis"
     ]

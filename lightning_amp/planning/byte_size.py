@@ -8,6 +8,8 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
 _UNITS |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _UNITS |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+SMALLEST = 2**20
+"""Bytes below which a number without a unit has lost it."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 
@@ -29,6 +31,11 @@ def parse_bytes(text: str | int | float) -> int:
             ' KB, MB, GB, TB, KiB, MiB, GiB, TiB, for example "24GiB"'
         )
     n_bytes = float(match.group(1)) * _UNITS[unit]
+    if not unit and 1 <= n_bytes < SMALLEST:
+        raise PlanError(
+            f"a memory size of {text!r} was asked for, which would be bytes; name the unit, for example"
+            f" '{match.group(1)}GiB' or '{match.group(1)}MiB'"
+        )
     if not 1 <= n_bytes < float("inf"):
         raise PlanError(f"a memory size must be larger than zero, found {text!r}; write for example '24GiB'")
     return int(n_bytes)

@@ -60,6 +60,7 @@ class Plan:
         balance_cells: Whether to balance contacts over the ranks.
         notes: Everything else a person should know, one sentence each.
         predicted_step_seconds: Predicted time of the decoder's part of a step, None without a decoder.
+        predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.
         rates_device: Whose rates that time is predicted with, "" without a decoder.
         candidates: What policy "auto" has compared, the chosen one first.
     """
@@ -80,6 +81,7 @@ class Plan:
     balance_cells: bool = False
     notes: tuple[str, ...] = ()
     predicted_step_seconds: float | None = None
+    predicted_rest_seconds: float | None = None
     rates_device: str = ""
     candidates: tuple[Candidate, ...] = ()
     schema: int = SCHEMA
@@ -94,10 +96,14 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the predicted peak is within the budget; None when the budget or the activations are unknown."""
-        if self.budget_bytes is None or not self.strata_bytes:
+        """Whether the predicted peak is within the budget; None when the budget is unknown, or when activations are
+        and the rest is within it.
+        """
+        if self.budget_bytes is None:
             return None
-        return self.predicted_peak_bytes <= self.budget_bytes
+        if self.predicted_peak_bytes > self.budget_bytes:
+            return False
+        return True if self.strata_bytes else None
 
     @property
     def fails_at_stratum(self) -> int | None:

@@ -10,6 +10,7 @@ from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import candidates
+from lightning_amp.planning.balance import decide_balance, too_few_cells
 from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.balance import decide_balance
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
@@ -21,6 +22,7 @@ from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.request import check_request
+from lightning_amp.planning.rest_of_step import rest_seconds
 from lightning_amp.planning.rules import build_rules
 from lightning_amp.planning.shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
@@ -73,7 +75,7 @@ def plan(
         shape=shape or reference_shape(profile, batch_size=batch_size),
         devices=devices,
         budget=budget,
-        rates=rates,
+        rates=rates.on_nodes_of(node_devices),
         model_parallel_size=model_parallel_size,
         node_devices=node_devices,
     )
@@ -168,8 +170,10 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
             *_notes(chosen, shape),
             *_across_nodes(mesh, request.node_devices),
             *balance_note,
+            *too_few_cells(profile, mesh, shape.batch_size),
         ),
         predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
+        predicted_rest_seconds=rest_seconds(shape, mesh, request.rates),
         rates_device="" if shape.decoder is None else request.rates.device,
         candidates=choice.compared,
     )
@@ -323,8 +327,8 @@ def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
     if node_devices is None or node_devices % mesh.model == 0:
         return []
     return [
-        f"the model axis of {mesh.model} ranks crosses nodes of {node_devices}: the predicted times take the network"
-        " between nodes to be as fast as that inside one"
+        f"the model axis of {mesh.model} ranks crosses nodes of {node_devices}: what its ranks send each other passes"
+        " the slower network between nodes"
     ]
 
 

@@ -60,6 +60,10 @@ class Rates:
         if not isinstance(self.device, str) or not self.device.strip():
             raise PlanError(f"{self!r} was asked for; device is whose rates they are, in words: correct it")
 
+    def on_nodes_of(self, devices: int | None) -> "Rates":
+        """The same rates where a node has so many devices; as they are where that is not known."""
+        return self if devices is None else replace(self, links=replace(self.links, ranks_per_node=devices))
+
     def to_json(self) -> str:
         """The rates as indented JSON."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)

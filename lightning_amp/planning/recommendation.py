@@ -4,17 +4,19 @@
     speed-up(n)   = seconds(n0) / seconds(n)          n0 = the fewest devices on which the model fits
     efficiency(n) = speed-up(n) * n0 / n
 
-A step with B cells takes an optimiser as far on any number of devices, so the times of steps can be compared. Keys cost
-the same for one cell as for many: ranks of the data axis repeat them, ranks of the model axis share them.
+A step with B cells takes an optimiser as far on any number of devices, so the times of steps can be compared: of whole
+steps (rest_of_step.py), for where most of a step is spent outside of the decoder more devices change little. Keys cost
+the same for one cell as for many: ranks of the data axis repeat them, ranks of the model axis share them. As in a plan,
+the model axis stays inside a node; beyond one node's devices what the data axis sends passes the slower links.
 
 Recommended is the largest number up to which every doubling, from n0 on, gives at least `WORTH` x. The list ends at the
 second doubling that does not, or where there are neither cells nor parts for more devices.
 
-Known limits: powers of two; the time is that of the decoder, the rest of a step scales in its own way.
+Known limits: powers of two.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from typing import Any
 
@@ -23,7 +25,11 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import TIE, candidates
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.paper import registered
+from lightning_amp.planning.plan import MeshShape
 from lightning_amp.planning.rates import Rates
+from lightning_amp.planning.request import LARGEST
+from lightning_amp.planning.rest_of_step import rest_seconds
+from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.shape import LARGEST, ModelShape
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
@@ -42,6 +48,7 @@ class Scale:
         devices: Ranks in all.
         best: The fastest that fits, else the one that needs the least memory.
         cells: Cells of a rank.
+        step_seconds: Predicted time of a step, that of the decoder and the rest.
         fits: Whether it fits; None where the memory is unknown.
         speed_up: Over the fewest devices on which it fits, None before them.
         efficiency: Speed-up by devices, 1 where every device adds as much as the first.
@@ -52,6 +59,7 @@ class Scale:
     devices: int
     best: Candidate
     cells: int
+    step_seconds: float
     fits: bool | None
     speed_up: float | None = None
     efficiency: float | None = None
@@ -67,6 +75,7 @@ class Recommendation:
         cells: B, in all.
         budget_bytes: Memory of one device, None when unknown.
         rates_device: Whose rates the times are predicted with.
+        node_devices: Devices of a node, beyond which links are slower.
         devices: The recommended number, None where the model fits on none of them.
         why: The reason, as a sentence.
         scales: What was compared, by the number of devices.
@@ -75,6 +84,7 @@ class Recommendation:
     cells: int
     budget_bytes: int | None
     rates_device: str
+    node_devices: int
     devices: int | None
     why: str
     scales: tuple[Scale, ...]
@@ -125,6 +135,7 @@ def recommend_devices(
         cells=cells,
         budget_bytes=budget,
         rates_device=rates.device,
+        node_devices=rates.links.ranks_per_node,
         devices=None if best is None else best.devices,
         why=_why(best, scales),
         scales=tuple(scales),
@@ -141,14 +152,15 @@ def _scales(
 ) -> Iterator[Scale]:
     diagnosis, devices = diagnose(profile), 1
     while devices <= MOST_DEVICES:
-        found: list[Candidate] = []
-        for model in (2**i for i in range(devices.bit_length())):
+        found: list[Scale] = []
+        for model in (2**i for i in range(min(devices, rates.links.ranks_per_node).bit_length())):
             data = devices // model
             if data > cells:
                 continue
             shape = shape_of(-(-cells // data))
             own, _ = registered(diagnosis, shape, devices=devices)
-            found += candidates(
+            rest = rest_seconds(shape, MeshShape(data=data, model=model), rates) or 0.0
+            best = candidates(
                 shape,
                 devices=devices,
                 budget=budget,
@@ -156,27 +168,26 @@ def _scales(
                 own=frozenset(own | ({"S1"} if devices > 1 else set())),
                 model_parallel_size=model,
             )[:1]
+            found += [_scale(c, shape.batch_size, c.step_seconds + rest, budget) for c in best]
         if not found:
             return
-        yield _best(found, devices=devices, cells=cells, budget=budget)
+        yield _best(found)
         devices *= 2
 
 
-def _best(found: list[Candidate], *, devices: int, cells: int, budget: int | None) -> Scale:
+def _scale(best: Candidate, cells: int, seconds: float, budget: int | None) -> Scale:
+    fits = None if budget is None else best.peak_bytes <= budget
+    return Scale(devices=best.data * best.model, best=best, cells=cells, step_seconds=seconds, fits=fits)
+
+
+def _best(found: list[Scale]) -> Scale:
     """Of the best of every mesh the fastest step that fits; of those as fast the one with the fewest techniques."""
-    fitting = [c for c in found if budget is None or c.peak_bytes <= budget]
-    if fitting:
-        fastest = min(c.step_seconds for c in fitting)
-        level = [c for c in fitting if c.step_seconds <= TIE * fastest]
-        best = min(level, key=lambda c: (len(c.strategies), c.model))
-    else:
-        best = min(found, key=lambda c: c.peak_bytes)
-    return Scale(
-        devices=devices,
-        best=best,
-        cells=-(-cells // best.data),
-        fits=None if budget is None else bool(fitting),
-    )
+    fitting = [s for s in found if s.fits is not False]
+    if not fitting:
+        return min(found, key=lambda s: s.best.peak_bytes)
+    fastest = min(s.step_seconds for s in fitting)
+    level = [s for s in fitting if s.step_seconds <= TIE * fastest]
+    return min(level, key=lambda s: (len(s.best.strategies), s.best.model))
 
 
 def _judged(found: Scale, before: list[Scale]) -> Scale:
@@ -188,8 +199,8 @@ def _with_gain(found: Scale, before: list[Scale]) -> Scale:
     first = next((s for s in before if s.fits is not False), None)
     if first is None:
         return _with(found, "the fewest", speed_up=1.0, efficiency=1.0)
-    speed_up = first.best.step_seconds / found.best.step_seconds
-    gain = before[-1].best.step_seconds / found.best.step_seconds
+    speed_up = first.step_seconds / found.step_seconds
+    gain = before[-1].step_seconds / found.step_seconds
     lost = any(s.gain is not None and s.gain < WORTH for s in before)
     return _with(
         found,
@@ -200,10 +211,8 @@ def _with_gain(found: Scale, before: list[Scale]) -> Scale:
     )
 
 
-def _with(found: Scale, worth: str, **numbers: float) -> Scale:
-    return Scale(
-        devices=found.devices, best=found.best, cells=found.cells, fits=found.fits, worth=worth, **numbers
-    )
+def _with(found: Scale, worth: str, **numbers: Any) -> Scale:
+    return replace(found, worth=worth, **numbers)
 
 
 def _recommended(scales: list[Scale]) -> Scale | None:

@@ -18,6 +18,13 @@ from lightning_amp.planning.specs import (
 )
 from lightning_amp.planning.strategies import STRATEGIES, targets_of
 
+_SHARED = Rule(
+    fqn="*",
+    spec=ShareBatchStatistics(),
+    strategy="S1",
+    why="batch statistics over all ranks, or the result would depend on the number of ranks",
+)
+
 
 def build_rules(
     chosen: tuple[str, ...],
@@ -41,7 +48,7 @@ def build_rules(
     Raises:
         PlanError: A strategy finds nothing to change in a model of this shape.
     """
-    rules = _data_rules(mesh, balance=balance) if "S1" in chosen else []
+    rules = _data_rules(mesh, balance=balance, shared=shape.batch_norms) if "S1" in chosen else []
     axes = Axes.of(chosen)
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
@@ -96,12 +103,19 @@ def without_shared_statistics(plan: Plan) -> Plan:
     return replace(plan, rules=tuple(r for r in plan.rules if not isinstance(r.spec, ShareBatchStatistics)))
 
 
-def _data_rules(mesh: MeshShape, *, balance: bool) -> list[Rule]:
+def with_shared_statistics(plan: Plan) -> Plan:
+    """The same plan with batch statistics over all ranks of the data axis; for a model that has them."""
+    shared = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
+    if shared or plan.mesh.data == 1 or "S1" not in plan.strategies:
+        return plan
+    return replace(plan, rules=(*plan.rules, _SHARED))
+
+
+def _data_rules(mesh: MeshShape, *, balance: bool, shared: bool) -> list[Rule]:
     noun = "rank" if mesh.data == 1 else "ranks"
     rules = [Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} {noun} on the data axis")]
-    if mesh.data > 1:
-        why = "batch statistics over all ranks, or the result would depend on the number of ranks"
-        rules.append(Rule(fqn="*", spec=ShareBatchStatistics(), strategy="S1", why=why))
+    if mesh.data > 1 and shared:
+        rules.append(_SHARED)
     if balance:
         why = "contacts per cell vary, and the slowest rank sets the pace"
         rules.append(Rule(fqn="", spec=BalanceCells(), strategy="S1", why=why))

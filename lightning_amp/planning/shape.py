@@ -116,6 +116,7 @@ class ModelShape:
         wide_input_bytes: What these layers keep of their inputs, which is among the base activations.
         vertices: The graph's encoder, None when no module was recognised.
         vertex_bytes: What it keeps of its vertices, which is among the base activations.
+        batch_norms: Whether it has layers that normalise by the statistics of a batch.
     """
 
     decoder: DecoderShape | None
@@ -132,6 +133,7 @@ class ModelShape:
     wide_input_bytes: int = 0
     vertices: VertexShape | None = None
     vertex_bytes: int = 0
+    batch_norms: bool = False
 
 
 def decoder_shape(

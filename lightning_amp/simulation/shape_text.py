@@ -49,7 +49,7 @@ def check_source(shape: str | None, data_dir: str | None, *, of_data: Mapping[st
             f"both DIR={data_dir!r} and shape={shape!r}" if shape is not None else "neither DIR nor --shape"
         )
         raise PlanError(
-            f"a simulation was asked for with {found}; give one of them: a data directory for the reference model,"
+            f"a model was asked for with {found}; give one of them: a data directory for the reference model,"
             f" or --shape {EXAMPLE} for a decoder by itself"
         )
     given = [name for name, value in of_data.items() if value is not None]
