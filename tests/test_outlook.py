@@ -26,7 +26,8 @@ from lightning_amp.planning.recommendation import WORTH, Recommendation, Scale, 
 from lightning_amp.planning.recommendation_report import recommendation_report
 from lightning_amp.planning.rest_of_step import rest_seconds
 from lightning_amp.planning.shape import reference_shape
-from lightning_amp.planning.what_if import Source, what_if
+from lightning_amp.planning.what_if import Source, most_strata, what_if
+from lightning_amp.planning.what_if_report import what_if_report
 from lightning_amp.planning.what_if_text import Questions, parse_questions
 from lightning_amp.profiling.read import profile as read_profile
 from lightning_amp.simulation.shape_text import parse_shape
@@ -332,6 +333,28 @@ def test_questions_that_cannot_be_asked(words, message) -> None:
         parse_questions(words)
 
 
+def test_strata_that_are_not_there_are_refused_where_a_person_named_them() -> None:
+    ask = partial(what_if, of_data(), rates=CPU_CORE)
+    few = "strata=20 was asked for with 15 anchors of 50,000,000 bases, which have features in 15 strata at most"
+    with pytest.raises(PlanError, match=few):
+        ask(parse_questions(["bin=50mb", "strata=2,20"]))
+    usual = ask(parse_questions(["bin=50mb", "batch=1", "memory=8GiB"]))
+    assert [a.strata for a in usual] == [10], "of the usual 10 and 32 those that are there"
+    with pytest.raises(PlanError, match="strata=10 was asked for with 8 anchors of 100,000,000 bases"):
+        ask(parse_questions(["bin=100mb"]))
+    pieces = replace(of_data().profile.modalities[0].decomposition, features=(1500, 1400, 1300, 1200))
+    assert most_strata(pieces, anchors=1500) == 15, "every piece loses a feature per distance"
+
+
+def test_memories_are_written_as_they_were_named_and_what_fits_as_it_is_says_so() -> None:
+    asked = parse_questions(["bin=500kb", "strata=4", "batch=1", "memory=8GB,24GB,80GiB"])
+    text = what_if_report(what_if(of_data(), asked, rates=CPU_CORE))
+    row = text.splitlines()[-1]
+    assert row.split("  ")[0] == "8 GB to 80 GiB", text
+    assert "fits as it is" in row
+    assert "none" not in row
+
+
 def test_bin_sizes_need_the_one_that_is_there() -> None:
     nameless = Source(profile=DATA, latent_dim=8)
     with pytest.raises(PlanError, match="bin=1000000 was asked for, .* not known; give anchors .* 1,500 now"):
@@ -358,7 +381,7 @@ def test_the_command_line_asks_both_in_text_and_json(data_dir, capsys) -> None:
     shape = "anchors=113505,dim=128,strata=32,batch=1"
     assert main(["plan", "--shape", shape, "--what-if", "anchors=113505", "strata=32", "memory=24GiB"]) == 0
     row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("24      1 "), row
+    assert row.startswith("24 GiB  1 "), row
     assert " none " not in row, row
     assert " 2 x " in row, row
     asked = ["plan", data_dir, "--recommend-devices", "--batch-size", "4", "--device-memory", "8GiB"]
@@ -385,7 +408,8 @@ def test_a_plan_of_a_decoder_alone_is_the_one_that_is_simulated(capsys) -> None:
     assert main(["plan", *words]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert main(["simulate", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["plan"] == planned
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["predicted_peak_bytes"] == planned["predicted_peak_bytes"]
     assert main(["plan", *words[:2]]) == 0
     assert "Profile of" not in capsys.readouterr().out
 

@@ -222,3 +222,14 @@ def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_pat
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_strata_that_read_the_same_share_a_column(capsys) -> None:
+    words = ["--shape", "anchors=150,dim=8,strata=60,batch=1,window=16", "--strategies", "fused,stream"]
+    assert main(["simulate", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "after each stratum" in line)
+    strata = lines[start + 1].split()
+    assert strata[0] == "stratum"
+    assert strata[-1].endswith("-59")
+    assert len(lines[start + 1 : lines.index("", start)]) <= 3 * 3, "60 strata, of which most read the same"

@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any
 
 from lightning_amp.diagnosis.diagnose import diagnose
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.alone import decoder_alone, profile_of_module
 from lightning_amp.planning.auto import candidates
 from lightning_amp.planning.candidate import Candidate
@@ -29,6 +30,8 @@ from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfil
 from lightning_amp.progress import track
 
 SCHEMA = 1
+Size = tuple[int | None, int]
+"""Bin size in base pairs, where it is known, and anchors."""
 MOST_DEVICES = 64
 
 
@@ -93,13 +96,38 @@ def what_if(source: Source, asked: Questions, *, rates: Rates) -> tuple[Answer, 
         asked: The values, complete.
         rates: What one device reaches.
     """
-    cases = list(product(asked.sizes_of(source.parts), asked.strata, asked.batch_sizes))
+    sizes = [(size, strata) for size in asked.sizes_of(source.parts) for strata in asked.strata]
+    most = {size: most_strata(source.parts, anchors=size[1]) for size, _ in sizes}
+    _check_strata(sizes, most, named=asked.strata_named)
+    cases = list(product([(s, strata) for s, strata in sizes if strata <= most[s]], asked.batch_sizes))
     answers: list[Answer] = []
-    for (bin_bases, anchors), strata, cells in track(cases, description="comparing", total=len(cases)):
-        if strata <= anchors:
-            case = _scaled(source, anchors=anchors, strata=strata)
-            answers += _answers(case, bin_bases, cells=cells, budgets=asked.budgets, rates=rates)
+    for ((bin_bases, anchors), strata), cells in track(cases, description="comparing", total=len(cases)):
+        case = _scaled(source, anchors=anchors, strata=strata)
+        answers += _answers(case, bin_bases, cells=cells, budgets=asked.budgets, rates=rates)
     return tuple(answers)
+
+
+def most_strata(parts: DecompositionProfile, *, anchors: int) -> int:
+    """Strata that have a feature where there are so many anchors; every piece of a chromosome loses one per distance.
+
+    Args:
+        parts: How the data are decomposed.
+        anchors: N that is asked about.
+    """
+    first, lost = _first_and_lost(parts, anchors)
+    return min(anchors, (first - 1) // lost + 1 if lost > 0 else anchors)
+
+
+def _check_strata(sizes: list[tuple[Size, int]], most: dict[Size, int], *, named: bool) -> None:
+    """Refuse strata that a person named and that are not there; of the usual ones those that are there are answered."""
+    wrong = [(size, strata) for size, strata in sizes if strata > most[size]]
+    if wrong and (named or len(wrong) == len(sizes)):
+        (bin_bases, anchors), strata = wrong[0]
+        of_bins = "" if bin_bases is None else f" of {bin_bases:,} bases"
+        raise PlanError(
+            f"--what-if strata={strata!r} was asked for with {anchors:,} anchors{of_bins}, which have features in"
+            f" {most[wrong[0][0]]!r} strata at most; choose fewer strata, or smaller bins"
+        )
 
 
 def to_dict(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -168,14 +196,19 @@ def _scaled(source: Source, *, anchors: int, strata: int) -> Source:
 
 
 def _scaled_parts(parts: DecompositionProfile, *, anchors: int, strata: int) -> DecompositionProfile:
-    lost = parts.features[0] - parts.features[1] if parts.strata > 1 else 1
-    first = max(1, round(parts.features[0] * anchors / parts.anchors))
+    first, lost = _first_and_lost(parts, anchors)
     return replace(
         parts,
         anchors=anchors,
-        features=tuple(max(1, first - k * lost) for k in range(strata)),
+        features=tuple(first - k * lost for k in range(strata)),
         distances=tuple(range(strata)),
     )
+
+
+def _first_and_lost(parts: DecompositionProfile, anchors: int) -> tuple[int, int]:
+    """F_0, and how many features a stratum has fewer than the one before."""
+    lost = parts.features[0] - parts.features[1] if parts.strata > 1 else 1
+    return max(1, round(parts.features[0] * anchors / parts.anchors)), lost
 
 
 def _scaled_profile(profile: Profile, parts: DecompositionProfile) -> Profile:

@@ -11,7 +11,7 @@ from lightning_amp.planning.what_if import MOST_DEVICES, Answer
 
 HEADER = ["memory", "batch", "enough on one device", "auto there", "paper needs"]
 LEGEND = (
-    "Memory in GiB: rows that answer alike are one. Enough on one device are the fewest techniques that fit there;"
+    "Memories that are answered alike share a row. Enough on one device are the fewest techniques that fit there;"
     " beside it the peak of what policy auto takes there. Paper needs so many devices of this memory, with the peak"
     f" of each; {MOST_DEVICES} are the most that were tried."
 )
@@ -35,13 +35,23 @@ def _table(answers: Sequence[Answer]) -> str:
     rows = []
     alike = groupby(((a.budget_bytes, _cells(a)) for a in answers), key=lambda pair: pair[1])
     for cells, group in alike:
-        budgets = [f"{budget / 2**30:.4g}" for budget, _ in group]
-        rows.append([budgets[0] if len(budgets) == 1 else f"{budgets[0]}-{budgets[-1]}", *cells])
+        budgets = [_memory(budget) for budget, _ in group]
+        rows.append([budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}", *cells])
     return table(HEADER, rows)
 
 
+def _memory(budget: int) -> str:
+    """A memory in the unit in which it is a round number: "8 GB" is no round number of GiB."""
+    if budget % 2**20 and budget % 10**6 == 0:
+        return f"{budget / 10**9:.4g} GB"
+    return f"{budget / 2**30:.4g} GiB"
+
+
 def _cells(answer: Answer) -> tuple[str, ...]:
-    enough = "nothing fits" if answer.enough is None else techniques(answer.enough.strategies)
+    if answer.enough is None:
+        enough = "nothing fits"
+    else:
+        enough = techniques(answer.enough.strategies) if answer.enough.strategies else "fits as it is"
     peak = format_bytes(answer.paper_peak_bytes)
     devices = f"> {MOST_DEVICES}" if answer.paper_devices is None else f"{answer.paper_devices}"
     return f"{answer.batch_size:,}", enough, format_bytes(answer.auto.peak_bytes), f"{devices} x {peak}"

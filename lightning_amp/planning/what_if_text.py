@@ -36,6 +36,7 @@ class Questions:
         strata: K.
         batch_sizes: Cells of a step.
         budgets: Bytes of one device, ascending.
+        strata_named: Whether a person named the strata, and they are not the usual ones.
     """
 
     bins: tuple[int, ...] | None = None
@@ -43,6 +44,7 @@ class Questions:
     strata: tuple[int, ...] = STRATA
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     budgets: tuple[int, ...] = MEMORIES
+    strata_named: bool = False
 
     def sizes_of(self, parts: DecompositionProfile) -> tuple[tuple[int | None, int], ...]:
         """Bin size and anchors of every size; without either asked for, the defaults.
@@ -95,7 +97,7 @@ def parse_questions(words: Sequence[str]) -> Questions:
         found[field] = tuple(sorted(values) if name == "memory" else values)
     if "bins" in found and "anchors" in found:
         raise PlanError("--what-if was asked for with both bin and anchors; give one of them")
-    return Questions(**found)
+    return Questions(**found, strata_named="strata" in found)
 
 
 def _whole(name: str, text: str) -> int:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, zip_longest
 from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
@@ -83,16 +83,21 @@ def _prediction(simulation: Simulation) -> str:
 
 
 def _strata(simulation: Simulation) -> str:
-    """Some strata to a line: their numbers, simulated and predicted bytes."""
+    """Some strata to a line: their numbers, simulated and predicted bytes; those that read the same are one."""
     lines = [f"rank {simulation.worst.rank} after each stratum of the forward pass"]
-    strata_bytes, predicted = simulation.worst.strata_bytes, simulation.plan.strata_bytes
-    both = (("simulated", strata_bytes), ("predicted", predicted))
-    for first in range(0, len(strata_bytes), STRATA_PER_LINE):
-        numbers = range(first, min(first + STRATA_PER_LINE, len(strata_bytes)))
-        lines.append("  stratum   " + "".join(str(k).rjust(12) for k in numbers))
-        for name, values in both:
-            if len(values) > numbers[-1]:
-                lines.append(f"  {name} " + "".join(format_bytes(values[k]).rjust(12) for k in numbers))
+    both = zip_longest(simulation.worst.strata_bytes, simulation.plan.strata_bytes)
+    read = [["" if n is None else format_bytes(n) for n in row] for row in both]
+    del read[len(simulation.worst.strata_bytes) :]
+    groups = [list(group) for _, group in groupby(range(len(read)), key=lambda k: read[k])]
+    for first in range(0, len(groups), STRATA_PER_LINE):
+        shown = groups[first : first + STRATA_PER_LINE]
+        rows = {"stratum  ": [_runs(group) for group in shown]}
+        rows |= {
+            name: [read[group[0]][i] for group in shown] for i, name in enumerate(("simulated", "predicted"))
+        }
+        lines += [
+            f"  {name} " + "".join(text.rjust(12) for text in row) for name, row in rows.items() if any(row)
+        ]
     return "\n".join(lines)
 
 
