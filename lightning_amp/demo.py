@@ -40,6 +40,15 @@ data:
 """)
 
 
+NOTES = {
+    "fit": (
+        "The plan is made again, now of the module itself, which has fewer hidden layers than the usual one, and for the",
+        "memory that this machine has: sizes differ a little from those above.",
+    )
+}
+"""What is said of a command before it runs."""
+
+
 def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
@@ -63,21 +72,14 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
     config = out / "config.yaml"
     config.write_text(CONFIG.substitute(out=out, devices=devices, epochs=epochs))
     checkpoint = out / "checkpoints" / "last.ckpt"
+    request = f"--devices {devices} --device-memory 2GiB --batch-size 32 --latent-dim 32 --window 20"
     for command in (
-        [
-            "plan",
-            str(out / "data"),
-            "--devices",
-            str(devices),
-            "--device-memory",
-            "2GiB",
-            "--batch-size",
-            "32",
-        ],
+        ["plan", str(out / "data"), *request.split()],
         ["fit", "--config", str(config)],
         ["predict", "--config", str(config), "--ckpt_path", str(checkpoint), "--return_predictions", "false"],
     ):
         yield f"\n$ lightning-amp {shlex.join(command)}\n"
+        yield from NOTES.get(command[0], ())
         status = subprocess.run([sys.executable, "-m", "lightning_amp.cli", *command], check=False).returncode
         if status != 0:
             raise AmpError(

@@ -67,7 +67,8 @@ def check_paths(*, data_dir: object, device_memory: str | int | None, rates: obj
             f"data_dir={data_dir!r} was asked for; allowed is the path of a data directory, or None"
         )
     if device_memory is not None:
-        parse_bytes(device_memory)
+        # as text, for a person who writes 8 means no bytes
+        parse_bytes(str(device_memory))
 
 
 def check_plan(

@@ -18,7 +18,7 @@ def parse_bytes(text: str | int | float) -> int:
 
     Args:
         text: A number of bytes, or a number with a unit: KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB or
-            a bare K, M, G, T (powers of 1024). Case does not matter.
+            a bare K, M, G, T (powers of 1024). Case does not matter. A text without a unit is of `SMALLEST` or more.
 
     Raises:
         PlanError: Not a size, or not larger than zero.
@@ -31,7 +31,7 @@ def parse_bytes(text: str | int | float) -> int:
             ' KB, MB, GB, TB, KiB, MiB, GiB, TiB, for example "24GiB"'
         )
     n_bytes = float(match.group(1)) * _UNITS[unit]
-    if not unit and 1 <= n_bytes < SMALLEST:
+    if not unit and isinstance(text, str) and 1 <= n_bytes < SMALLEST:
         raise PlanError(
             f"a memory size of {text!r} was asked for, which would be bytes; name the unit, for example"
             f" '{match.group(1)}GiB' or '{match.group(1)}MiB'"

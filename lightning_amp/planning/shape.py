@@ -176,6 +176,7 @@ def reference_shape(
         wide_layers=() if decoder is None else (decoder.fqn.replace("decoders.", "encoders.") + ".first",),
         wide_weight_bytes=4 * network.hidden_dim * sum(decoder.features if decoder else ()),
         vertices=_vertices(decoder, profile),
+        batch_norms=True,
     )
     return outside_strata(shape, network, profile, latent_dim=latent_dim)
 
