@@ -42,8 +42,8 @@ data:
 
 NOTES = {
     "fit": (
-        "The plan is made again, now of the module itself, which has fewer hidden layers than the usual one, and for the",
-        "memory that this machine has: sizes differ a little from those above.",
+        "The plan is made again, now of the module itself, which has fewer hidden layers than the usual one, and for",
+        "the memory that this machine has: sizes differ a little from those above.",
     )
 }
 """What is said of a command before it runs."""

@@ -13,7 +13,9 @@ from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.report import plan_report, profile_report
+from lightning_amp.planning.rules import with_shared_statistics
 from lightning_amp.planning.shape import ModelShape, reference_shape
+from lightning_amp.planning.specs import ShareBatchStatistics
 from lightning_amp.planning.strategies import parse_strategies
 from tests.profiles import hic, profile, rna, shape
 
@@ -196,6 +198,17 @@ def test_a_plan_that_contradicts_itself_is_refused(edit, message) -> None:
     edit(plain)
     with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps(plain))
+
+
+def test_a_plan_of_a_model_without_batch_norm_shares_the_statistics_of_one_that_has_it() -> None:
+    without = replace(shape(), batch_norms=False)
+    of_other = plan(profile(), devices=2, strategies="S1", shape=without)
+    assert not [rule for rule in of_other.rules if isinstance(rule.spec, ShareBatchStatistics)]
+    shared = with_shared_statistics(of_other)
+    assert [rule.spec for rule in shared.rules].count(ShareBatchStatistics()) == 1
+    assert with_shared_statistics(shared) == shared
+    alone = plan(profile(), devices=1, policy="paper")
+    assert with_shared_statistics(alone) == alone
 
 
 def test_more_cells_in_a_step_than_there_are_is_said() -> None:

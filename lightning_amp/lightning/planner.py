@@ -166,6 +166,10 @@ def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, Mode
             f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
         )
     slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
+    if slots == ADAM_SLOTS:
+        notes.append(
+            "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
+        )
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
     shape = with_threads(shape, strategy.root_device)
     notes += unpredicted(module, shape)
