@@ -18,8 +18,8 @@ from lightning_amp.parallel.describe import describe
 from lightning_amp.planning import recommendation
 from lightning_amp.planning.alone import decoder_alone, profile_of_module
 from lightning_amp.planning.auto import candidates
+from lightning_amp.planning.axes import MeshShape
 from lightning_amp.planning.candidate import Candidate
-from lightning_amp.planning.plan import MeshShape
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.rates import CPU_CORE, rates_for
 from lightning_amp.planning.recommendation import WORTH, Recommendation, Scale, recommend_devices

@@ -11,7 +11,7 @@ import pytest
 from lightning_amp.planning import terms
 from lightning_amp.planning.alone import decoder_alone
 from lightning_amp.planning.auto import candidates
-from lightning_amp.planning.plan import Axes
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.rank_sizes import RankSizes
 from lightning_amp.planning.rates import rates_for

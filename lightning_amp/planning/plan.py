@@ -203,7 +203,7 @@ def _kinds(plan: Plan) -> Iterator[str]:
         if type(value) is not int or value < 0:
             yield f"{name}={value!r} is not a whole number of 0 or more"
     seconds = [c.step_seconds for c in plan.candidates] + [c.cell_seconds for c in plan.candidates]
-    seconds += [] if plan.predicted_step_seconds is None else [plan.predicted_step_seconds]
+    seconds += [n for n in (plan.predicted_step_seconds, plan.predicted_rest_seconds) if n is not None]
     yield from (f"a time of {n!r} is not a number above 0" for n in seconds if not _is_time(n))
     if type(plan.balance_cells) is not bool:
         yield f"balance_cells={plan.balance_cells!r} is neither true nor false"

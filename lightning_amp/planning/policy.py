@@ -10,9 +10,8 @@ from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import candidates
-from lightning_amp.planning.balance import decide_balance, too_few_cells
 from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.balance import decide_balance
+from lightning_amp.planning.balance import decide_balance, too_few_cells
 from lightning_amp.planning.byte_size import format_bytes, parse_bytes
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts

@@ -23,13 +23,11 @@ from typing import Any
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import TIE, candidates
+from lightning_amp.planning.axes import MeshShape
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.paper import registered
-from lightning_amp.planning.plan import MeshShape
 from lightning_amp.planning.rates import Rates
-from lightning_amp.planning.request import LARGEST
 from lightning_amp.planning.rest_of_step import rest_seconds
-from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.shape import LARGEST, ModelShape
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track

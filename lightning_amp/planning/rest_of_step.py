@@ -12,8 +12,8 @@ Known limits: S2 and nodes, which split some of it, count like any other plan; l
 Legend: B cells of a rank.
 """
 
+from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.collectives_cost import all_reduce_seconds
-from lightning_amp.planning.plan import Axes, MeshShape
 from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.traffic import gradient_numbers

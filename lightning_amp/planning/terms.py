@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
 
-from lightning_amp.planning.plan import Axes
+from lightning_amp.planning.axes import Axes
 from lightning_amp.planning.rank_sizes import RankSizes
 from lightning_amp.planning.shape import DecoderShape
 

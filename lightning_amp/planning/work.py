@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from lightning_amp.planning.operators import PARTS, Part, parts, spine
 from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.operators import Part, parts, spine
+from lightning_amp.planning.operators import PARTS, Part, parts, spine
 from lightning_amp.planning.partition import deal
 from lightning_amp.planning.rates import CPU_CORE, Rates
 from lightning_amp.planning.shape import DecoderShape
