@@ -45,7 +45,8 @@ def curve(out: Path, ranks: int) -> list[float]:
     amp(
         *("fit", f"--config={config}", f"--trainer.devices={ranks}", "--trainer.max_epochs=1"),
         *("--trainer.strategy=lightning_amp.AMPStrategy", "--trainer.strategy.policy=paper"),
-        *("--trainer.strategy.device_memory=1MiB", "--trainer.precision=64-true"),
+        *("--trainer.strategy.device_memory=1MiB", "--trainer.strategy.unfit=train"),
+        "--trainer.precision=64-true",
         *("--trainer.log_every_n_steps=1", "--data.init_args.batch_size=64"),
     )
     newest = max(folder.glob("logs/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)

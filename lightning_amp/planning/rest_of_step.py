@@ -6,7 +6,7 @@
     data axis     the gradients of all parameters outside of the decoder, averaged
 
 Known of the reference model alone: what other models have outside of their decoder, nobody has counted. Measured on one
-CPU core with five sizes of data, the whole step took 0.8 to 1.6 times what is predicted so.
+core of a shared machine with five sizes of data, the whole step took 0.8 to 1.9 times what is predicted so.
 
 Known limits: S2 and nodes, which split some of it, count like any other plan; loading of data is not counted.
 Legend: B cells of a rank.
