@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_reduce, get_world_size
+from torch.distributed import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning._compat import rank_zero_warn
@@ -47,9 +48,9 @@ def _sizes(batch: object) -> set[int]:
 class CellWeight:
     """The weight of this rank's loss in the current training step, agreed on at the step's first backward."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """Weigh over the ranks of `group`, the data axis."""
-        self._group = group
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Weigh over the ranks of `mesh`, the data axis; a mesh can be deep-copied, a process group cannot."""
+        self._mesh = mesh
         self._device = device
         self._cells: int | None = None
         self._weight: float | None = 1.0
@@ -58,7 +59,7 @@ class CellWeight:
     def start(self, batch: object) -> None:
         """A new training step begins; its weight is not known yet."""
         self._cells = count_cells(batch)
-        self._weight = 1.0 if get_world_size(self._group) == 1 else None
+        self._weight = 1.0 if self._mesh.size() == 1 else None
 
     def value(self) -> float:
         """The weight; a collective at the first call of a step. Exactly 1.0 where ranks hold equally many."""
@@ -68,7 +69,7 @@ class CellWeight:
 
     def _agree(self, n: int | None) -> float:
         counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
-        all_reduce(counts, group=self._group)
+        all_reduce(counts, group=self._mesh.get_group())
         total, unknown = counts.tolist()
         if unknown and not self._warned:
             self._warned = True
@@ -79,4 +80,4 @@ class CellWeight:
             )
         if unknown or n is None or not total:
             return 1.0
-        return n * get_world_size(self._group) / int(total)
+        return n * self._mesh.size() / int(total)

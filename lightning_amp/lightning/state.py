@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning._compat import trainer_of
 from lightning_amp.lightning.checkpoint_directory import fill, open_directory, refuse_interrupted
 from lightning_amp.lightning.save_guard import wait_for_all
 from lightning_amp.lightning.sharded_checkpoint import replacing_directory, write_directory
@@ -27,8 +28,8 @@ class WholeState(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with whole parameters; a collective where some are sharded, and for all ranks always."""
-        module = self.lightning_module
-        failed = module is not None and module.trainer.interrupted
+        trainer = trainer_of(self.lightning_module)
+        failed = trainer is not None and trainer.interrupted
         wait_for_all(rank=self.global_rank, ranks=self.world_size, failed=failed)
         return self._shards.saved_state(
             super().lightning_module_state_dict(), in_parts=self._save_distributed

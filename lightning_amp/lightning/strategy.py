@@ -33,6 +33,7 @@ from lightning_amp.lightning._compat import (
     broadcast_module,
     default_pg_timeout,
     optimizers_to_device,
+    trainer_of,
 )
 from lightning_amp.lightning.cells import CellWeight
 from lightning_amp.lightning.conflicts import check_callbacks, check_compiled, check_precision
@@ -283,7 +284,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
             self.model = self._layer_sync.apply(model)
 
     def _average_gradients(self, model: nn.Module) -> None:
-        self._weight = CellWeight(self.mesh["data"].get_group(), self.root_device)
+        self._weight = CellWeight(self.mesh["data"], self.root_device)
         self._gradients = GradientSync(
             model.parameters(),
             self.mesh,
@@ -303,12 +304,16 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         self._gradients = self._weight = self._finite = None
         self._shards = Shards()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, as `deepcopy(trainer)` makes: the watch, and what is to be undone, stay the original's."""
+        return {**vars(self), "_undo": [], "_watch": None, "_adopted": None}
+
     def teardown(self) -> None:
         """Make parameters whole again, undo what was installed, then what Lightning does."""
-        module = self.lightning_module
+        trainer = trainer_of(self.lightning_module)
         try:
-            if module is not None and self._shards.sharded:
-                self._shards.give_back(self.optimizers, complete=not module.trainer.interrupted)
+            if trainer is not None:
+                self._shards.give_back(self.optimizers, complete=not trainer.interrupted)
             self._remove_installed()
         finally:
             super().teardown()
@@ -330,11 +335,11 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         return state
 
     def _look_at_parameters(self) -> None:
-        module = self.lightning_module
-        if self._gradients is None or module is None or module.trainer.interrupted:
+        module, trainer = self.lightning_module, trainer_of(self.lightning_module)
+        if self._gradients is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
-        warn_of_different_parameters(module, shards, self.mesh, step=module.trainer.global_step)
+        warn_of_different_parameters(module, shards, self.mesh, step=trainer.global_step)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""

@@ -70,8 +70,8 @@ class GradientSync:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._partial, self._sharded = self._places(partial), self._places(sharded)
         assert not self._partial & self._sharded, "a shard's gradient is whole"
-        self._data: ProcessGroup = mesh["data"].get_group()
-        self._everyone = _everyone(mesh)
+        # a mesh can be deep-copied, a process group cannot
+        self._mesh = mesh
         self._data_ranks, self._model_ranks = mesh["data"].size(), mesh["model"].size()
         self._bucket_bytes = bucket_bytes
         self._copies = self._model_ranks if rounds_differently else 1
@@ -82,6 +82,17 @@ class GradientSync:
     def pending(self) -> bool:
         """Whether this rank holds gradients that were not reduced yet; other ranks may differ."""
         return any(self._parameters[i].grad is not None for i in self._reached)
+
+    @property
+    def _everyone(self) -> ProcessGroup:
+        """The group of all ranks of the mesh."""
+        for one, other in (("data", "model"), ("model", "data")):
+            if self._mesh[other].size() == 1:
+                return self._mesh[one].get_group()
+        assert self._mesh.size() == get_world_size(), "a mesh covers all ranks of the run"
+        whole = group.WORLD
+        assert whole is not None, "a mesh has connected processes"
+        return whole
 
     def watch(self) -> None:
         """Hook the parameters that need gradients by now; call it before every backward, for unfreezing."""
@@ -118,10 +129,11 @@ class GradientSync:
         crosses_model = self._model_ranks > 1 and (bool(self._partial) or self._copies > 1)
         if self._parameters and (self._data_ranks > 1 or crosses_model):
             reached = self._agree()
+            data = self._mesh["data"].get_group()
             self._reduce([i for i in reached if i in self._partial], self._everyone)
             replicated = [i for i in reached if i not in self._partial | self._sharded]
-            self._reduce(replicated, self._everyone if self._copies > 1 else self._data, copies=self._copies)
-            self._reduce([i for i in reached if i in self._sharded], self._data)
+            self._reduce(replicated, self._everyone if self._copies > 1 else data, copies=self._copies)
+            self._reduce([i for i in reached if i in self._sharded], data)
         self._reached.clear()
 
     def _places(self, some: Iterable[nn.Parameter]) -> set[int]:
@@ -197,14 +209,3 @@ class GradientSync:
         elif index in self._partial and index not in self._reached:
             parameter.grad.div_(self._model_ranks)
         return parameter.grad
-
-
-def _everyone(mesh: DeviceMesh) -> ProcessGroup:
-    """The group of all ranks of the mesh."""
-    for one, other in (("data", "model"), ("model", "data")):
-        if mesh[other].size() == 1:
-            return mesh[one].get_group()
-    assert mesh.size() == get_world_size(), "a mesh covers all ranks of the run"
-    whole = group.WORLD
-    assert whole is not None, "a mesh has connected processes"
-    return whole
