@@ -188,7 +188,7 @@ def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = 
     return "", ""
 
 
-def cannot_plan(strategy: Any, trainer: Any) -> Plan:
+def cannot_plan(strategy: Any, trainer: Any, cells: Any) -> Plan:
     assert strategy.global_rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 

@@ -9,6 +9,7 @@ from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.hardware import device_budget, device_rates, with_threads
 from lightning_amp.lightning.replicas import decide_on_rank_zero
 from lightning_amp.lightning.same_plan import make_sure_of_same_plan
+from lightning_amp.lightning.step_cells import Cells, cells_per_step
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.capabilities import with_unsupported
 from lightning_amp.parallel.describe import describe, unpredicted
@@ -56,12 +57,14 @@ def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequ
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
 
+    cells = cells_per_step(trainer)
+
     def decide() -> Plan:
         asked = strategy.asked_plan
         if asked is None:
-            return plan_run(strategy, trainer)
+            return plan_run(strategy, trainer, cells)
         given = asked if isinstance(asked, Plan) else Plan.read(asked)
-        return predict_anew(given, strategy, trainer)
+        return predict_anew(given, strategy, trainer, cells)
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -101,17 +104,22 @@ def announce(plan: Plan, *, unfit: str) -> None:
     rank_zero_warn(shortfall(plan))
 
 
-def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
+def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer", cells: Cells) -> Plan:
     """Make the plan of one run.
 
     The data directory is the strategy's, else the data module's; without either the plan is made from the module
     alone, and says so.
 
+    Args:
+        strategy: With the user's wishes.
+        trainer: Of the run.
+        cells: As `cells_per_step` tells.
+
     Raises:
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    profile, shape, notes = _read(strategy, trainer)
+    profile, shape, notes = _read(strategy, trainer, cells)
     rates, note = _rates(strategy)
     made = make_plan(
         profile,
@@ -128,9 +136,9 @@ def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
     return replace(made, notes=(*made.notes, *note, *notes))
 
 
-def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> Plan:
+def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer", cells: Cells) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
-    profile, shape, notes = _read(strategy, trainer)
+    profile, shape, notes = _read(strategy, trainer, cells)
     rates, note = _rates(strategy)
     notes += note + too_few_cells(profile, plan.mesh, shape.batch_size)
     if shape.batch_norms:
@@ -153,14 +161,14 @@ def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer") -> 
     )
 
 
-def _read(strategy: "AMPStrategy", trainer: "pl.Trainer") -> tuple[Profile, ModelShape, list[str]]:
+def _read(
+    strategy: "AMPStrategy", trainer: "pl.Trainer", cells: Cells
+) -> tuple[Profile, ModelShape, list[str]]:
     """Profile and shape of the run, and what its prediction leaves out."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     data_dir = getattr(data, "data_dir", None) if strategy.data_dir is None else strategy.data_dir
-    batch_size = _batch_size(trainer)
-    notes = []
-    if batch_size is None:
-        notes.append("the cells per step are not known without a data module or loader: predicted for 1 cell")
+    batch_size, unknown = cells
+    notes = [unknown] if batch_size is None else []
     if "mixed" in str(trainer.precision):
         notes.append(
             f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
@@ -197,14 +205,6 @@ def _budget(strategy: "AMPStrategy") -> int:
     if strategy.device_memory is not None:
         return parse_bytes(strategy.device_memory)
     return device_budget(strategy.root_device, local_ranks=strategy.num_processes)
-
-
-def _batch_size(trainer: "pl.Trainer") -> int | None:
-    """Cells per rank and step: of the data module, else of a plain loader given to `fit`."""
-    size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
-    if size is None:
-        size = getattr(trainer.fit_loop._data_source.instance, "batch_size", None)
-    return size if isinstance(size, int) and size >= 1 else None
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:

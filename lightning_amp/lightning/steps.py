@@ -13,12 +13,16 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.cells import CellWeight
 from lightning_amp.lightning.conflicts import RAW_BACKWARD
 from lightning_amp.lightning.finite import FiniteCheck
 from lightning_amp.lightning.state import WholeState
 from lightning_amp.parallel.gradients import GradientSync
+
+ONE_VALUE = "Expected more than 1 value per channel"
+"""What torch says of a batch of one cell."""
 
 
 class WeightedSteps(WholeState):
@@ -32,15 +36,28 @@ class WeightedSteps(WholeState):
     _finite: FiniteCheck | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's training step, with its batch noted for weighting."""
+        """The module's training step, with its batch noted for weighting.
+
+        Raises:
+            DataError: A batch of one cell that batch normalisation cannot train on.
+        """
         if self._weight is not None and self._gradients is not None:
             self._weight.start(args[0] if args else None)
             self._gradients.watch()
-        if self._finite is None:
-            return super().training_step(*args, **kwargs)
-        self._finite.start()
-        output = super().training_step(*args, **kwargs)
-        self._finite.check_loss(output)
+        if self._finite is not None:
+            self._finite.start()
+        try:
+            output = super().training_step(*args, **kwargs)
+        except ValueError as error:
+            if ONE_VALUE not in str(error):
+                raise
+            raise DataError(
+                f"a batch normalisation was to train on one value per channel, which has no variance, found: {error}."
+                " Two cells or more are needed, of all ranks together, or of each with share_batch_statistics=False:"
+                " take a batch_size of 2 or more, and drop_last=True where the last batch of an epoch has one cell"
+            ) from error
+        if self._finite is not None:
+            self._finite.check_loss(output)
         return output
 
     def backward(
