@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_amp.lightning.same_parameters import warn_of_different_parameters
+from lightning_amp.lightning.same_parameters import warn_of_differences
 from lightning_amp.lightning.strategy import AMPStrategy
 from tests.model_axis_cases import Batch, Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
@@ -63,7 +63,7 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
             module.register_parameter(name, parameter)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            warn_of_different_parameters(module, [held["shard"]], mesh, step=7)
+            warn_of_differences(module, [held["shard"]], mesh, step=7)
         found[case] = "".join(str(w.message) for w in told)
     return found
 

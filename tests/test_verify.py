@@ -103,6 +103,7 @@ CLEAN = {
     "amplified": (cases.Amplified, cells(8)),
     "as advised": (cases.MaskedOverRanks, cells(8)),
     "modalities": (cases.Modalities, {"a": cells(8), "b": cells(6)}),
+    "scale of all ranks' cells": (lambda: cases.Scaled(cases.SharedScale()), cells(7)),
     "plain tensor": (cases.Inline, torch.ones(4, 3)),
 }
 
@@ -162,6 +163,21 @@ CULPRITS: dict[str, tuple[LightningModule, Any, dict[str, Any], list[tuple[str, 
     ),
     "modalities": (cases.Modalities(), {"a": cells(8), "b": cells(7)}, {}, [("unequal parts", "training_step")]),
     "buffer": (cases.Centre(), cells(8), {}, [("buffers", "centre")]),
+    "running scale": (
+        cases.Scaled(cases.RunningScale()), cells(8), {}, [("buffers", "encoder.0.mean; encoder.0.scale")]
+    ),
+    "running scale, uneven, of the steps before": (
+        cases.Scaled(cases.RunningScale(late=True)), cells(7), {}, [("buffers", "encoder.0.mean; encoder.0.scale")]
+    ),
+    "running scale after a layer with statistics of its own": (
+        cases.Scaled(nn.Sequential(cases.Centred(), cases.RunningScale())),
+        cells(8),
+        {},
+        [("batch statistics", "encoder.0.0"), ("buffers", "encoder.0.1.mean; encoder.0.1.scale")],
+    ),
+    "running scale, and a mask": (
+        cases.ScaledAndMasked(), cells(8), {}, [("buffers", "encoder.0.mean; encoder.0.scale")]
+    ),
     "rank": (cases.ByRank(), cells(8), {}, [("unknown", "")]),
     "late": (cases.Late(), cells(8), {}, [("mean of means", "the loss in training_step")]),
     "not finite": (cases.NotFinite(), cells(8), {}, [("not finite", "loss, step 1, float64")]),

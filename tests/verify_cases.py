@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -157,11 +158,70 @@ class Centre(Clean):
         return self.loss(batch)
 
 
+class RunningScale(nn.Module):
+    """Divides by a running scale, and subtracts a running mean, of the rank's own cells.
+
+    `late` takes what the steps before have left, so that the first step is equal.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    started: Tensor
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        self.late = late
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("scale", torch.ones(5))
+        self.register_buffer("started", torch.zeros(1, dtype=torch.bool))
+
+    def totals(self, x: Tensor) -> Tensor:
+        """Sums of values and of their sizes, and the number of cells."""
+        return torch.cat([x.sum(0), x.abs().sum(0), x.new_tensor([len(x)])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.mean.clone(), self.scale.clone()
+        if self.training:
+            totals = self.totals(x.detach())
+            mean, scale = (totals[:-1] / totals[-1]).chunk(2)
+            momentum = torch.where(self.started, 0.1, 1.0)
+            self.mean.lerp_(mean, momentum.to(x.dtype))
+            self.scale.lerp_(scale, momentum.to(x.dtype))
+            self.started.fill_(True)
+        mean, scale = before if self.late else (self.mean, self.scale)
+        return (x - mean) / scale
+
+
+class SharedScale(RunningScale):
+    """The same over the cells of all ranks, as is advised."""
+
+    def totals(self, x: Tensor) -> Tensor:
+        totals = super().totals(x)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        return totals
+
+
+class Scaled(Clean):
+    """Scales what the encoder reads, as HiGLUE's newest encoders do."""
+
+    def __init__(self, scaler: nn.Module) -> None:
+        super().__init__()
+        self.encoder.insert(0, scaler)
+
+
 class ByRank(Clean):
     """What a rank computes depends on which one it is, and on numpy's generator."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) * (1 + self.global_rank + float(np.random.rand()))
+
+
+class ScaledAndMasked(Scaled, Masked):
+    """Two things that the same cells on every rank put right."""
+
+    def __init__(self) -> None:
+        super().__init__(RunningScale())
 
 
 class MaskedOverRanks(Clean):

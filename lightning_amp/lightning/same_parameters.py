@@ -1,17 +1,20 @@
-"""Parameters that ranks hold in common are still equal: compared before validations, in saves, and at the end of a fit.
+"""What ranks hold in common is still equal: compared before validations, in saves, and at the end of a fit.
 
-A replicated parameter is compared over all ranks, a shard over the data axis. Gradients are made equal, so only what a
-rank writes by itself can tell them apart; then ranks train different models without an error, and a checkpoint has
-rank 0's. It is a warning, for a plain strategy would go on too. Unlike devices may round an optimiser's step in unlike
-ways: below `TOLERANCE` nothing is said.
+A replicated parameter or a buffer is compared over all ranks, a shard over the data axis. Gradients are made equal, so
+only what a rank writes by itself can tell parameters apart; buffers are told apart by running statistics of the rank's
+own cells. Then ranks train different models without an error, and a checkpoint has rank 0's. It is a warning, for a
+plain strategy would go on too. Unlike devices may round an optimiser's step in unlike ways: below `TOLERANCE` nothing
+is said.
 
-Collectives per look: one all-gather of a number per parameter; and for parameters whose number differs, broadcasts of
-them and another all-gather. Known limits: buffers are not compared, they become rank 0's; changes whose bits add up to
-nothing are not seen.
+Buffers that may lawfully differ are left out: those that no checkpoint has, integers (counters, states of generators),
+states of metrics, and statistics that BatchNorm keeps per rank where `share_batch_statistics=False` was asked for.
+
+Collectives per look: one all-gather of a number per tensor; and for tensors whose number differs, broadcasts of them
+and another all-gather. Known limit: changes whose bits add up to nothing are not seen.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -19,50 +22,96 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.parallel.batch_norm import is_local
 
 TOLERANCE = 1e-5
-"""Largest difference that is not told, relative to the parameter's largest entry; of half precision, `ROUNDINGS`."""
+"""Largest difference that is not told, relative to the tensor's largest entry; of half precision, `ROUNDINGS`."""
 ROUNDINGS = 4
 SHOWN = 5
-"""Parameters that are named."""
+"""Tensors that are named."""
 AT_ONCE = 2**22
-"""Entries of a parameter that are compared at once, in double precision."""
+"""Entries of a tensor that are compared at once, in double precision."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def warn_of_different_parameters(
+Difference = tuple[str, float, list[int]]
+"""Name, largest difference relative to the first such rank's largest entry, and ranks that differ from it."""
+
+SHARE_STATISTIC = (
+    "Before a running statistic is changed, sum what it is made of and its number of cells over the ranks, with"
+    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
+    " all ranks read the same cells, with model_parallel_size=devices"
+)
+"""What to do about a buffer of the rank's own cells."""
+
+
+def warn_of_differences(
     module: nn.Module, sharded: Iterable[nn.Parameter], mesh: DeviceMesh, *, step: int
 ) -> None:
-    """Warn where ranks no longer have the parameters that they should have in common; all ranks call it.
+    """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
-        module: With the same parameters, by name, on every rank.
-        sharded: Those of which a rank of the model axis has a part of its own.
+        module: With the same parameters and buffers, by name, on every rank.
+        sharded: Parameters of which a rank of the model axis has a part of its own.
         mesh: With the axes "data" and "model".
         step: For the warning.
     """
     if mesh.size() == 1:
         return
-    found = _differing(module, {id(parameter) for parameter in sharded}, mesh)
-    if found:
-        first = "; ".join(f"{name!r} by {off:.1e}, on ranks {ranks!r}" for name, off, ranks in found[:SHOWN])
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    found = differing({**named, **common_buffers(module)}, mesh, {id(parameter) for parameter in sharded})
+    if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
-            f"after step {step}, parameters differ between ranks that should have the same (by so much of the first"
-            f" such rank's largest entry): {first}{more}. These ranks train different models, and a checkpoint has the"
-            " first one's. A rank changes parameters by something that it alone knows: a norm of gradients taken by"
-            " hand where the plan splits parameters (trainer.strategy.gradient_norm() is the same on all),"
-            " torch.autograd.grad inside a split decoder, or its own cells or random numbers. lightning-amp verify"
-            " compares with one device"
+            f"{_told('parameters', parameters, step)} A rank changes parameters by something that it alone knows: a"
+            " norm of gradients taken by hand where the plan splits parameters (trainer.strategy.gradient_norm() is the"
+            " same on all), torch.autograd.grad inside a split decoder, or its own cells or random numbers."
+            " lightning-amp verify compares with one device"
+        )
+    if buffers := [row for row in found if row[0] not in named]:
+        rank_zero_warn(
+            f"{_told('buffers', buffers, step)} A rank has changed them from its own cells or random numbers, as a"
+            f" running statistic of the batch is changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to"
+            " the loss"
         )
 
 
+def _told(what: str, found: list[Difference], step: int) -> str:
+    first = "; ".join(f"{name!r} by {off:.1e}, on ranks {ranks!r}" for name, off, ranks in found[:SHOWN])
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return (
+        f"after step {step}, {what} differ between ranks that should have the same (by so much of the first such rank's"
+        f" largest entry): {first}{more}. These ranks train different models, and a checkpoint has the first one's."
+    )
+
+
+def common_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that should be equal on all ranks, by name."""
+    return {
+        f"{at}.{name}" if at else name: buffer
+        for at, child in module.named_modules()
+        if not isinstance(child, Metric) and not is_local(child)
+        for name, buffer in child.named_buffers(recurse=False)
+        if name not in child._non_persistent_buffers_set
+        and (buffer.is_floating_point() or buffer.is_complex())
+        and buffer.layout is torch.strided
+    }
+
+
 @torch.no_grad()
-def _differing(module: nn.Module, parts: set[int], mesh: DeviceMesh) -> list[tuple[str, float, list[int]]]:
-    """Name, largest relative difference and ranks, of parameters that differ by more than rounding."""
-    named = list(module.named_parameters())
+def differing(
+    held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()
+) -> list[Difference]:
+    """What differs by more than rounding, the largest difference first; a collective.
+
+    Args:
+        held: The same names on every rank.
+        mesh: With the axes "data" and "model".
+        parts: `id` of what is to be equal over the data axis only.
+    """
+    named = list(held.items())
     if not named:
         return []
     data, model = mesh["data"].get_group(), mesh.size(1)
@@ -104,9 +153,9 @@ def _gathered(row: Tensor, mesh: DeviceMesh) -> list[list[Any]]:
     return [other.tolist() for other in everyones]
 
 
-def _print_of(parameter: Tensor) -> Tensor:
+def _print_of(held: Tensor) -> Tensor:
     """The sum of the entries' bits as integers: exact, whatever the order, and no copy is made."""
-    real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    real = torch.view_as_real(held.detach()) if held.is_complex() else held.detach()
     words = real.contiguous().reshape(-1).view(WORDS[real.element_size()])
     return words.sum(dtype=torch.int64)
 

@@ -5,10 +5,11 @@ same numbers; metrics, sums that are logged with sync_dist, and the gradients of
 Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
 
 Known limits: those of steps.py; buffers that a module changes by itself in training, other than shared batch
-statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers from all
-ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, and a norm of
-gradients that is not taken by the Trainer's clipping, are those of the rank's shards (`gradient_norm` has all; what
-ranks then train differently is told, same_parameters.py), and so are norms of sharded weights.
+statistics, differ between ranks (which is told, same_parameters.py) until the next validation, where rank 0's are
+taken; `self.all_gather` gathers from all ranks, so a model group's values come once per rank of it; while S2 is
+installed `module.state_dict()`, and a norm of gradients that is not taken by the Trainer's clipping, are those of the
+rank's shards (`gradient_norm` has all; what ranks then train differently is told, same_parameters.py), and so are norms
+of sharded weights.
 """
 
 import os
@@ -57,7 +58,7 @@ from lightning_amp.lightning.replicas import (
     take_buffers_of_first,
 )
 from lightning_amp.lightning.same_batch import make_sure_of_same_batch
-from lightning_amp.lightning.same_parameters import warn_of_different_parameters
+from lightning_amp.lightning.same_parameters import warn_of_differences
 from lightning_amp.lightning.shards import Shards
 from lightning_amp.lightning.step_time import time_steps
 from lightning_amp.lightning.steps import WeightedSteps
@@ -320,26 +321,26 @@ class AMPStrategy(EndsTogether, WeightedSteps):
 
     def on_validation_start(self) -> None:
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
+        self._compare_ranks()
         if self._gradients is not None and self.model is not None and self.data_parallel_size > 1:
             take_buffers_of_first(self.model, self.mesh["data"].get_group())
-        self._look_at_parameters()
 
     def on_train_end(self) -> None:
         """Compare the ranks once more: nothing may have been validated or saved."""
-        self._look_at_parameters()
+        self._compare_ranks()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with whole parameters; for all ranks, which are compared."""
         state = super().lightning_module_state_dict()
-        self._look_at_parameters()
+        self._compare_ranks()
         return state
 
-    def _look_at_parameters(self) -> None:
+    def _compare_ranks(self) -> None:
         module, trainer = self.lightning_module, trainer_of(self.lightning_module)
         if self._gradients is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
-        warn_of_different_parameters(module, shards, self.mesh, step=trainer.global_step)
+        warn_of_differences(module, shards, self.mesh, step=trainer.global_step)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""

@@ -44,7 +44,7 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
     Raises:
         InstallError: A subclass of BatchNorm with a forward of its own; nothing is changed.
     """
-    names = {layer: name for name, layer in module.named_modules() if _is_local(layer)}
+    names = {layer: name for name, layer in module.named_modules() if is_local(layer)}
     own = [name for layer, name in names.items() if type(layer).forward is not _BatchNorm.forward]
     if own:
         raise InstallError(
@@ -75,7 +75,8 @@ def has_batch_norms(module: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
-def _is_local(layer: nn.Module) -> bool:
+def is_local(layer: nn.Module) -> bool:
+    """Whether a module is a BatchNorm over the cells of its rank."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, SharedBatchNorm | nn.SyncBatchNorm)
 
 

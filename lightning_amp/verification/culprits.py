@@ -62,8 +62,8 @@ class _Search:
         if not self._laboratory.trial.options.get("share_batch_statistics", True) and self._plain.first.norms:
             treatment, best = self._with_statistics(treatment, best)
         if not best.ok:
-            treatment, best, culprit = self._explain_rest(treatment, best)
-            yield culprit
+            treatment, best, found = self._explain_rest(treatment, best)
+            yield from found
         if best.ok:
             yield from self._draws(treatment, best)
         if best.ok and treatment.share:
@@ -80,23 +80,25 @@ class _Search:
             # a layer whose statistics cannot be shared stays as it is
             return treatment, best
 
-    def _explain_rest(self, treatment: Treatment, best: Findings) -> tuple[Treatment, Findings, Culprit]:
+    def _explain_rest(
+        self, treatment: Treatment, best: Findings
+    ) -> tuple[Treatment, Findings, list[Culprit]]:
         """What errors are of that are left though draws and statistics are equal."""
         wrong = [row for row in best.rows if not row.ok]
         if all(row.quantity.startswith("buffers") for row in wrong):
-            return treatment, best, texts.buffers(wrong)
+            return treatment, best, [texts.buffers([name for row in wrong for name in row.wrong], best)]
         factor = _factor(best)
         if self._parts > 1 and factor is not None and abs(factor / self._parts - 1) < SAME_DIRECTION:
-            return treatment, best, texts.summed(factor)
+            return treatment, best, [texts.summed(factor)]
         tried = {"equal": self._plain.first.uneven, "same": self._parts > 1}
         for cells in ("equal", "same"):
             if tried[cells]:
                 cut = replace(treatment, cells=cells)
                 after = self._try(cut)
                 if after.ok:
-                    make = texts.unequal if cells == "equal" else texts.means
-                    return cut, after, make(best, after)
-        return treatment, best, texts.unknown(self._plain, best)
+                    equal = cells == "equal"
+                    return cut, after, [texts.unequal(best, after)] if equal else texts.own_cells(best, after)
+        return treatment, best, [texts.unknown(self._plain, best)]
 
     def _draws(self, treatment: Treatment, best: Findings) -> Iterator[Culprit]:
         sites = self._plain.first.sites

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.lightning.cells import count_cells
+from lightning_amp.lightning.same_parameters import common_buffers, differing
 from lightning_amp.lightning.sharded_state import whole_state
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.verification.draws import KeyedDraws
@@ -32,6 +33,7 @@ class Recorder(Callback):
         cells: Cells of each step's batch on this rank, None where its tensors do not tell.
         gradients: Gradients that the first step's optimisers have seen, whole.
         parameters, buffers: The module's state after the last step, whole.
+        apart: Buffers that then differ between the ranks.
         sites: Places where numbers were drawn for cells.
         elsewhere: Generators other than torch's that a step has drawn from.
         trace: What every module has made in the first step.
@@ -56,6 +58,7 @@ class Recorder(Callback):
         self.gradients: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.apart: list[str] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the module, which now has everything installed."""
@@ -113,6 +116,8 @@ class Recorder(Callback):
         kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
         self.parameters = {name: value for name, value in kept.items() if name in names}
         self.buffers = {name: value for name, value in kept.items() if name not in names}
+        if isinstance(trainer.strategy, AMPStrategy):
+            self.apart = [name for name, _, _ in differing(common_buffers(pl_module), trainer.strategy.mesh)]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module its own step back."""

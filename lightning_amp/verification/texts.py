@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from lightning_amp.lightning.same_parameters import SHARE_STATISTIC
 from lightning_amp.verification.laboratory import Findings
-from lightning_amp.verification.verification import Culprit, Row
+from lightning_amp.verification.verification import Culprit
 
 NAMED = 4
 
@@ -63,14 +64,27 @@ def unequal(before: Findings, after: Findings) -> Culprit:
     )
 
 
-def means(before: Findings, after: Findings) -> Culprit:
-    """A quotient of sums over cells, of which ranks can only average the quotients.
+def own_cells(before: Findings, after: Findings) -> list[Culprit]:
+    """What differs because a rank has its own cells only: modules that read the others, buffers, or the loss.
 
     Args:
         before: The run with every rank's own cells.
         after: The run with the same cells on all ranks.
     """
-    origins = before.origins
+    apart = before.first.apart
+    origins = [name for name in before.origins if not any(other.startswith(f"{name}.") for other in apart)]
+    found = [means(origins, before, after)] if origins or not apart else []
+    return [*found, buffers(apart, before, after)] if apart else found
+
+
+def means(origins: Sequence[str], before: Findings, after: Findings) -> Culprit:
+    """A quotient of sums over cells, of which ranks can only average the quotients.
+
+    Args:
+        origins: Modules that differ first.
+        before: The run with every rank's own cells.
+        after: The run with the same cells on all ranks.
+    """
     evidence = f"The largest error is {before.largest:.0e}, and {after.largest:.0e} when all ranks have the same cells:"
     if origins:
         return Culprit(
@@ -106,20 +120,25 @@ def summed(factor: float) -> Culprit:
     )
 
 
-def buffers(rows: Sequence[Row]) -> Culprit:
-    """Buffers that the module changes by itself.
+def buffers(names: Sequence[str], before: Findings, after: Findings | None = None) -> Culprit:
+    """Buffers that the module changes by itself, such as running statistics of the batch.
 
     Args:
-        rows: Those that differ.
+        names: Those that differ.
+        before: The run with every rank's own cells.
+        after: The run with the same cells on all ranks; None where nothing but the buffers differs.
     """
-    wrong = [name for row in rows for name in row.wrong]
+    steps = len(before.first.one_losses)
+    seen = f"Losses, gradients and parameters of {steps} step{'s' if steps > 1 else ''} agree, these buffers do not"
+    if after is not None:
+        same = f"{after.largest:.0e} when all ranks have the same cells"
+        seen = f"The largest error is {before.largest:.0e}, and {same}"
     return Culprit(
         cause="buffers",
-        where=_some(wrong),
-        evidence="Losses, gradients and parameters agree, these buffers do not: the module changes them from the"
-        " cells of its rank.",
-        advice="Reduce what they are made of over ranks (self.trainer.strategy.reduce) before they are changed;"
-        " otherwise rank 0's are taken at the next validation.",
+        where=_some(names),
+        evidence=f"{seen}: the module changes these buffers from the cells of its rank,"
+        " and what reads them differs.",
+        advice=f"{SHARE_STATISTIC}. Otherwise rank 0's are taken at every validation, and are in checkpoints.",
     )
 
 

@@ -86,6 +86,7 @@ class Report:
         sites: Places where the single process drew numbers for cells.
         elsewhere: Generators other than torch's that the rank's steps have drawn from.
         origins: Modules that differ though what they read agrees.
+        apart: Buffers that differ between the ranks.
         strategies, mesh: Of the plan.
         module: Class of the module.
         norms: Names of BatchNorm layers.
@@ -102,6 +103,7 @@ class Report:
     sites: list[str]
     elsewhere: list[str]
     origins: list[str]
+    apart: list[str]
     strategies: tuple[str, ...]
     mesh: tuple[int, int]
     module: str
@@ -170,6 +172,7 @@ def run_rank(rank: int, folder: Path, trial: Trial) -> Report:
         sites=one.sites,
         elsewhere=sorted(recorder.elsewhere),
         origins=origins(recorder.trace.calls, one.calls, allowed=ALLOWED[trial.precision]["forward"]),
+        apart=recorder.apart,
         strategies=plan.strategies,
         mesh=(plan.mesh.data, plan.mesh.model),
         module=type(module).__name__,
