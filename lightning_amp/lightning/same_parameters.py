@@ -43,7 +43,7 @@ Difference = tuple[str, float, list[int]]
 SHARE_STATISTIC = (
     "Before a running statistic is changed, sum what it is made of and its number of cells over the ranks, with"
     " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
-    " all ranks read the same cells, with model_parallel_size=devices"
+    " all ranks read the same cells, with model_parallel_size=devices where the model has a decomposed decoder"
 )
 """What to do about a buffer of the rank's own cells."""
 

@@ -93,7 +93,8 @@ def means(origins: Sequence[str], before: Findings, after: Findings) -> Culprit:
             evidence=f"{evidence} the output of a cell differs though the input agrees, so it reads the other cells of"
             " the batch, of which a rank has its own only.",
             advice="Compute what it reads over the cells of all ranks (self.all_gather with sync_grads=True), use"
-            " nn.BatchNorm, which the strategy shares, or split the model instead: model_parallel_size=devices.",
+            " nn.BatchNorm, which the strategy shares, or split the model instead, where it has a decomposed decoder:"
+            " model_parallel_size=devices.",
         )
     return Culprit(
         cause="mean of means",
