@@ -10,6 +10,7 @@ Known limit: a LightningModule that is such a decoder itself is not looked at.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,11 @@ from lightning_amp.adapters.higlue import resembles
 from lightning_amp.adapters.layout import NotRecognised
 from lightning_amp.adapters.lazy import LazyDistribution
 from lightning_amp.adapters.probe import adapted
+from lightning_amp.adapters.real_size import FirstBatch
 from lightning_amp.adapters.snapshot import Snapshot
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.stand_in import StandIn
+from lightning_amp.planning.plan import Plan
 
 INPUTS = ("u", "v", "b", "l")
 INTEGERS = (torch.int64, torch.int32)
@@ -51,6 +54,24 @@ class Adapted:
         for fqn in list(self.decoders):
             if not any(name.startswith(f"{fqn}.") for name in names):
                 _restore(self.decoders.pop(fqn))
+
+    def compare(self, plan: Plan) -> list[str]:
+        """Let decoders that a plan changes be compared with ours on the first batch, where it leaves memory for that.
+
+        Returns:
+            Which will not be, one sentence each.
+        """
+        usual = plan.predicted_peak_bytes - plan.predicted_base_bytes
+        free = None if plan.budget_bytes is None else plan.budget_bytes - plan.predicted_base_bytes
+        notes = []
+        for fqn, child in self.decoders.items():
+            reason = cast(Any, child).forward.first_batch.allow(usual=usual, free=free)
+            if reason and any(f"{rule.fqn}.".startswith(f"{fqn}.") for rule in plan.rules):
+                notes.append(
+                    f"{fqn!r} was recognised by small examples, and is not compared with its own forward on the first"
+                    f" batch: that {reason}"
+                )
+        return notes
 
     def undo(self) -> None:
         """Give all of them their own forward back; may be called twice."""
@@ -93,6 +114,7 @@ class _Forward(StandIn):
         super().__init__(decoder)
         self.module = module
         self.snapshot = Snapshot(module)
+        self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
         """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.
@@ -112,7 +134,9 @@ class _Forward(StandIn):
                 f" of the shape {(len(u), 1)!r}"
             )
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
-        return LazyDistribution(self.decoder, self._eager, (u, v, b, l), self.snapshot.parameters)
+        inputs = u, v, b, l
+        look = partial(self.first_batch.look, inputs)
+        return LazyDistribution(self.decoder, self._eager, inputs, self.snapshot.parameters, look)
 
     def _eager(self, *inputs: Tensor) -> Any:
         return type(self.module).forward(self.module, *inputs)

@@ -49,6 +49,7 @@ class LazyDistribution:
         eager: The foreign module's own forward.
         inputs: u, v, b and l as the module was called with.
         parameters: Those of the foreign module, by name.
+        look: Called with the counts (None: any) before ours computes in the module's place; refuses by raising.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class LazyDistribution:
             Float[Tensor, "cell 1"],
         ],
         parameters: Iterable[tuple[str, Tensor]],
+        look: Callable[[Any], None],
     ) -> None:
         self._decoder = decoder
+        self._look = look
         self._eager = eager
         self._kind = decoder.kind
         self._inputs = inputs
@@ -118,6 +121,7 @@ class LazyDistribution:
 
     def _total(self, x: Float[Tensor, "cell feature"], *, graded: bool) -> Float[Tensor, ""]:
         u, v, b, l = self._inputs  # noqa: E741
+        self._look(x)
         with torch.set_grad_enabled(graded):
             return -self._decoder.nll(u, v, batch=b, library=l, x=x)
 
@@ -156,6 +160,7 @@ class LazyDistribution:
 
     def _shared(self) -> Any:
         u, v, b, l = self._inputs  # noqa: E741
+        self._look(None)
         location = self._decoder.location(u, v, batch=b, library=l)
         stratum: Any = self._decoder.strata[0]
         if stratum.binarized:

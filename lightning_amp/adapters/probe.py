@@ -4,13 +4,16 @@
     chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter, agree
-                    to 1e-9, in training and in evaluation mode; where values are large, those by u, v and l
+                    to 1e-9, in training and in evaluation mode; for more cells and anchors, and where values are
+                    large, those by u, v and l
+    the real size   that form agrees for two cells with the real lists, buckets, buffers and numbers (real_size.py)
 
 So a copy that differs in anything that shows in a number is not recognised. Nothing of the instance is changed, and no
 random numbers of the caller are used up. Every rank finds the same.
 
-Known limits: what a decoder does with sizes (other than windows), or with values that are still larger, is not seen;
-nor is a difference where the copy's own result is not finite.
+Known limits: what a decoder does with a v longer than its features' anchors, with the number of cells, or with values
+that are still larger, is seen with the first batch alone; a difference where the copy's own result is not finite is
+not seen.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 """
 
@@ -26,14 +29,18 @@ from lightning_amp.adapters.decoder import AdaptedDecoder
 from lightning_amp.adapters.higlue import Form, check_parts, forms, make_decoder
 from lightning_amp.adapters.layout import Layout, NotRecognised, read_layout
 from lightning_amp.adapters.marks import changes, marks
+from lightning_amp.adapters.real_size import difference, needed_bytes
 from lightning_amp.adapters.replaced import hooked
-from lightning_amp.adapters.small import LARGE, Small, small_copy
+from lightning_amp.adapters.settings import settings_problem
+from lightning_amp.adapters.small import LARGE, MORE, PAIR, Small, drawn_copy, small_copy
 from lightning_amp.errors import AmpError
 
 CLOSE = 1e-9
 TOTAL = "log-probability"
 FAR = f"has another {TOTAL} than any of our forms"
 SHOWN = 3
+AT_ONCE_BYTES = 2**31
+"""What a comparison at the real size may take before there is a plan."""
 Results = dict[str, Tensor]
 
 
@@ -73,11 +80,34 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
     """
     layout = read_layout(module)
     check_parts(module, layout)
-    decoder = make_decoder(module, layout, _form_of(module, layout))
+    form = _form_of(module, layout)
+    decoder = make_decoder(module, layout, form)
     names = hooked(module, decoder)
     if names:
         raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+    problem = (
+        _at_real_size(module, layout, form) if sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES else ""
+    )
+    if problem:
+        raise NotRecognised(problem)
     return decoder
+
+
+def _at_real_size(module: nn.Module, layout: Layout, form: Form) -> str:
+    device = cast(Any, module).scale_lin.device
+    try:
+        real = drawn_copy(module, layout, PAIR)
+        copied, inputs = real.module.to(device).train(), [t.to(device) for t in (*real.inputs, real.b)]
+        u, v, l, b = inputs  # noqa: E741
+        x = real.x(binarized=form.binarized).to(device)
+        found = difference(
+            copied, make_decoder(copied, layout, form), (u.detach(), v.detach(), b, l.detach()), x
+        )
+    except AmpError:
+        raise
+    except Exception as error:
+        return f"fails at its real size with {error!r}"
+    return f"has {found} than any of our forms at its real size" if found else ""
 
 
 def _form_of(module: nn.Module, layout: Layout) -> Form:
@@ -94,7 +124,7 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
         changed = changes(before, marks(small.module))
         if changed:
             raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
-        cases += _large_cases(module, layout, seen)
+        cases += _further_cases(module, layout, seen)
         problems = []
         for form in forms(small.module, seen):
             problems.append(next(_differences(cases, form), ""))
@@ -102,7 +132,8 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
                 return form
     # the form that comes furthest says most
     near = [problem for problem in problems if problem != FAR] or problems
-    raise NotRecognised(near[0] if near else "has parts of which none of our forms is made")
+    found = near[0] if near else "has parts of which none of our forms is made"
+    raise NotRecognised(found + settings_problem(module))
 
 
 def _seen(small: Small) -> Form:
@@ -150,8 +181,9 @@ def _case(small: Small, seen: Form, *, training: bool, where: str = "") -> _Case
     return _Case(small, training, where, x, parameters, _results(small, parameters, total))
 
 
-def _large_cases(module: nn.Module, layout: Layout, seen: Form) -> Iterator[_Case]:
-    """Of large values; where the copy fails with these there is none."""
+def _further_cases(module: nn.Module, layout: Layout, seen: Form) -> Iterator[_Case]:
+    """Of more cells and anchors, and of large values; where the copy fails with the latter there is none."""
+    yield _case(small_copy(module, layout, MORE), seen, training=True, where=MORE.where)
     for sizes in LARGE:
         try:
             yield _case(small_copy(module, layout, sizes), seen, training=True, where=sizes.where)

@@ -2,7 +2,9 @@
 
     the copy    the same class and settings, all parameters drawn anew in float64, tables and lists of a few anchors,
                 buckets of 3 anchors, no hooks; every stratum is there
-    sizes       near 1; or larger, as training may make them
+    values      near 1; or larger, as training may make them
+    anchors     the last bucket is full, or cut short by one or two
+    real        the same with the real lists and buckets, which real_size.py runs
 
 Where values are large, softmax has one winner, and gradients of most parameters are what rounding leaves of them; those
 of u, v and l are not. So u and v are not large in one copy: a likelihood without a least mean would not be finite.
@@ -23,20 +25,24 @@ from lightning_amp.adapters.higlue import TABLES, dim_of
 from lightning_amp.adapters.layout import LISTS, Layout, columns_list, layout_of
 from lightning_amp.parallel.hooks import KINDS
 
-CELLS, WINDOW = 3, 3
-MORE_ANCHORS = 11
-"""Anchors beyond the number of strata: four buckets at least, the last one cut short."""
+WINDOW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What values are multiplied with, and what is added to two of the tables.
+    """How many there are, what values are multiplied with, and what is added to two of the tables.
 
     Attributes:
         where: In words, for a message; "" where all is near 1.
+        cells: B.
+        more: Anchors beyond the number of strata, at least.
+        short: Anchors that the last bucket lacks.
     """
 
     where: str = ""
+    cells: int = 3
+    more: int = 11
+    short: int = 1
     u: float = 1.0
     v: float = 1.0
     counts: float = 1.0
@@ -46,8 +52,10 @@ class Sizes:
 
 
 NEAR_ONE = Sizes()
+MORE = Sizes(where=" for more cells and anchors", cells=24, more=40, short=2)
+PAIR = Sizes(cells=2)
 LARGE = (
-    Sizes(where=" where u is large", u=30, counts=30),
+    Sizes(where=" where u is large", short=0, u=30, counts=30),
     # additional zeros are so rare here that another small number in their place shows
     Sizes(where=" where v and weights are large", v=30, counts=30, layers=5, log_theta=2, zi_logits=-30),
 )
@@ -79,7 +87,30 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Sm
     Args:
         module: The foreign decoder.
         layout: Of the decoder.
-        sizes: Of the values.
+        sizes: Of the copy.
+
+    Raises:
+        NotRecognised: The decoder has no layers.
+    """
+    n_strata = len(layout.nodes)
+    n_anchors = n_strata + sizes.more
+    n_anchors += -(n_anchors + sizes.short) % WINDOW
+    # three or four of the anchors that have a pair at this distance, up to the last one
+    nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
+    nodes[0] = torch.arange(n_anchors)
+    small = drawn_copy(module, layout_of(nodes), sizes)
+    for layer in getattr(small.module, "attn_layers", ()):
+        layer.window_size = WINDOW
+    return small
+
+
+def drawn_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Small:
+    """A copy of a module with these anchors and columns, whose parameters are drawn anew.
+
+    Args:
+        module: The foreign decoder, which is left as it is.
+        layout: Of the copy.
+        sizes: Of the values and the cells.
 
     Raises:
         NotRecognised: The decoder has no layers.
@@ -89,26 +120,23 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Sm
     def draw(*shape: int, size: float = 1.0) -> Tensor:
         return size * torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    n_strata = len(layout.nodes)
-    n_anchors = n_strata + MORE_ANCHORS
-    # three or four of the anchors that have a pair at this distance, up to the last one
-    nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
-    nodes[0] = torch.arange(n_anchors)
-    small_layout = layout_of(nodes)
-    small = copy.deepcopy(module, _substitutes(module, small_layout, draw, sizes))
-    for layer in getattr(small, "attn_layers", ()):
-        layer.window_size = WINDOW
+    copied = copy.deepcopy(module, _substitutes(module, layout, draw, sizes))
     n_batches, dim = cast(Any, module).scale_lin.shape[0], dim_of(module)
-    u = draw(CELLS, dim, size=sizes.u * dim**-0.5).requires_grad_()
-    v = draw(n_anchors, dim, size=sizes.v).requires_grad_()
-    counts = sizes.counts * torch.poisson(draw(CELLS, small_layout.n_features).square(), generator=generator)
+    u = draw(sizes.cells, dim, size=sizes.u * dim**-0.5).requires_grad_()
+    v = draw(layout.n_anchors, dim, size=sizes.v).requires_grad_()
+    counts = sizes.counts * torch.poisson(draw(sizes.cells, layout.n_features).square(), generator=generator)
     l = (counts.sum(1, keepdim=True) + 1).requires_grad_()  # noqa: E741
-    return Small(small, small_layout, (u, v, l), torch.arange(CELLS) % n_batches, counts)
+    return Small(copied, layout, (u, v, l), torch.arange(sizes.cells) % n_batches, counts)
+
+
+def no_hooks(module: nn.Module) -> dict[int, Any]:
+    """What deepcopy is to take in place of a module's hooks."""
+    return {id(getattr(child, kind)): OrderedDict() for child in module.modules() for kind in KINDS}
 
 
 def _substitutes(module: nn.Module, layout: Layout, draw: Any, sizes: Sizes) -> dict[int, Any]:
     """What deepcopy is to take in place of parameters, buffers, lists and hooks."""
-    memo: dict[int, Any] = {}
+    memo = no_hooks(module)
     for name, parameter in module.named_parameters():
         memo[id(parameter)] = nn.Parameter(_values(name, parameter.shape, layout, draw, sizes))
     for buffer in module.buffers():
@@ -120,8 +148,6 @@ def _substitutes(module: nn.Module, layout: Layout, draw: Any, sizes: Sizes) -> 
         value = getattr(module, name)
         lists = columns if name == columns_list(module) else layout.nodes
         memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
-    for child in module.modules():
-        memo |= {id(getattr(child, kind)): OrderedDict() for kind in KINDS}
     return memo
 
 

@@ -14,6 +14,7 @@ of sharded weights.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -264,7 +265,8 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         self.plan = None
         foreign = adapt(self.model)
         self._undo.append(foreign.undo)
-        self.plan = plan = plan_in_force(self, trainer, notes=foreign.notes)
+        plan = plan_in_force(self, trainer, notes=foreign.notes)
+        self.plan = plan = replace(plan, notes=(*plan.notes, *foreign.compare(plan)))
         if trainer.state.fn == TrainerFn.FITTING:
             announce(plan, unfit=self.unfit)
         check_compiled(self.model, plan)

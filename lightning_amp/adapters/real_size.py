@@ -1,0 +1,201 @@
+"""A foreign decoder compared with ours at its real size, where a small copy (small.py) cannot tell them apart.
+
+    copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
+    compared     every stratum's log-probability, summed, and its derivative along one random direction of u, v, l and
+                 all parameters: a gradient that differs anywhere shows in it
+    memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
+
+Nothing of the module is changed, and no random numbers of the caller are used up.
+Known limits: gradients that only a backward pass changes (hooks on tensors) are compared on the small copy alone; nor
+is a stratum compared where the module's own result is not finite.
+
+Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from lightning_amp.adapters.decoder import AdaptedDecoder
+from lightning_amp.adapters.small import no_hooks
+from lightning_amp.adapters.stratum import AdaptedStratum
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import ModelError
+from lightning_amp.planning.byte_size import format_bytes
+
+CLOSE = 1e-9
+LEAST_CELLS = 2
+ALWAYS_BYTES = 2**24
+PARTS = ("log-probability", "gradient")
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class FirstBatch:
+    """Compares a foreign decoder with ours on the first batch that it is called with, in training and in evaluation.
+
+    Args:
+        module: The foreign decoder.
+        decoder: Ours, before anything is installed in it.
+    """
+
+    def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
+        self.module = module
+        # techniques replace modules of ours, and leave parameters and the layers that hold them
+        self.plain = copy.deepcopy(decoder, no_hooks(decoder) | {id(t): t for t in _tensors(decoder)})
+        self.cells = 0
+        self._modes: set[bool] = set()
+
+    def allow(self, *, usual: int, free: int | None) -> str:
+        """Say how much memory a comparison may take; without this there is none.
+
+        Args:
+            usual: Bytes that the strata take in a step: as many cells are compared as need no more, and two at least.
+            free: Bytes that there are; None if unknown.
+
+        Returns:
+            Why there will be no comparison, "" if there will be one.
+        """
+        fixed, each = needed_bytes(self.module, self.plain)
+        least = fixed + LEAST_CELLS * each
+        if free is not None and least > free:
+            left = format_bytes(max(free, 0))
+            return f"needs {format_bytes(least)} beside the rest of a step, and {left} are left"
+        self.cells = max(LEAST_CELLS, (max(usual, ALWAYS_BYTES) - fixed) // each)
+        return ""
+
+    def look(self, inputs: Inputs, x: Tensor | SparseCounts | None) -> None:
+        """Compare, if that was allowed and has not been done in this mode.
+
+        Args:
+            inputs: u, v, b and l as the module was called with.
+            x: The counts; None takes zeros.
+
+        Raises:
+            ModelError: The module computes something else.
+        """
+        if not self.cells or self.module.training in self._modes:
+            return
+        self._modes.add(self.module.training)
+        with torch.inference_mode(False), torch.no_grad():
+            found = difference(*self._copies(), *self._some(inputs, x))
+        if found:
+            raise ModelError(
+                f"the decoder {type(self.module).__name__!r} has {found} than what the plan runs in its place, on the"
+                f" first batch, of {min(self.cells, len(inputs[0]))!r} cells and {len(inputs[1])!r} rows of v; on small"
+                " examples they agree: it does something with its sizes, or with a setting or buffer, that no decoder"
+                " of HiGLUE's does. Train with strategies='S1', which runs the decoder's own forward"
+            )
+
+    def _some(self, inputs: Inputs, x: Tensor | SparseCounts | None) -> tuple[Inputs, Tensor]:
+        u, v, b, l = inputs  # noqa: E741
+        some = slice(min(self.cells, len(u)))
+        b = b[some] if b.dim() and len(b) == len(u) else b
+        counts = torch.zeros(len(u[some]), self.plain.n_features, device=u.device) if x is None else x[some]
+        dense = counts.to_dense() if isinstance(counts, SparseCounts) else counts
+        return (_exact(u[some]), _exact(v), b, _exact(l[some])), _exact(dense)
+
+    def _copies(self) -> tuple[nn.Module, AdaptedDecoder]:
+        memo = no_hooks(self.module) | no_hooks(self.plain)
+        for tensor in _tensors(self.module):
+            exact = _exact(tensor) if tensor.is_floating_point() else tensor.detach().clone()
+            memo[id(tensor)] = nn.Parameter(exact) if isinstance(tensor, nn.Parameter) else exact
+        memo[id(vars(self.module).get("forward"))] = None
+        module = copy.deepcopy(self.module, memo)
+        vars(module).pop("forward", None)
+        return module, copy.deepcopy(self.plain, memo)
+
+
+def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
+    """Bytes that a comparison takes at most, and those that it takes more for each cell.
+
+    In float64 and with a derivative for every number: all parameters, one stratum of eager attention, and what is made
+    of the features of all strata.
+    """
+    rows = decoder.n_anchors * (12 * decoder.window + 27 * decoder.dim)
+    return 16 * (2 * sum(p.numel() for p in module.parameters()) + rows), 16 * 14 * decoder.n_features
+
+
+def difference(module: nn.Module, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> str:
+    """Compare a foreign decoder with ours, which has the same parameters; these are written to.
+
+    Args:
+        module: The foreign decoder in float64.
+        decoder: Ours.
+        inputs: u, v, b and l.
+        x: Counts.
+
+    Returns:
+        What differs, "" if nothing does.
+    """
+    devices = [x.device] if x.device.type == "cuda" else []
+    with (
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices),
+        forward_ad.dual_level(),
+    ):
+        # torch's own, on its first derivative forward
+        warnings.simplefilter("ignore", DeprecationWarning)
+        u, v, b, l = _directed(module, inputs)  # noqa: E741
+        with torch.autocast(x.device.type, enabled=False):
+            expected = _numbers(_theirs(module, decoder, (u, v, b, l), x))
+            found = _numbers(_ours(decoder, (u, v, b, l), x))
+    known = expected.isfinite()
+    # derivatives of single strata may cancel out
+    scale = torch.stack([expected[0].abs(), expected[1][known[1]].norm().expand_as(expected[1])])
+    wrong = known & ~((found - expected).abs() <= CLOSE * scale)
+    for what, strata in zip(PARTS, wrong, strict=True):
+        if strata.any():
+            return f"another {what} in the strata {strata.nonzero().flatten().tolist()!r}"
+    return ""
+
+
+def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
+    """The inputs with the direction in which the derivative is taken; parameters get theirs in place."""
+    generator = torch.Generator().manual_seed(0)
+
+    def directed(value: Tensor) -> Tensor:
+        way = torch.randn(value.shape, dtype=value.dtype, generator=generator)
+        return cast(Tensor, forward_ad.make_dual(value, way.to(value.device)))  # type: ignore[no-untyped-call]
+
+    for parameter in module.parameters():
+        # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
+        parameter.requires_grad_(False).copy_(directed(parameter.detach().clone()))
+    u, v, b, l = inputs  # noqa: E741
+    return directed(u), directed(v), b, directed(l)
+
+
+def _theirs(module: Any, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> Iterator[Tensor]:
+    log_prob = type(module).forward(module, *inputs).log_prob(x)
+    for stratum in decoder.strata:
+        yield log_prob[:, slice(*cast(AdaptedStratum, stratum).columns)].sum()
+
+
+def _ours(decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> Iterator[Tensor]:
+    u, v, b, l = inputs  # noqa: E741
+    log_weights = decoder.log_weights(u)
+    for k, module in enumerate(decoder.strata):
+        stratum = cast(AdaptedStratum, module)
+        nll, v = stratum(v, u, **stratum.arguments(k, log_weights, batch=b, library=l, x=x))
+        yield -nll
+
+
+def _numbers(totals: Iterator[Tensor]) -> Tensor:
+    """Values and derivatives [2, stratum]; a tensor without a direction has the derivative 0."""
+    pairs = [forward_ad.unpack_dual(total) for total in totals]  # type: ignore[no-untyped-call]
+    ways = [torch.zeros_like(one) if way is None else way for one, way in pairs]
+    return torch.stack([torch.stack([one for one, _ in pairs]), torch.stack(ways)])
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float64, copy=True)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
