@@ -6,6 +6,7 @@ from local_attention import LocalAttention as PackageAttention
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.parallel.fused_attention import FusedAttention
 
 SHAPES = [(20, 5, 8), (37, 5, 6), (3, 5, 6), (41, 20, 16)]
 IDS = ["whole buckets", "filled last bucket", "one bucket", "two and a bit"]
@@ -81,8 +82,18 @@ def test_low_precision_keeps_its_dtype():
     assert LocalAttention(4, 5)(q, k, values).dtype == torch.bfloat16
 
 
-def test_refusals():
-    with pytest.raises(ModelError, match=r"dim=3\): rotary needs an even dim"):
-        LocalAttention(3, 4)
-    with pytest.raises(ModelError, match=r"window=0\): a bucket needs at least one anchor"):
-        LocalAttention(4, 0)
+@pytest.mark.parametrize("kind", [LocalAttention, FusedAttention])
+def test_refusals(kind: type) -> None:
+    for dim in (3, 0, -2, "4", 4.0, True, None):
+        with pytest.raises(ModelError, match=rf"{kind.__name__}\(dim={dim!r}\): rotary needs an even dim"):
+            kind(dim, 4)
+    for window in (0, -1, 2.5, True, "4", None):
+        with pytest.raises(ModelError, match=rf"window={window!r}\): a bucket needs at least one anchor"):
+            kind(4, window)
+    q, k, values = inputs(7, 4)
+    for wrong in ((q[:5], k, values), (q, k[:5], values), (q, k, values[:5])):
+        for call in (kind(4, 3), kind(4, 3).prepare):
+            with pytest.raises(
+                ModelError, match=r"called with \d queries, \d keys and \d values; every anchor"
+            ):
+                call(*wrong)

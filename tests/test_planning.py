@@ -136,7 +136,9 @@ def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
         PlanError, match="S3 change attention, but 'decoders.hic' builds its keys without attention"
     ):
         plan(profile(hic(attention=False), rna()), devices=2, strategies="S3")
-    with pytest.raises(PlanError, match="S4 change a decomposed decoder, and none was recognised"):
+    with pytest.raises(
+        PlanError, match="S4 was asked for and changes how a decomposed decoder is computed, and none was"
+    ):
         plan(profile(rna()), devices=2, strategies="S4")
 
 

@@ -6,7 +6,7 @@ back by `keep`: it then computes bit for bit what it did before.
 
 A decoder that is changed later (another parameter object, child, setting, buffer or hook) is refused when it is called.
 
-Known limit: a LightningModule that is such a decoder itself is not looked at.
+Known limit: a LightningModule that is such a decoder itself is not taken for one; a note says so.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.higlue import resembles
+from lightning_amp.adapters.higlue import lacks, resembles
 from lightning_amp.adapters.layout import NotRecognised
 from lightning_amp.adapters.lazy import LazyDistribution
 from lightning_amp.adapters.probe import adapted
@@ -87,18 +87,28 @@ def adapt(module: nn.Module) -> Adapted:
     """
     found = Adapted()
     for fqn, child in module.named_modules():
-        if fqn and resembles(child):
-            try:
-                forward = _Forward(adapted(child), child)
-            except NotRecognised as reason:
-                found.notes.append(
-                    f"{fqn!r} looks like a decoder of HiGLUE's shape and is trained as any other module (S1), because"
-                    f" it {reason}"
-                )
+        try:
+            if not resembles(child):
+                _check_lacks(child)
                 continue
-            cast(Any, child).forward = forward
-            found.decoders[fqn] = child
+            if not fqn:
+                raise NotRecognised("is the LightningModule itself: make the decoder a module in it")
+            forward = _Forward(adapted(child), child)
+        except NotRecognised as reason:
+            found.notes.append(
+                f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
+                f" module (S1), because it {reason}"
+            )
+            continue
+        cast(Any, child).forward = forward
+        found.decoders[fqn] = child
     return found
+
+
+def _check_lacks(module: nn.Module) -> None:
+    missing = lacks(module)
+    if missing:
+        raise NotRecognised(f"has no {', '.join(missing)}")
 
 
 def _restore(module: nn.Module) -> None:

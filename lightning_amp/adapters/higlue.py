@@ -85,6 +85,15 @@ def resembles(module: nn.Module) -> bool:
     )
 
 
+def lacks(module: nn.Module) -> list[str]:
+    """What a module with half of such a decoder's parts has not; empty if it has fewer, or all."""
+    layers = (ATTENTION_LISTS["value"], CONVOLUTION_LISTS["pairs"])
+    parts = {name: hasattr(module, name) for name in (*LISTS, "scale_lin")}
+    parts[" or ".join(layers)] = any(hasattr(module, name) for name in layers)
+    missing = [name for name, there in parts.items() if not there]
+    return missing if 2 * len(missing) <= len(parts) else []
+
+
 def check_parts(module: nn.Module, layout: Layout) -> None:
     """Whether the parts are there that all forms need.
 

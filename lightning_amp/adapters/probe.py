@@ -120,7 +120,9 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
         except AmpError:
             raise
         except Exception as error:
-            raise NotRecognised(f"fails on a small example with {error!r}") from error
+            raise NotRecognised(
+                f"fails on a small example with {error!r}{settings_problem(module)}"
+            ) from error
         changed = changes(before, marks(small.module))
         if changed:
             raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")

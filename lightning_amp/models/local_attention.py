@@ -35,17 +35,12 @@ class LocalAttention(nn.Module):
         window: anchors per bucket, w.
 
     Raises:
-        ModelError: dim is odd or not positive, or window is not positive.
+        ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
     def __init__(self, dim: int, window: int):
         super().__init__()
-        if dim < 2 or dim % 2:
-            raise ModelError(f"LocalAttention(dim={dim!r}): rotary needs an even dim; choose 2, 4, ...")
-        if window < 1:
-            raise ModelError(
-                f"LocalAttention(window={window!r}): a bucket needs at least one anchor; choose window >= 1"
-            )
+        check_sizes("LocalAttention", dim, window)
         self.dim = dim
         self.window = window
         self._pairs = slice(0, dim // 2)
@@ -82,7 +77,11 @@ class LocalAttention(nn.Module):
         Returns:
             Scaled queries, normalised keys, values, each [W w, D]; cosines and sines, [2, 3w, D/2]; of a shard the
             same with its own channels.
+
+        Raises:
+            ModelError: Not as many keys and values as queries.
         """
+        check_rows(q, k, values)
         fill = (0, 0, 0, self.n_buckets(len(q)) * self.window - len(q))
         queries, keys = F.pad(q * self.dim**-0.5, fill), F.pad(self._normalize(k), fill)
         return queries, keys, F.pad(values, fill), self._rotation(q)
@@ -138,6 +137,37 @@ class LocalAttention(nn.Module):
         position = torch.arange(3 * self.window, dtype=at_least_float32, device=like.device)
         angle = position[:, None] * frequency
         return torch.stack((angle.cos(), angle.sin())).to(like.dtype)
+
+
+def check_sizes(name: str, dim: object, window: object) -> None:
+    """Refuse what is no size of attention.
+
+    Raises:
+        ModelError: A number that is not whole, or too small, or an odd dim.
+    """
+    if not _whole(dim, least=2) or dim % 2:  # type: ignore[operator]
+        raise ModelError(f"{name}(dim={dim!r}): rotary needs an even dim, a whole number; choose 2, 4, ...")
+    if not _whole(window, least=1):
+        raise ModelError(
+            f"{name}(window={window!r}): a bucket needs at least one anchor, a whole number; choose window >= 1"
+        )
+
+
+def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
+    """Refuse queries, keys and values of different anchors.
+
+    Raises:
+        ModelError: Not as many keys and values as queries.
+    """
+    if not len(q) == len(k) == len(values):
+        raise ModelError(
+            f"local attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} values; every"
+            " anchor has one of each: hand in as many"
+        )
+
+
+def _whole(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:

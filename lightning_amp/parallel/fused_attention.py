@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
+from lightning_amp.models.local_attention import check_rows, check_sizes
 from lightning_amp.parallel.banded_softmax import banded_softmax
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.probes import problem_of
@@ -60,10 +61,14 @@ class FusedAttention(nn.Module):
         dim: Channels D.
         window: Anchors per bucket, w.
         keep: Keep the weights for the backward pass.
+
+    Raises:
+        ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
     def __init__(self, dim: int, window: int, *, keep: bool = False) -> None:
         super().__init__()
+        check_sizes("FusedAttention", dim, window)
         self.dim = dim
         self.window = window
         self.keep = keep
@@ -83,6 +88,7 @@ class FusedAttention(nn.Module):
         values: Float[Tensor, "anchor dim"],
     ) -> tuple[Tensor, ...]:
         """The three themselves."""
+        check_rows(q, k, values)
         return q, k, values
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
@@ -109,6 +115,7 @@ class FusedAttention(nn.Module):
         values: Float[Tensor, "anchor dim"],
     ) -> Float[Tensor, "anchor dim"]:
         """Attention over all buckets."""
+        check_rows(q, k, values)
         return fused_rows(q, k, values, window=self.window, keep=self.keep)
 
 

@@ -305,8 +305,10 @@ def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> 
 def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
     needing = [s for s in chosen if STRATEGIES[s].choice is not None]
     if shape.decoder is None and needing:
+        one = len(needing) == 1
         raise PlanError(
-            f"{', '.join(needing)} change a decomposed decoder, and none was recognised in the module; use S1, or"
+            f"{', '.join(needing)} {'was' if one else 'were'} asked for and {'changes' if one else 'change'} how a"
+            " decomposed decoder is computed, and none was recognised in the module; use S1, or"
             " give the module a decoder with the protocol in docs/architecture.md"
         )
     attending = [s for s in ("S3", "fused", "nodes") if s in chosen]
