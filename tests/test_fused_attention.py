@@ -417,7 +417,7 @@ def buffered() -> LocalAttention:
             chunk_attention(LocalAttention(DIM, WINDOW), buckets=1),
             r"'ChunkedAttention', which has the settings",
         ),
-        (FusedAttention(DIM, 5.0), r"has the settings \['window=5.0'\]"),  # type: ignore[arg-type]
+        (with_attribute("window", 5.0), r"has the settings \['window=5.0'\]"),
         (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
         (buffered(), r"has the state \['seen'\]"),
         (with_attribute("drop", nn.Dropout(0.1)), r"has the children \['drop'\]"),
