@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.errors import ModelError
+from lightning_amp.parallel.attention_sizes import check_rows, check_sizes
 
 SELF_SCORE = -5e4
 ROTARY_BASE = 10000.0
@@ -137,37 +137,6 @@ class LocalAttention(nn.Module):
         position = torch.arange(3 * self.window, dtype=at_least_float32, device=like.device)
         angle = position[:, None] * frequency
         return torch.stack((angle.cos(), angle.sin())).to(like.dtype)
-
-
-def check_sizes(name: str, dim: object, window: object) -> None:
-    """Refuse what is no size of attention.
-
-    Raises:
-        ModelError: A number that is not whole, or too small, or an odd dim.
-    """
-    if not _whole(dim, least=2) or dim % 2:  # type: ignore[operator]
-        raise ModelError(f"{name}(dim={dim!r}): rotary needs an even dim, a whole number; choose 2, 4, ...")
-    if not _whole(window, least=1):
-        raise ModelError(
-            f"{name}(window={window!r}): a bucket needs at least one anchor, a whole number; choose window >= 1"
-        )
-
-
-def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
-    """Refuse queries, keys and values of different anchors.
-
-    Raises:
-        ModelError: Not as many keys and values as queries.
-    """
-    if not len(q) == len(k) == len(values):
-        raise ModelError(
-            f"local attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} values; every"
-            " anchor has one of each: hand in as many"
-        )
-
-
-def _whole(value: object, *, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:

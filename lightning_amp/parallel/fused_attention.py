@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.models.local_attention import check_rows, check_sizes
+from lightning_amp.parallel.attention_sizes import check_rows, check_sizes
 from lightning_amp.parallel.banded_softmax import banded_softmax
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.probes import problem_of
