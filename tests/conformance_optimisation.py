@@ -15,6 +15,7 @@ from tests.conformance_cases import (
     Outcome,
     Site,
     Tiny,
+    batches,
     feature,
     fit,
 )
@@ -261,3 +262,54 @@ TOGETHER = "Skipping the `training_step` by returning None in distributed traini
 )
 def skipping(site: Site) -> Outcome:
     return fit(site, Skipping())
+
+
+class InValidation(Tiny):
+    """Takes gradients in validation, as attribution of inputs does."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        with torch.enable_grad():
+            self.manual_backward(self.loss(batch))
+
+
+@feature(
+    "self.manual_backward in validate",
+    checked="all gradients, which stay on their rank",
+    against="ddp",
+    plans=EVERY,
+    refused=dict.fromkeys(EVERY, "outside of a fit"),
+    note="in a fit's validation, and after a fit, it works under every plan",
+)
+def backward_in_validation(site: Site) -> Outcome:
+    module = InValidation()
+    site.trainer(inference_mode=False).validate(module, site.loader(), verbose=False)
+    return _gradients(module)
+
+
+@feature(
+    "self.manual_backward after a fit",
+    checked="all gradients, which stay on their rank",
+    against="ddp",
+    plans=EVERY,
+)
+def backward_after_fit(site: Site) -> Outcome:
+    module = InValidation()
+    site.trainer(max_epochs=1).fit(module, site.loader())
+    module.zero_grad()
+    batch = {
+        name: value.double() if value.is_floating_point() else value for name, value in batches()[0].items()
+    }
+    module.manual_backward(module.loss(site.part(batch)))
+    return _gradients(module)
+
+
+def _gradients(module: nn.Module) -> Outcome:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

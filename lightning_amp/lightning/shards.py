@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning import sharded_state
 from lightning_amp.lightning.checkpoint_directory import fill
 from lightning_amp.parallel.borders import check_borders
@@ -49,6 +50,18 @@ class Shards:
             InstallError: See `check_borders`.
         """
         check_borders(loss, self._module, partial=self.partial, sharded=self.sharded)
+
+    def refuse_backward(self) -> None:
+        """Refuse a backward that nobody completes, outside of a fit.
+
+        Raises:
+            PlanError: A gradient lies on several ranks.
+        """
+        if self.partial or self.sharded:
+            raise PlanError(
+                "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other ranks"
+                " of the model axis, which are put together in a fit alone; use model_parallel_size=1 for this run"
+            )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """The module's state with whole parameters, a collective, or with this rank's parts of them."""

@@ -65,11 +65,17 @@ class WeightedSteps(WholeState):
     ) -> Tensor:
         """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
 
-        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
+        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will. Outside of a fit a
+        rank keeps the gradients of its own loss, as under DDPStrategy.
+
+        Raises:
+            PlanError: Outside of a fit, where the plan leaves parts of the gradients on other ranks.
         """
         module = self.lightning_module
         assert module is not None, "the Trainer sets the module before setup"
-        assert self._gradients is not None, "backward comes after setup for fitting"
+        if self._gradients is None:
+            self._shards.refuse_backward()
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.pre_backward(closure_loss)
         self._gradients.watch()
         self._shards.check(closure_loss)
