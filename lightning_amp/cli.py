@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.convert import add_convert
+from lightning_amp.data.writing import FULL, cannot_write, written_aside
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.verification.command import add_verify
 
@@ -41,30 +42,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = arguments.run(arguments) or 0
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader, such as `head`, has seen enough; without this python complains once more when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader, such as `head`, has seen enough
     except Exception as error:
         mistake = _mistake_in(error)
         if mistake is None:
             raise
+        _drop_output()
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"lightning-amp: error: {mistake}", file=sys.stderr)
         return 2
     return status
 
 
-def _mistake_in(error: BaseException | None) -> BaseException | None:
-    """The user's mistake that an error stands for: an AmpError anywhere in its chain, for jsonargparse wraps what
-    constructors raise, a refusal of Lightning's, or a missing file.
+def _drop_output() -> None:
+    """Drop what standard output does not take; python complains of it once more when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _mistake_in(error: BaseException | None) -> BaseException | str | None:
+    """The user's mistake that an error stands for: an AmpError or a full disk anywhere in its chain, for jsonargparse
+    and torch wrap what was raised, a refusal of Lightning's, or a file that is missing or not to be opened.
     """
     first, seen = error, set()
     while error is not None and id(error) not in seen:
         if isinstance(error, AmpError):
             return error
+        if isinstance(error, OSError) and error.errno in FULL:
+            return cannot_write(error.filename, error)
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     refusal = type(first).__name__ == "MisconfigurationException"
-    return first if refusal or isinstance(first, FileNotFoundError) else None
+    return first if refusal or isinstance(first, (FileNotFoundError, PermissionError)) else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -298,7 +309,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
     check_request(**request)
     alone, rates = _alone(arguments), _rates(arguments)
     if arguments.plot is not None:
-        _check_plot(arguments.plot)
+        _check_target("--plot", arguments.plot, "memory.png", overwrite=True)
     profile: Any = None if alone is not None else _read(arguments)
 
     # late: torch takes seconds to load, and mistakes are told before
@@ -315,49 +326,39 @@ def _simulate(arguments: argparse.Namespace) -> None:
         asked = request_reference(profile, **of_model, **request)
     simulation = simulate_plan(asked.make, asked.plan)
     if arguments.plot is not None:
-        draw(Path(arguments.plot), simulation)
+        with written_aside(Path(arguments.plot)) as aside:
+            draw(aside, simulation)
     as_json = arguments.format == "json"
     print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    _check_target(arguments.out, overwrite=arguments.overwrite)
+    _check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
 
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.simulation.calibration import calibrate, calibration_report
 
     found = calibrate(arguments.device, index=arguments.device_index)
-    Path(arguments.out).write_text(found.after.to_json() + "\n")
+    with written_aside(Path(arguments.out)) as aside:
+        aside.write_text(found.after.to_json() + "\n")
     as_json = arguments.format == "json"
     print(json.dumps(found.to_dict(), indent=2) if as_json else calibration_report(found))
     if not as_json:
         print(f"\nwrote {arguments.out}: use it with --rates, or AMPStrategy(rates={arguments.out!r})")
 
 
-def _check_target(out: str, *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before the step is measured."""
-    path = Path(out)
-    if path.is_dir() or path.suffix.lower() != ".json":
-        raise PlanError(
-            f"--out {out!r} was asked for; allowed is the name of a JSON file, such as rates.json"
-        )
+def _check_target(option: str, name: str, example: str, *, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before the work that it would show."""
+    path, asked, suffix = Path(name), f"{option} {name!r} was asked for", Path(example).suffix
+    if path.is_dir() or path.suffix.lower() != suffix:
+        kind = suffix[1:].upper()
+        raise PlanError(f"{asked}; allowed is the name of a {kind} file, such as {example}")
     if not path.parent.is_dir():
-        raise PlanError(f"--out {out!r} was asked for, and its folder does not exist; make it first")
+        raise PlanError(f"{asked}, and its folder does not exist; make it first")
+    if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
+        raise PlanError(f"{asked}, and may not be written; choose another place")
     if path.exists() and not overwrite:
-        raise PlanError(f"--out {out!r} was asked for and exists; choose another name, or add --overwrite")
-
-
-def _check_plot(plot: str) -> None:
-    """Refuse what no picture can be written to, before the work that it would show."""
-    path = Path(plot)
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise PlanError(
-            f"--plot {plot!r} was asked for; allowed is the name of a PNG file, such as memory.png"
-        )
-    if not path.parent.is_dir():
-        raise PlanError(f"--plot {plot!r} was asked for, and its folder does not exist; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PlanError(f"--plot {plot!r} was asked for, and may not be written; choose another place")
+        raise PlanError(f"{asked} and exists; choose another name, or add --overwrite")
 
 
 def _request(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pandas as pd
 
 from lightning_amp.data.features import FeatureGrid
 from lightning_amp.data.matrix_writer import MatrixWriter
+from lightning_amp.data.new_hdf5 import new_hdf5
 from lightning_amp.data.pseudobulk import Pseudobulk
 from lightning_amp.errors import DataError
 
@@ -46,7 +47,8 @@ def write_hic(
     bulk = Pseudobulk(len(grid.bins))
     chrom = pd.factorize(grid.bins["chrom"])[0]
     kept, depths, n_seen, best = [], [], 0, 0.0
-    with MatrixWriter(path, n_features=grid.n_features) as writer:
+    with new_hdf5(path) as (file, check):
+        writer = MatrixWriter(file, check, n_features=grid.n_features)
         for cell, pixels in cells:
             n_seen += 1
             count = pixels["count"].to_numpy()

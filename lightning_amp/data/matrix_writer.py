@@ -1,10 +1,8 @@
 """Writes an h5ad whose sparse matrix arrives one cell at a time, in memory that the cells do not raise."""
 
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
-import h5py
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -15,12 +13,16 @@ CHUNK = 65_536
 class MatrixWriter:
     """An h5ad under construction: raw counts as CSR in X, then obs, var and uns.
 
-    Use as a context manager: `append` each cell, then `finish` once. Leaving without `finish` leaves a file
-    that no reader takes for complete.
+    `append` each cell, then `finish` once; a file without `finish` is taken for complete by no reader.
+
+    Args:
+        file: The open h5py file.
+        check: Raises the error of a write that has failed.
+        n_features: Number of features.
     """
 
-    def __init__(self, path: Path, *, n_features: int) -> None:
-        self._file: Any = h5py.File(path, "w")
+    def __init__(self, file: Any, check: Callable[[], None], *, n_features: int) -> None:
+        self._file, self._check = file, check
         self._n_features = n_features
         self._indptr = [0]
         group = self._file.create_group("X")
@@ -31,14 +33,6 @@ class MatrixWriter:
         self._indices = group.create_dataset(
             "indices", dtype=np.int32, compression="gzip", compression_opts=1, **options
         )
-
-    def __enter__(self) -> "MatrixWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
     def append(self, columns: NDArray[np.int64], counts: NDArray[Any]) -> None:
         """Add one cell.
@@ -51,6 +45,7 @@ class MatrixWriter:
         for dataset, values in ((self._data, counts), (self._indices, columns)):
             dataset.resize((stop,))
             dataset[start:stop] = values.astype(dataset.dtype)
+        self._check()
         self._indptr.append(stop)
 
     def finish(self, *, obs: pd.DataFrame, var: pd.DataFrame, uns: dict[str, Any]) -> None:

@@ -4,32 +4,20 @@ Every file is written under another name and renamed at the end, so that a file 
 one.
 """
 
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-import anndata
-import cooler
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_amp.data.layout import FeatureLayout, Stratum
+from lightning_amp.data.matrix_writer import write_annotations
+from lightning_amp.data.new_hdf5 import new_hdf5
+from lightning_amp.data.scool_writer import write_scool
+from lightning_amp.data.writing import written_aside
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
-
-
-@contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path`; the file written there becomes `path` on success and vanishes on any
-    error."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        yield aside
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def celltypes(obs: pd.DataFrame) -> NDArray[np.str_]:
@@ -47,9 +35,11 @@ def write_embedding(path: Path, *, obs: pd.DataFrame, embedding: NDArray[np.floa
         obs: table of cells, copied as it is
         embedding: [cell, dim]
     """
-    cells = anndata.AnnData(obs=obs, obsm={"X_amp": embedding.astype(np.float32)})
-    with written_aside(path) as aside:
-        cells.write_h5ad(aside)
+    from anndata.io import write_elem
+
+    with written_aside(path) as aside, new_hdf5(aside) as (file, _):
+        write_elem(file, "obsm", {"X_amp": embedding.astype(np.float32)})
+        write_annotations(file, obs=obs, var=pd.DataFrame(index=pd.Index([], dtype=str)), uns={})
 
 
 def write_imputed(
@@ -73,13 +63,8 @@ def write_imputed(
         strata = [stratum for stratum in layout.strata if stratum.resolution == resolution]
         path = out_dir / f"imputed{tail}.scool"
         with written_aside(path) as aside:
-            cooler.create_scool(
-                str(aside),
-                _bins(layout, strata[0]),
-                {name: _pixels(strata, values) for name, values in contacts.items()},
-                dtypes={"count": float},
-                ordered=True,
-            )
+            cells = ((name, _pixels(strata, values)) for name, values in contacts.items())
+            write_scool(aside, _bins(layout, strata[0]), cells, n_cells=len(contacts))
         paths.append(path)
     return paths
 

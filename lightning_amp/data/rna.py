@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_amp.data.hdf5 import open_h5ad
 from lightning_amp.data.matrix_writer import write_annotations
+from lightning_amp.data.new_hdf5 import new_hdf5
 from lightning_amp.errors import DataError
 
 CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("batch",), "0")}
@@ -111,7 +111,7 @@ def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: 
     counts = sp.csr_matrix(rna.counts[filled], dtype=np.float32)
     var = positions.rename(columns={"start": "chromStart", "end": "chromEnd"}).rename_axis(None)
     var = var[["chrom", "chromStart", "chromEnd", "strand"]].assign(highly_variable=True, in_hic=True)
-    with h5py.File(path, "w") as file:
+    with new_hdf5(path) as (file, _):
         write_elem(file, "X", counts)
         write_elem(file, "layers", {"counts": counts})
         amp = settings | {"schema": 1, "n_dropped_cells": int((~filled).sum())}

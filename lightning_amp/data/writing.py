@@ -1,13 +1,35 @@
-"""Writes a data directory aside and puts it in place at the end, so that a failed run leaves nothing."""
+"""Writes files and data directories aside and puts them in place at the end, so that a failed run leaves nothing."""
 
+import errno
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_amp.data.directory import FOLDERS
 from lightning_amp.errors import DataError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a disk answers that is full, or read-only."""
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path`; the file written there becomes `path` on success and vanishes on any error.
+
+    Raises:
+        DataError: The disk is full or read-only.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with _refusing(path):
+            yield aside
+            aside.replace(path)
+    finally:
+        # it can be there though the disk is read-only by now
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -19,7 +41,7 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         overwrite: Replace `out` if it is a data directory; nothing else is ever replaced.
 
     Raises:
-        DataError: `out` exists and is not to be replaced, or its parent cannot be written to.
+        DataError: `out` exists and is not to be replaced, its parent cannot be written to, or the disk is full.
     """
     out = Path(out)
     _check_free(out, overwrite=overwrite)
@@ -33,10 +55,29 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
             "may write to"
         ) from error
     try:
-        yield aside
-        _put_in_place(aside, place)
+        with _refusing(out):
+            yield aside
+            _put_in_place(aside, place)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise DataError(
+            f"{cannot_write(path, error)}. Nothing half-written is left, and what was there before is untouched"
+        ) from error
+
+
+def cannot_write(path: str | Path | None, error: OSError) -> str:
+    """Say that a disk is full or read-only, and what to do."""
+    what = "a file" if path is None else f"{str(path)!r}"
+    return f"{what} was to be written and cannot be: {error.strerror}; make room or choose another folder"
 
 
 def _check_free(out: Path, *, overwrite: bool) -> None:

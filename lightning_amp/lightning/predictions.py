@@ -25,7 +25,8 @@ from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.keys import hash_integers
 from lightning_amp.data.layout import FeatureLayout
-from lightning_amp.data.results import celltypes, write_embedding, write_imputed, written_aside
+from lightning_amp.data.results import celltypes, write_embedding, write_imputed
+from lightning_amp.data.writing import written_aside
 from lightning_amp.errors import DataError, ModelError
 
 Embeddings = dict[str, NDArray[np.float32]]

@@ -1,0 +1,92 @@
+"""New HDF5 files on a disk that may run full.
+
+libhdf5 (2.0 too) frees a chunked data set whose last write fails and keeps its identifier; closing that one, at the
+latest when the process ends, is a segmentation fault. So HDF5 writes through a file that takes everything: after a
+write has failed, what follows is kept in memory, little, for whoever writes asks at once.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+
+@contextmanager
+def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """Yield a new HDF5 file, and a check that raises the error of the first write that has failed.
+
+    Args:
+        path: The file; whoever asks removes it after an error.
+
+    Raises:
+        OSError: Not all could be written, such as on a full disk.
+    """
+    with _Patient(path) as raw:
+        with h5py.File(raw, "w") as file:
+            yield file, raw.check
+        raw.check()
+
+
+class _Patient:
+    """A file for reading and writing whose writes never fail; `check` tells whether one would have.
+
+    Attributes:
+        error: Of the first write that has failed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # without a buffer: what is in one could fail later, and elsewhere
+        self._file = path.open("w+b", buffering=0)
+        self._later: list[tuple[int, bytes]] = []
+        self.error: OSError | None = None
+        self.seek, self.tell, self.flush = self._file.seek, self._file.tell, self._file.flush
+
+    def __enter__(self) -> "_Patient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def check(self) -> None:
+        """Raise the error of the first write that has failed."""
+        if self.error is not None:
+            raise self.error
+
+    def write(self, data: Any) -> int:
+        """Write to the file, after an error to memory."""
+        rest = memoryview(data).cast("B")
+        n_bytes = len(rest)
+        try:
+            while rest and self.error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.error = error
+        if rest:
+            self._later.append((self.tell(), bytes(rest)))
+            self.seek(len(rest), io.SEEK_CUR)
+        return n_bytes
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what has been written, zeros where nothing was."""
+        view, start = memoryview(buffer).cast("B"), self.tell()
+        n_read = self._file.readinto(view) or 0
+        view[n_read:] = bytes(len(view) - n_read)
+        for at, data in self._later:
+            low, high = max(at, start), min(at + len(data), start + len(view))
+            if low < high:
+                view[low - start : high - start] = data[low - at : high - at]
+        return len(view)
+
+    def read(self, n_bytes: int = -1) -> bytes:
+        """Read; only `readinto` is used where there is one."""
+        raise NotImplementedError
+
+    def truncate(self, n_bytes: int) -> None:
+        """Set the file's length."""
+        try:
+            self._file.truncate(n_bytes)
+        except OSError as error:
+            self.error = self.error or error
