@@ -132,7 +132,10 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         "--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)"
     )
     parser.add_argument("--trans", action="store_true", help="keep pairs that cross a chromosome's end")
-    parser.add_argument("--chromosomes", help="chromosomes to keep, separated by commas (default: all)")
+    parser.add_argument(
+        "--chromosomes",
+        help="chromosomes to keep, separated by commas (default: all but scaffolds and the mitochondrial one)",
+    )
     parser.add_argument(
         "--loop-quantile", type=float, default=0.98, help="pseudobulk quantile of graph edges"
     )
@@ -223,6 +226,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     from lightning_amp.data.prepare import prepare
+    from lightning_amp.prepared import prepared_report
 
     directory = prepare(
         hic=arguments.hic,
@@ -239,6 +243,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         loop_quantile=arguments.loop_quantile,
         overwrite=arguments.overwrite,
     )
+    print(f"{prepared_report(directory)}\n")
     for path in (directory.hic, directory.rna, directory.graph):
         print(f"wrote {path}")
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anndata
@@ -18,6 +19,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from lightning_amp.cli import main
 from lightning_amp.data import new_hdf5 as module
@@ -28,6 +30,8 @@ from lightning_amp.data.scool_writer import write_scool
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.data.writing import written_aside
 from lightning_amp.errors import DataError
+from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
+from lightning_amp.verification.trial import _keep
 from tests.tiny_data import Files, make_bins, make_pixels, write_all
 from tests.tiny_data import write_scool as cooler_writes
 
@@ -227,6 +231,33 @@ def test_a_full_disk_under_any_layer_of_training(
         "lightning-amp: error: a file was to be written and cannot be: No space left on device;"
     )
     assert found.count("\n") == 1
+
+
+def test_the_monitor_of_memory_lets_the_error_of_the_run_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise FULL
+
+    monkeypatch.setattr("lightning_amp.lightning.memory_monitor.write_rows", full)
+    monitor = StratumMemoryMonitor(dirpath=tmp_path)
+    monitor.rows, monitor._target = [{"rank": 0}], tmp_path
+    trainer = SimpleNamespace(is_global_zero=True)
+    monitor.on_exception(trainer, None, ValueError())  # type: ignore[arg-type]
+    monitor._target = tmp_path
+    with pytest.raises(OSError, match="No space"):
+        monitor._write(trainer)  # type: ignore[arg-type]
+
+
+def test_what_verify_keeps_for_the_ranks(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match="one.pt' was to be written and cannot be.*TMPDIR says"),
+        file_limit(2000),
+    ):
+        _keep([torch.zeros(5000)], tmp_path / "one.pt")
+    assert names_in(tmp_path) == []
+    _keep([torch.arange(5000)], tmp_path / "one.pt")
+    assert torch.equal(torch.load(tmp_path / "one.pt")[0], torch.arange(5000))
 
 
 def test_a_read_only_disk_is_told_before_the_work(

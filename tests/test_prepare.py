@@ -12,6 +12,8 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from lightning_amp.cli import main
+from lightning_amp.data.chromosomes import choose_chromosomes
 from lightning_amp.data.gene_choice import most_variable
 from lightning_amp.data.genes import promoters, read_genes
 from lightning_amp.data.graph import count_graph, read_graph
@@ -347,3 +349,72 @@ def test_empty_cells_are_dropped(files: Files) -> None:
     hic = anndata.read_h5ad(prepare(**files.arguments()).hic)
     assert list(hic.obs_names) == ["full"]
     assert hic.uns["amp"]["n_dropped_cells"] == 1
+
+
+def test_scaffolds_and_the_mitochondrial_chromosome_are_left_out_unless_asked_for(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {
+        "chr1": 12,
+        "chr2": 8,
+        "chr1_gl000191_random": 2,
+        "chrUn_KI270302v1": 1,
+        "GL000009.2": 1,
+        "chrM": 1,
+    }
+    write_scool(files.hic, {cell: make_pixels(i) for i, cell in enumerate(CELLS)}, make_bins(names))
+    depths = sorted(int(make_pixels(i).query("bin2_id < 12")["count"].sum()) for i in range(len(CELLS)))
+    counts = rna_counts().toarray()
+    counts[3, :10] = 0
+    write_rna(files.rna, counts)
+    words = [w for name, value in files.arguments().items() for w in (f"--{name}", str(value))]
+    assert (
+        main(["prepare", *words, "--min-depth", str(depths[2]), "--n-genes", "7", "--chromosomes", "1"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert max(map(len, text.split("\n\n")[0].splitlines())) <= 80
+    told = " ".join(text.split())
+    assert f"Hi-C cells 6 4 2 with fewer than {depths[2]} contacts" in told
+    assert "RNA cells 8 7 1 without counts in the genes kept" in told
+    assert "genes 12 6 2 without a position in the annotation, 4 on chromosomes left out" in told
+    assert (
+        "chromosomes 6 1 chr2, chr1_gl000191_random, chrUn_KI270302v1, GL000009.2, chrM; --chromosomes"
+        in told
+    )
+    hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True).hic)
+    assert set(hic.var["chrom"]) == {"chr1", "chr2"}
+    hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True, chromosomes=["2", "M"]).hic)
+    assert set(hic.var["chrom"]) == {"chr2", "chrM"}
+
+
+@pytest.mark.parametrize(
+    ("present", "kept"),
+    [
+        (["chrI", "chrXVI", "chrM", "2-micron"], ["chrI", "chrXVI"]),
+        (["2L", "2R", "4", "X", "mitochondrion_genome", "211000022278279"], ["2L", "2R", "4", "X"]),
+        (["NC_000001.11", "NT_187361.1", "NC_012920.1"], ["NC_000001.11", "NC_012920.1"]),
+        (["10", "1", "MT", "KI270728.1", "hs37d5", "chr6_apd_hap1", "chrEBV"], ["10", "1"]),
+        (["scaffold_1", "scaffold_2"], ["scaffold_1", "scaffold_2"]),
+    ],
+)
+def test_what_counts_as_a_chromosome(present: list[str], kept: list[str]) -> None:
+    assert choose_chromosomes(None, present, path="x") == kept
+
+
+def test_every_column_of_the_cells_is_kept(files: Files) -> None:
+    table = anndata.read_h5ad(files.rna)
+    table.obs["donor"] = pd.Categorical(["d1", "d2", "d3", None] * 2)
+    table.obs["age"] = np.arange(8.0)
+    table.obs["batch"] = [1, 2] * 4
+    table.write_h5ad(files.rna)
+    counts = rna_counts().toarray()
+    counts[3, :10] = 0
+    table.X = counts
+    table.write_h5ad(files.rna)
+    found = anndata.read_h5ad(prepare(**files.arguments()).rna).obs
+    kept = np.delete(np.arange(8), 3)
+    assert list(found) == ["celltype", "batch", "cell_type", "donor", "age"]
+    for name in ("cell_type", "donor", "age"):
+        assert found[name].astype(str).tolist() == table.obs[name].astype(str).iloc[kept].tolist()
+    assert found["batch"].tolist() == [str(1 + i % 2) for i in kept]
+    assert found["donor"].dtype == "category"

@@ -1,8 +1,12 @@
 """Matches chromosome names written with and without "chr"."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from lightning_amp.errors import DataError
+
+NUCLEAR = re.compile(r"\d{1,2}[A-Z]?|[IVX]{1,5}|[XYWZ]|NC_\d+\.\d+")
+"""Bare names of chromosomes: numbers, with arms, Roman ones, sex chromosomes, and those of RefSeq."""
 
 
 def bare_name(chrom: str) -> str:
@@ -21,7 +25,8 @@ def choose_chromosomes(asked: Sequence[str] | None, present: Sequence[str], *, p
     """Return the chromosomes to keep, in the file's spelling and order.
 
     Args:
-        asked: Names in either spelling, or None for all.
+        asked: Names in either spelling; None for all but scaffolds and the mitochondrial one, or for all where no
+            name is known as a chromosome's.
         present: The file's chromosomes in order.
         path: The file, for messages.
 
@@ -29,7 +34,7 @@ def choose_chromosomes(asked: Sequence[str] | None, present: Sequence[str], *, p
         DataError: A name is not in the file, or none is asked for.
     """
     if asked is None:
-        return list(present)
+        return [chrom for chrom in present if NUCLEAR.fullmatch(bare_name(chrom))] or list(present)
     spelled = spell_as(present, asked)
     unknown = [name for name in asked if name not in spelled]
     if unknown or not asked:

@@ -21,6 +21,7 @@ class FeatureGrid:
         column_of: Column of (stratum, anchor), -1 where the pair leaves its chromosome, [stratum, anchor].
         n_features: Number of columns.
         cis_only: Whether pairs stay on one chromosome.
+        left_out: Chromosomes of the file that are not kept.
     """
 
     bins: pd.DataFrame
@@ -28,6 +29,7 @@ class FeatureGrid:
     column_of: NDArray[np.int64]
     n_features: int
     cis_only: bool
+    left_out: tuple[str, ...]
 
     @property
     def n_strata(self) -> int:
@@ -109,4 +111,5 @@ def build_grid(
     end = np.searchsorted(codes, codes, side="right") if cis_only else np.full(len(kept), len(kept))
     exists = np.arange(len(kept)) + np.arange(strata)[:, None] < end
     column_of = np.where(exists, np.cumsum(exists).reshape(exists.shape) - 1, -1)
-    return FeatureGrid(kept, row_of_bin, column_of, int(exists.sum()), cis_only)
+    left_out = tuple(bins["chrom"][~keep].drop_duplicates())
+    return FeatureGrid(kept, row_of_bin, column_of, int(exists.sum()), cis_only, left_out)

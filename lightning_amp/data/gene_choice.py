@@ -28,6 +28,8 @@ def choose_genes(
 ) -> tuple[RnaCounts, pd.DataFrame]:
     """Return the counts and positions of the most variable genes whose promoter touches a kept bin.
 
+    How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
+
     Args:
         rna: All counts.
         genes: Positions of genes, chromosomes in any spelling.
@@ -62,6 +64,13 @@ def choose_genes(
             "the annotation of the assembly"
         )
     chosen = positions.iloc[keep]
+    chosen.attrs["genes"] = {
+        "read": len(rna.genes),
+        "without_position": len(rna.genes) - len(shared),
+        "on_chromosomes_left_out": len(shared) - len(positions),
+        "outside_bins": int((~in_hic).sum()),
+        "less_variable": int((in_hic & ~variable).sum()),
+    }
     return replace(rna, counts=counts[:, keep], genes=chosen.index), chosen
 
 

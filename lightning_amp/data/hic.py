@@ -46,7 +46,7 @@ def write_hic(
     """
     bulk = Pseudobulk(len(grid.bins))
     chrom = pd.factorize(grid.bins["chrom"])[0]
-    kept, depths, n_seen, best = [], [], 0, 0.0
+    kept, depths, n_seen, n_shallow, best = [], [], 0, 0, 0.0
     with new_hdf5(path) as (file, check):
         writer = MatrixWriter(file, check, n_features=grid.n_features)
         for cell, pixels in cells:
@@ -57,6 +57,7 @@ def write_hic(
             depth = float(count[present].sum())
             best = max(best, depth)
             stored = (column >= 0) & (count > 0)
+            n_shallow += depth < min_depth
             if depth < min_depth or not stored.any():
                 continue
             columns, values = _sort_and_sum(column[stored], count[stored])
@@ -72,7 +73,14 @@ def write_hic(
             )
         obs = labels.loc[kept].assign(depth=depths, dataset="train")
         obs.index = pd.Index(kept, dtype=object)
-        amp = settings | {"schema": 1, "n_dropped_cells": n_seen - len(kept)}
+        dropped = {
+            "n_dropped_cells": n_seen - len(kept),
+            "n_shallow_cells": n_shallow,
+            "min_depth": min_depth,
+        }
+        amp = (
+            settings | {"schema": 1, "chromosomes_left_out": np.array(grid.left_out, dtype=object)} | dropped
+        )
         writer.finish(obs=obs, var=grid.var(), uns={"amp": amp})
     return bulk.total()
 

@@ -48,7 +48,8 @@ def prepare(
         min_depth: Least number of contacts of a cell on the kept chromosomes.
         n_genes: Number of most variable genes to keep.
         cis_only: Keep pairs on one chromosome only.
-        chromosomes: Chromosomes to keep, with or without "chr"; all by default.
+        chromosomes: Chromosomes to keep, with or without "chr"; by default all but scaffolds and the mitochondrial
+            one.
         loop_quantile: Quantile above which summed contacts become edges of the graph.
         overwrite: Replace an existing data directory.
 

@@ -23,7 +23,7 @@ class RnaCounts:
 
     Attributes:
         counts: CSR array of shape [cell, gene], float32.
-        obs: celltype and batch, indexed by cell.
+        obs: celltype and batch, then all other columns of the file, indexed by cell.
         genes: Symbols, of shape [gene].
         source: Where the counts come from, for messages.
     """
@@ -85,7 +85,8 @@ def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
     for name, (sources, default) in CELL_COLUMNS.items():
         source = next((s for s in sources if s in obs), None)
         columns[name] = default if source is None else obs[source].astype(str).to_numpy()
-    return pd.DataFrame(columns, index=obs.index.astype(str))
+    known = pd.DataFrame(columns, index=obs.index.astype(str))
+    return known.join(obs.drop(columns=list(columns), errors="ignore").set_axis(known.index))
 
 
 def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: dict[str, Any]) -> None:
@@ -115,4 +116,5 @@ def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: 
         write_elem(file, "X", counts)
         write_elem(file, "layers", {"counts": counts})
         amp = settings | {"schema": 1, "n_dropped_cells": int((~filled).sum())}
+        amp["genes"] = positions.attrs.get("genes", {})
         write_annotations(file, obs=rna.obs[filled], var=var, uns={"amp": amp})

@@ -59,7 +59,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
             _remove_left_over(target.parent)
             with _aside(target) as file:
-                _write(checkpoint, file)
+                write_state(checkpoint, file)
         except OSError as error:
             raise DataError(_cannot_write(target, error)) from error
 
@@ -108,7 +108,12 @@ class _FirstError:
         self._file.flush()
 
 
-def _write(checkpoint: dict[str, Any], raw: BinaryIO) -> None:
+def write_state(checkpoint: Any, raw: BinaryIO) -> None:
+    """Write what torch.save writes, down to the disk.
+
+    Raises:
+        OSError: As the file has raised it.
+    """
     file = _FirstError(raw)
     try:
         torch.save(checkpoint, file)  # type: ignore[arg-type]

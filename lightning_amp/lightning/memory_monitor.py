@@ -8,6 +8,7 @@ began), predicted_bytes (None without a plan) and rss_bytes (of the process, as 
 import csv
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_amp.errors import InstallError
+from lightning_amp.data.writing import written_aside
+from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.meters import CudaMeter, Meter, TensorMeter
 from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
 
@@ -130,7 +132,9 @@ class StratumMemoryMonitor(pl.Callback):
     ) -> None:
         """Write what rank 0 has: other ranks may be gone, so no collective."""
         self._stop()
-        self._write(trainer)
+        # a full disk may have ended the run, whose own error is the one to tell, to the other ranks too
+        with suppress(OSError, DataError):
+            self._write(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The rows of this rank."""
@@ -222,11 +226,12 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> list[Path]:
     """Write memory.csv and memory.jsonl, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     ordered = sorted(rows, key=lambda row: (row["rank"], row["step"]))
-    with (folder / "memory.csv").open("w", newline="") as file:
+    with written_aside(folder / "memory.csv") as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(ordered)
-    (folder / "memory.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+    with written_aside(folder / "memory.jsonl") as aside:
+        aside.write_text("".join(json.dumps(row) + "\n" for row in ordered))
     return [folder / "memory.csv", folder / "memory.jsonl"]
 
 
@@ -245,14 +250,15 @@ def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> list[Path
     shown = [r for r in strata if r["decoder"] == max(sizes, key=lambda fqn: sizes[fqn])]
     shown.sort(key=lambda row: int(row["stratum"]))
     predicted = [r["predicted_bytes"] for r in shown]
-    memory_curve(
-        path,
-        predicted_bytes=None if None in predicted else predicted,
-        measured_bytes=[r["current_bytes"] for r in shown],
-        budget_bytes=budget_bytes,
-        title=f"{shown[0]['decoder']}: memory after each stratum, step {last}",
-        rank_label=f"rank {rank}",
-    )
+    with written_aside(path) as aside:
+        memory_curve(
+            aside,
+            predicted_bytes=None if None in predicted else predicted,
+            measured_bytes=[r["current_bytes"] for r in shown],
+            budget_bytes=budget_bytes,
+            title=f"{shown[0]['decoder']}: memory after each stratum, step {last}",
+            rank_label=f"rank {rank}",
+        )
     return [path]
 
 

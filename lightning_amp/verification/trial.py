@@ -21,6 +21,9 @@ from torch import Tensor
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_amp.data.writing import written_aside
+from lightning_amp.errors import DataError
+from lightning_amp.lightning.atomic_checkpoint import write_state
 from lightning_amp.lightning.cells import count_cells
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.verification import batches as cut
@@ -138,7 +141,7 @@ def run_one(rank: int, folder: Path, trial: Trial) -> None:
     """Train on the global batch in this process, as a Trainer without this package would."""
     module, data = _subject(folder)
     recorder, _, _ = _fit(module, data, trial, folder=folder, strategy=None)
-    torch.save(_One.of(recorder), folder / "one.pt")
+    _keep(_One.of(recorder), folder / "one.pt")
 
 
 def run_nudged(rank: int, folder: Path, trial: Trial) -> dict[str, dict[str, float]]:
@@ -263,8 +266,16 @@ def _batches(data: Any, trial: Trial, folder: Path) -> list[Any]:
         drawn = cut.first_of((batch for batch, _, _ in iter(combined)), trial.steps)
     else:
         drawn = cut.first_of(data, trial.steps)
-    torch.save(drawn, path)
+    _keep(drawn, path)
     return drawn
+
+
+def _keep(value: Any, path: Path) -> None:
+    try:
+        with written_aside(path) as aside, aside.open("wb", buffering=0) as file:
+            write_state(value, file)
+    except DataError as error:
+        raise DataError(f"{error}. TMPDIR says where verify keeps its files") from error
 
 
 def _products(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> tuple[float, float, float]:
