@@ -28,15 +28,18 @@ SIZES = (60, 8, 2, 4)
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """The clock of a machine on which the first kind of step takes three seconds, the second one, at first more."""
+    """The clock of a machine on which the first kind of step takes three seconds, the second one, at first more; two
+    of seven rounds are disturbed, one takes longer at once.
+    """
     ticks = count()
 
     def now() -> float:
         step, ends = divmod(next(ticks), 2)
-        first = 40.0 if step < 4 else 0.0
+        first = 40.0 if step < 4 or step in (8, 9) else 0.5 if step > 10 else 0.0
         return 100.0 * step + ends * (first + (3.0 if step % 2 == 0 else 1.0))
 
     monkeypatch.setattr(calibration.time, "perf_counter", now)
+    monkeypatch.setattr(calibration, "SHARE", 0)
 
 
 def test_the_fitted_step_is_predicted_as_measured_and_the_check_is_told(slow_clock) -> None:
@@ -44,6 +47,7 @@ def test_the_fitted_step_is_predicted_as_measured_and_the_check_is_told(slow_clo
     assert found.before is CPU_CORE
     assert found.fitted.measured == 3.0
     assert found.check.measured == 1.0
+    assert (found.fitted.slowest, found.check.slowest) == (43.0, 41.0)
     assert found.fitted.after == pytest.approx(3.0, rel=1e-9)
     scale = 3.0 / found.fitted.before
     assert found.check.after == pytest.approx(scale * found.check.before, rel=1e-9)
@@ -54,7 +58,41 @@ def test_the_fitted_step_is_predicted_as_measured_and_the_check_is_told(slow_clo
     assert max(map(len, text.splitlines())) <= 80
     assert "3.00 s" in text
     assert "95 GFLOP/s" in text
+    assert "best of 7 rounds; the slowest took 14.33 times (fitted), 41.00 times (check)" in " ".join(
+        text.split()
+    )
     assert json.loads(json.dumps(found.to_dict()))["fitted"]["measured"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "worked", "found"),
+    [
+        (
+            [1.0, 9.0, 9.0, 9.0, 8.0],
+            1.0,
+            "took 9.0 times as long as the best one, which had 100% of a processor",
+        ),
+        (
+            [1.0, 1.0, 1.0, 1.0, 1.0],
+            0.1,
+            "took 1.0 times as long as the best one, which had 10% of a processor",
+        ),
+    ],
+)
+def test_a_busy_machine_is_not_calibrated(monkeypatch, seconds, worked, found) -> None:
+    clock, work = [0.0], [0.0]
+    left = iter([5.0, 5.0, *seconds])
+
+    def step() -> None:
+        taken = next(left)
+        clock[0] += taken
+        work[0] += taken * worked
+
+    monkeypatch.setattr(calibration, "ROUNDS", 5)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibration.time, "process_time", lambda: work[0])
+    with pytest.raises(PlanError, match=found):
+        calibration._measure([step], torch.device("cpu"))
 
 
 def test_both_steps_are_run_forward_and_backward_by_turns(monkeypatch) -> None:
@@ -73,6 +111,8 @@ def test_both_steps_are_run_forward_and_backward_by_turns(monkeypatch) -> None:
 
     made: list[tuple[str, ...]] = []
     monkeypatch.setattr(calibration, "_step", noted)
+    monkeypatch.setattr(calibration, "APART", 1e9)
+    monkeypatch.setattr(calibration, "SHARE", 0)
     torch.manual_seed(1234)
     state = torch.random.get_rng_state()
     found = calibrate("cpu", sizes=SIZES)
@@ -97,6 +137,8 @@ def test_devices_that_are_not_there(device, index, message) -> None:
 
 def test_the_command_writes_a_file_that_plan_reads(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(calibration.SIZES, "cpu", SIZES)
+    monkeypatch.setattr(calibration, "APART", 1e9)
+    monkeypatch.setattr(calibration, "SHARE", 0)
     monkeypatch.chdir(tmp_path)
     words = ["calibrate", "--device", "cpu", "--out", "rates.json"]
     assert main(words) == 0

@@ -19,7 +19,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
 
     Returns:
         Columns celltype (str, "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1
-        where absent), the index holds the cells.
+        where absent), then all other columns of the table as text; the index holds the cells.
 
     Raises:
         DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
@@ -50,14 +50,13 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
             f"{path}: depth {table['depth'].iloc[line]!r} of cell {cells[line]!r} is no non-negative number; "
             "correct it"
         )
-    return pd.DataFrame(
-        {
-            "celltype": celltype.to_numpy(),
-            "batch": _column(table, ["batch"], "0").to_numpy(),
-            "read_depth": depth.to_numpy("float64"),
-        },
-        index=cells,
-    )
+    known = {
+        "celltype": celltype.to_numpy(),
+        "batch": _column(table, ["batch"], "0").to_numpy(),
+        "read_depth": depth.to_numpy("float64"),
+    }
+    others = table.drop(columns=["cell", *{"cluster", "depth", *known} & set(table)]).fillna("n/a")
+    return pd.DataFrame(known, index=cells).join(others.set_axis(cells))
 
 
 def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Path | None) -> pd.DataFrame:

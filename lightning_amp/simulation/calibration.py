@@ -1,8 +1,10 @@
 """Calibrate the cost model: measure one decoder step on this device, and fit its rates to it.
 
 A decoder of synthetic sizes runs forward and backward with the techniques that policy "auto" takes for it on one
-device, and as it is, one after the other in every round; given are medians. The rates are fitted to the first; the
-second is the check: had the model all proportions right, its prediction afterwards would be what was measured.
+device, and as it is, one after the other in every round. The best round of each counts, for other processes only slow
+a step down; where most rounds took far longer, or the best one had to wait for a processor, nothing is fitted. The
+rates are fitted to the first; the second is the check: had the model all proportions right, its prediction afterwards
+would be what was measured.
 
 Known limits: one device, so the links stay those of the known device nearest to it; one size, float32, no optimiser.
 """
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.rates import Rates, calibrated
-from lightning_amp.planning.report import table, techniques
+from lightning_amp.planning.report import WIDTH, table, techniques
 from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.progress import track
 from lightning_amp.simulation.subject import DecoderAlone
@@ -33,6 +36,10 @@ from lightning_amp.simulation.subject import DecoderAlone
 SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7
 NON_ZERO = 0.05
+APART = 2.0
+"""How much longer than the best round the median one may take."""
+SHARE = 0.7
+"""Of a processor, what a step has at least that nobody else disturbs."""
 SIZES = {"cpu": (2000, 64, 6, 32), "cuda": (20_000, 128, 16, 64)}
 """Anchors, channels, strata and cells: on either about half a second."""
 
@@ -44,13 +51,15 @@ class Timing:
     Attributes:
         strategies: With which.
         before: Predicted seconds with the rates that were there.
-        measured: Median of the measured seconds.
+        measured: Seconds of the best round.
+        slowest: Seconds of the slowest round.
         after: Predicted seconds with the fitted rates.
     """
 
     strategies: tuple[str, ...]
     before: float
     measured: float
+    slowest: float
     after: float
 
 
@@ -92,7 +101,7 @@ def calibrate(
         sizes: Anchors, channels, strata and cells; None for those of `SIZES`.
 
     Raises:
-        PlanError: A device that this machine has not.
+        PlanError: A device that this machine has not, or a machine that is busy with something else.
     """
     place = _device(device, index)
     anchors, dim, strata, cells = sizes or SIZES[place.type]
@@ -107,13 +116,14 @@ def calibrate(
     )
     before, note = device_rates(place)
     plans = [_plan(decoder, cells, before, strategies) for strategies in (None, "S1")]
-    measured = _measure([_step(decoder, made, cells, place) for made in plans], place)
+    rounds = _measure([_step(decoder, made, cells, place) for made in plans], place)
+    measured = [min(found) for found in rounds]
     predicted = [made.predicted_step_seconds or 0.0 for made in plans]
     after = replace(calibrated(before, predicted[0], measured[0]), device=f"{_name(place)}, calibrated")
     again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
     timings = [
-        Timing(strategies=made.strategies, before=b, measured=m, after=a or 0.0)
-        for made, b, m, a in zip(plans, predicted, measured, again, strict=True)
+        Timing(strategies=made.strategies, before=b, measured=min(found), slowest=max(found), after=a or 0.0)
+        for made, b, found, a in zip(plans, predicted, rounds, again, strict=True)
     ]
     return Calibration(
         decoder=decoder,
@@ -138,6 +148,10 @@ def calibration_report(found: Calibration) -> str:
         ]
         for name, timing in (("fitted", found.fitted), ("check", found.check))
     ]
+    apart = ", ".join(
+        f"{timing.slowest / timing.measured:.2f} times ({name})"
+        for name, timing in (("fitted", found.fitted), ("check", found.check))
+    )
     before, after, d = found.before, found.after, found.decoder
     numbers = [
         ["products", *(f"{r.matmul_flops / 1e9:.4g} GFLOP/s" for r in (before, after))],
@@ -148,6 +162,7 @@ def calibration_report(found: Calibration) -> str:
         f"Calibrated {after.device.removesuffix(', calibrated')}: a decoder step with {d.anchors:,} anchors,"
         f"\n{len(d.features)} strata, {d.dim} channels, {found.cells} cells",
         table(["step", "predicted", "measured", "predicted now", "techniques"], rows),
+        fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
         *([found.note] if found.note else []),
     ]
@@ -209,17 +224,37 @@ def _batch(decoder: DecoderShape, cells: int) -> dict[str, Tensor]:
     }
 
 
-def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[float]:
-    """Median seconds of every step, measured by turns."""
+def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[float]]:
+    """Seconds of every round of every step, measured by turns.
+
+    Raises:
+        PlanError: The machine is busy with something else.
+    """
     seconds: list[list[float]] = [[] for _ in steps]
+    worked: list[list[float]] = [[] for _ in steps]
     for _ in track(range(WARM_UP + ROUNDS), description="measuring", total=WARM_UP + ROUNDS):
-        for step, found in zip(steps, seconds, strict=True):
+        for step, found, at_work in zip(steps, seconds, worked, strict=True):
             _wait(place)
-            begin = time.perf_counter()
+            begin, begin_work = time.perf_counter(), time.process_time()
             step()
             _wait(place)
             found.append(time.perf_counter() - begin)
-    return [median(found[WARM_UP:]) for found in seconds]
+            at_work.append(time.process_time() - begin_work)
+    rounds = [found[WARM_UP:] for found in seconds]
+    best = [min(found) for found in rounds]
+    apart = max(median(found) / least for found, least in zip(rounds, best, strict=True))
+    share = min(
+        at_work[found.index(least)] / least
+        for at_work, found, least in zip(worked, seconds, best, strict=True)
+    )
+    # a GPU works while the processor waits
+    if apart > APART or (place.type == "cpu" and share < SHARE):
+        raise PlanError(
+            f"a step was to be measured on {place}, and something else keeps it busy: the median round took {apart:.1f}"
+            f" times as long as the best one, which had {share:.0%} of a processor; rates fitted to that would be"
+            " nonsense. Calibrate when the machine is idle"
+        )
+    return rounds
 
 
 def _wait(place: torch.device) -> None:
