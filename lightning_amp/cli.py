@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_amp.convert import add_convert
 from lightning_amp.data.writing import FULL, cannot_write, written_aside
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.verbs import PROGRAM, VERBS, described
 from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
@@ -80,31 +81,24 @@ def _mistake_in(error: BaseException | None) -> BaseException | str | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-amp",
+        prog=PROGRAM,
         description="Train multi-modal single-cell Hi-C models within the memory you have.",
         epilog="fit, validate, test and predict take Lightning's flags: lightning-amp fit --help",
     )
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_demo(verbs.add_parser("demo", help="make a small data set, plan, train on two CPU ranks, predict"))
-    _add_prepare(verbs.add_parser("prepare", help="write a data directory from .scool, .h5ad and genes"))
-    _add_profile(verbs.add_parser("profile", help="say what a data directory holds"))
-    _add_plan(verbs.add_parser("plan", help="say where memory will end, and what to do about it"))
-    _add_simulate(
-        verbs.add_parser(
-            "simulate", help="count a training step's bytes on any number of ranks, without a GPU"
-        )
-    )
-    _add_calibrate(
-        verbs.add_parser("calibrate", help="measure a step on this device, so that predicted times fit it")
-    )
-    add_convert(
-        verbs.add_parser("convert", help="write a sharded checkpoint as the plain one, a single file")
-    )
-    add_verify(verbs.add_parser("verify", help="compare several ranks with one process on your own model"))
-    for verb in TRAINING:
-        verbs.add_parser(
-            verb, help=f"Lightning's {verb}, with strategy amp: lightning-amp {verb} --config FILE.yaml"
-        )
+    raw = argparse.RawDescriptionHelpFormatter
+    parsers = {
+        verb: verbs.add_parser(verb, help=words[0], formatter_class=raw, **described(verb))
+        for verb, words in VERBS.items()
+    }
+    _add_demo(parsers["demo"])
+    _add_prepare(parsers["prepare"])
+    _add_profile(parsers["profile"])
+    _add_plan(parsers["plan"])
+    _add_simulate(parsers["simulate"])
+    _add_calibrate(parsers["calibrate"])
+    add_convert(parsers["convert"])
+    add_verify(parsers["verify"])
     return parser
 
 

@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import fill
 
 import pytest
 import yaml
 
-from lightning_amp.cli import main
+from lightning_amp.cli import TRAINING, main
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.demo import CONFIG, run_demo
 from lightning_amp.errors import AmpError, DataError
+from lightning_amp.verbs import VERBS
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,35 @@ def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_pat
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_command_says_what_it_does_and_gives_an_example(verb, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    usage, _, rest = text.partition("\n\n")
+    assert usage.startswith(f"usage: lightning-amp {verb} ")
+    assert len(usage.splitlines()) < 20
+    example = f"example:\n  lightning-amp {verb} {VERBS[verb][2]}\n"
+    if verb in TRAINING:  # with Lightning's line breaks
+        rest, example = " ".join(rest.split()), " ".join(example.split())
+        assert rest.startswith(VERBS[verb][1])
+    else:
+        assert rest.startswith(fill(VERBS[verb][1], 78))
+        assert max(map(len, text.splitlines())) <= 80
+    assert example in rest
+
+
+def test_the_package_runs_as_a_module(data_dir) -> None:
+    for words, status in ((["profile", str(data_dir)], 0), (["profile", "absent"], 2)):
+        command = [sys.executable, "-m", "lightning_amp", *words]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == status
+        assert ("strata" in ran.stdout) == (status == 0)
+        assert ran.stderr.count("\n") == status // 2
 
 
 def test_unknown_words_are_refused_by_the_parser(capsys) -> None:

@@ -15,6 +15,7 @@ from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.report import table
+from lightning_amp.verbs import PROGRAM, described
 
 
 def train(words: Sequence[str]) -> LightningCLI:
@@ -24,7 +25,7 @@ def train(words: Sequence[str]) -> LightningCLI:
     """
     sys.argv[1:] = list(words)
     _quieten()
-    if words[0] == "predict" and not any(word.startswith("--ckpt_path") for word in words):
+    if words[0] == "predict" and not any(word.startswith(("--ckpt_path", "--help", "-h")) for word in words):
         raise PlanError(
             "predict was asked for without --ckpt_path; predictions of untrained weights mean nothing: name the"
             " checkpoint that fit wrote, for example --ckpt_path demo/checkpoints/last.ckpt"
@@ -37,9 +38,16 @@ def train(words: Sequence[str]) -> LightningCLI:
         trainer_defaults={"strategy": "amp"},
         save_config_kwargs={"overwrite": True, "config_filename": "config_used.yaml"},
         auto_configure_optimizers=False,
+        parser_kwargs={"prog": PROGRAM, words[0]: _help(words[0])},
     )
     _print_results(cli)
     return cli
+
+
+def _help(verb: str) -> dict[str, Any]:
+    """What is said of a command before Lightning's flags, of which there are a hundred."""
+    usage = f"{PROGRAM} {verb} --config FILE.yaml [--ckpt_path FILE.ckpt] [options]"
+    return {"usage": usage, **described(verb)}
 
 
 def _quieten() -> None:

@@ -8,18 +8,11 @@ from typing import Any
 
 from lightning_amp.errors import PlanError
 
-EXAMPLE = "example: lightning-amp verify --config configs/demo.yaml --devices 2 --strategies S1,S3,S4"
 OF_THE_PLAN = ("policy", "strategies", "plan", "model_parallel_size")
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Describe the command; torch is loaded when it runs."""
-    parser.description = (
-        "Train the model of a configuration for a few steps on one process and on several CPU ranks, under the plan,"
-        " and compare losses, gradients and weights; name what in the model makes them differ. Exit status 1 where"
-        " they do."
-    )
-    parser.epilog = EXAMPLE
+    """Add the words of the command; torch is loaded when it runs."""
     parser.add_argument(
         "--config", required=True, metavar="FILE.yaml", help="what `lightning-amp fit` is given"
     )

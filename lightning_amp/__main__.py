@@ -1,0 +1,8 @@
+"""`python -m lightning_amp VERB`, as `lightning-amp VERB`."""
+
+import sys
+
+from lightning_amp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

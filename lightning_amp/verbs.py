@@ -1,0 +1,86 @@
+"""The commands in words: what each is for, what it does, and an example."""
+
+from textwrap import fill
+from typing import Any
+
+PROGRAM = "lightning-amp"
+WIDTH = 78
+
+VERBS: dict[str, tuple[str, str, str]] = {
+    "demo": (
+        "make a small data set, plan, train on two CPU ranks, predict",
+        "Run the whole flow on synthetic cells, by the commands that a person would type, in a minute or two.",
+        "--out demo",
+    ),
+    "prepare": (
+        "write a data directory from .scool, .h5ad and genes",
+        "Turn single-cell contacts, raw RNA counts and gene positions into a data directory, and say what is kept"
+        " and what is left out, and why. Cells of the two need not be the same; contacts are read one cell at a time.",
+        "--hic cells.scool --rna rna.h5ad --genes genes.gtf.gz \\\n      --strata 32 --out data",
+    ),
+    "profile": (
+        "say what a data directory holds",
+        "Say how many cells and features each modality has, how sparse it is, and into which strata the Hi-C decoder"
+        " falls. Reads headers, no counts.",
+        "data",
+    ),
+    "plan": (
+        "say where memory will end, and what to do about it",
+        "Choose strategies and a mesh of ranks for a data directory, and predict memory and time of a training step"
+        " under them. Nothing is trained, and torch is not loaded.",
+        "data --devices 4 --device-memory 24GiB --batch-size 64",
+    ),
+    "simulate": (
+        "count a training step's bytes on any number of ranks, without a GPU",
+        "Run a training step of the planned model without values, and count what every rank would hold and send.",
+        "data --devices 8 --batch-size 64 --plot memory.png",
+    ),
+    "calibrate": (
+        "measure a step on this device, so that predicted times fit it",
+        "Measure a decoder step several times on an idle machine, fit the rates of the time model to the best one, and"
+        " write them as JSON, for --rates of plan and simulate and for AMPStrategy(rates=...).",
+        "--device cpu --out rates.json",
+    ),
+    "convert": (
+        "write a sharded checkpoint as the plain one, a single file",
+        "Put the shards of a checkpoint directory together: any Trainer loads the file, under any strategy.",
+        "checkpoints/last.ckpt --out whole.ckpt",
+    ),
+    "verify": (
+        "compare several ranks with one process on your own model",
+        "Train the model of a configuration for a few steps on one process and on several CPU ranks, under the plan,"
+        " and compare losses, gradients and weights; name what in the model makes them differ. Status 1 where they do.",
+        "--config configs/demo.yaml --strategies S1,S3,S4",
+    ),
+    "fit": (
+        "Lightning's fit, with strategy amp",
+        "Train with Lightning's Trainer, strategy amp unless another is named; checkpoints and logs go where the"
+        " configuration says. All flags are Lightning's.",
+        "--config configs/demo.yaml",
+    ),
+    "validate": (
+        "Lightning's validate, with strategy amp",
+        "Run the validation loop of a model once, by its weights in a checkpoint. All flags are Lightning's.",
+        "--config config.yaml --ckpt_path last.ckpt",
+    ),
+    "test": (
+        "Lightning's test, with strategy amp",
+        "Run the test loop of a model once, by its weights in a checkpoint. All flags are Lightning's.",
+        "--config config.yaml --ckpt_path last.ckpt",
+    ),
+    "predict": (
+        "Lightning's predict, with strategy amp",
+        "Predict with the weights of a checkpoint; the callback PredictionWriter writes embeddings, contact maps and"
+        " pictures. All flags are Lightning's.",
+        "--config config.yaml --ckpt_path last.ckpt",
+    ),
+}
+
+
+def described(verb: str) -> dict[str, Any]:
+    """Description and example of a command, as an argument parser takes them."""
+    _, description, example = VERBS[verb]
+    return {
+        "description": fill(description, WIDTH),
+        "epilog": f"example:\n  {PROGRAM} {verb} {example}",
+    }
