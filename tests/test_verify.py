@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import batches as cut
-from lightning_amp.verification.comparison import allowed, errors, loss_errors
+from lightning_amp.verification.comparison import allowed, errors, loss_errors, swamped
 from lightning_amp.verification.verification import Culprit, Row, Verification
 from lightning_amp.verification.verify import compare, subject_of
 from lightning_amp.verification.workers import Workers
@@ -316,6 +317,9 @@ def test_errors_are_relative_and_nothing_is_passed_over() -> None:
     assert allowed("gradients", "float64", nudged) == pytest.approx(
         {"a": 1e-10, "b": 3e-8, "c": 1e-6, "d": 1e-10}
     )
+    assert max(allowed("parameters", "float32", nudged).values()) == 1e-2
+    assert swamped("float64", nudged) == swamped("float32", nudged) == {"c"}
+    assert swamped("float32", {"e": 3e-4}) == set()
 
 
 def test_a_row_is_as_good_as_its_worst_tensor() -> None:
@@ -326,6 +330,27 @@ def test_a_row_is_as_good_as_its_worst_tensor() -> None:
         tolerances={"a": 1e-2, "b": 1e-9},
     )
     assert (row.worst, row.error, row.allowed, row.ok, row.wrong) == ("b", 1e-6, 1e-9, False, ["b"])
+    unclear = Row(
+        quantity="gradients",
+        precision="float32",
+        errors={"encoders.hic.first.bias": 0.3, "b": 1e-5},
+        tolerances={"encoders.hic.first.bias": 1e-2, "b": 1e-4},
+        swamped=frozenset({"encoders.hic.first.bias"}),
+    )
+    assert (unclear.ok, unclear.wrong, unclear.unclear) == (False, [], ["encoders.hic.first.bias"])
+    assert not replace(unclear, errors={"encoders.hic.first.bias": math.inf, "b": 0.0}).unclear
+    told = Row(quantity="gradients", precision="float64", errors={"b": 0.0}, tolerances={"b": 1e-9})
+    for rows, ok, words in (
+        ((unclear, told), True, "The ranks train as one process does."),
+        ((unclear,), False, "Cannot tell whether the ranks train as one process does"),
+        ((unclear, row), False, "The ranks do not train as one process does."),
+    ):
+        found = Verification(module="M", strategies=(), mesh=(1, 2), cells=0, steps=1, rows=rows)
+        assert found.ok is ok
+        assert words in str(found)
+        assert "? Cannot tell: one process by itself" in str(found)
+        assert "1e-02    ?      encoders.hic." in str(found)
+        assert found.to_dict()["rows"][0]["unclear"] == ["encoders.hic.first.bias"]
     broken = Row(quantity="loss", precision="float64", errors={"a": math.nan}, tolerances={"a": 1.0})
     assert not broken.ok
     culprit = Culprit(cause="unknown", where="", evidence="e", advice="a")

@@ -1,7 +1,8 @@
 """A profile and a plan as text of at most 80 columns."""
 
+import re
 from collections.abc import Sequence
-from textwrap import wrap
+from textwrap import TextWrapper, wrap
 
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.candidate import Candidate
@@ -17,6 +18,12 @@ NARROWEST = 12
 """Of a column that is wrapped."""
 
 
+class _Wrapper(TextWrapper):
+    """Breaks the names of modules after a dot."""
+
+    wordsep_simple_re = re.compile(r"(\s+)|(?<=\w\w\.)(?=[a-zA-Z_])")
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns that line up, the last one wrapped to the width; numbers are aligned by the caller's formatting."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header) - 1)]
@@ -25,7 +32,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for row in [header, ["-" * w for w in widths] + ["-" * max(4, min(last, WIDTH - left))], *rows]:
         first = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
-        parts = wrap(str(row[-1]), max(NARROWEST, WIDTH - left)) or [""]
+        parts = _Wrapper(max(NARROWEST, WIDTH - left), break_on_hyphens=False).wrap(str(row[-1])) or [""]
         lines += [f"{first}  {parts[0]}".rstrip(), *(" " * left + part for part in parts[1:])]
     return "\n".join(lines)
 

@@ -4,7 +4,10 @@ Rounding is amplified where a step divides by what is nearly zero: an adaptive o
 gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. So one process trains a
 second time from weights that differ in their last place, and what that changes is allowed several times over:
 
-    allowed(x) = max(table, NUDGE error of x on the single process after one rounding in every weight)
+    allowed(x) = min(MOST, max(table, NUDGE error of x on the single process after one rounding in every weight))
+
+Where the second alone is beyond MOST, rounding swamps x: an error above MOST says neither that ranks are right nor that
+they are wrong.
 
 Legend: one = the single process; x = the same quantity on a rank.
 """
@@ -39,8 +42,8 @@ ALLOWED: dict[str, dict[str, float]] = {
 
 NUDGE = 30.0
 """How much more than one rounding in every weight, on the single process, the ranks may do to a number."""
-MOST = {"float64": 1e-6, "float32": 1.0}
-"""What no amount of amplified rounding excuses."""
+MOST = {"float64": 1e-6, "float32": 1e-2}
+"""What is never allowed, however much one process by itself makes of a rounding."""
 
 FLOOR = 0.01
 """Share of the norm of all tensors of a kind that a tensor is compared with at least."""
@@ -81,6 +84,16 @@ def allowed(kind: str, precision: Precision, nudged: Mapping[str, float]) -> dic
         name: min(most, max(least, NUDGE * error if error == error else least))
         for name, error in nudged.items()
     }
+
+
+def swamped(precision: Precision, nudged: Mapping[str, float]) -> frozenset[str]:
+    """Tensors of which one process by itself makes so much of a rounding that a large error tells nothing.
+
+    Args:
+        precision: Of the run.
+        nudged: Errors of the nudged run, by tensor.
+    """
+    return frozenset(name for name, error in nudged.items() if NUDGE * error > MOST[precision])
 
 
 def relative(x: Tensor, one: Tensor, *, at_least: float = 0.0) -> float:

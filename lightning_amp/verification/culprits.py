@@ -84,7 +84,7 @@ class _Search:
         self, treatment: Treatment, best: Findings
     ) -> tuple[Treatment, Findings, list[Culprit]]:
         """What errors are of that are left though draws and statistics are equal."""
-        wrong = [row for row in best.rows if not row.ok]
+        wrong = [row for row in best.rows if row.wrong]
         if all(row.quantity.startswith("buffers") for row in wrong):
             return treatment, best, [texts.buffers([name for row in wrong for name in row.wrong], best)]
         factor = _factor(best)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_amp.verification.comparison import Precision, allowed, loss_errors
+from lightning_amp.verification.comparison import Precision, allowed, loss_errors, swamped
 from lightning_amp.verification.trial import Report, Treatment, Trial, run_nudged, run_one, run_rank
 from lightning_amp.verification.verification import Row
 from lightning_amp.verification.workers import Workers
@@ -56,8 +56,8 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Whether every quantity is equal up to rounding."""
-        return all(row.ok for row in self.rows)
+        """Whether no quantity is known to differ by more than rounding."""
+        return not any(row.wrong for row in self.rows)
 
     @property
     def largest(self) -> float:
@@ -81,8 +81,13 @@ class Findings:
         errors = self._worst(kind) if errors is None else errors
         nudged = self.nudged.get(kind, {}) if nudged is None else nudged
         known = {name: nudged.get(name, 0.0) for name in errors}
-        tolerances = allowed(kind, self.precision, known)
-        return Row(quantity=quantity, precision=self.precision, errors=errors, tolerances=tolerances)
+        return Row(
+            quantity=quantity,
+            precision=self.precision,
+            errors=errors,
+            tolerances=allowed(kind, self.precision, known),
+            swamped=swamped(self.precision, known),
+        )
 
     def _worst(self, kind: str) -> dict[str, float]:
         """The error of every tensor on the rank where it is largest."""

@@ -150,7 +150,7 @@ def rounding(found: Findings, plain: Findings) -> Culprit:
         found: The run with errors.
         plain: The run in double precision.
     """
-    row = next(row for row in found.rows if not row.ok)
+    row = next(row for row in found.rows if row.wrong)
     return Culprit(
         cause="rounding",
         where=f"{row.quantity}, {row.worst}" if row.worst else row.quantity,

@@ -8,10 +8,16 @@ being compared with itself.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from textwrap import fill
 from typing import Any
 
 from lightning_amp.planning.report import WIDTH, table
+
+UNCLEAR = (
+    "? Cannot tell: one process by itself makes as much of a single rounding in its weights, so the error says nothing;"
+    " in float64, where there is less rounding, the same quantity can be told."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,17 +29,20 @@ class Row:
         precision: "float32" or "float64".
         errors: Relative error of every tensor, by name; at least one.
         tolerances: Largest relative error of each that is rounding.
+        swamped: Tensors of which a larger error may still be rounding, so that it tells nothing.
     """
 
     quantity: str
     precision: str
     errors: Mapping[str, float]
     tolerances: Mapping[str, float]
+    swamped: frozenset[str] = frozenset()
 
     @property
     def worst(self) -> str:
-        """Where the error is largest beside what is allowed; what is no number comes first."""
-        return max(self.errors, key=lambda name: _rank(self.errors[name] / self.tolerances[name]))
+        """Where the error is largest beside what is allowed, of what is wrong first; what is no number comes before."""
+        names = self.wrong or self.unclear or self.errors
+        return max(names, key=lambda name: _rank(self.errors[name] / self.tolerances[name]))
 
     @property
     def error(self) -> float:
@@ -47,13 +56,22 @@ class Row:
 
     @property
     def wrong(self) -> list[str]:
-        """Tensors whose error is not rounding; one that is not a number never is."""
-        return [name for name, error in self.errors.items() if not error <= self.tolerances[name]]
+        """Tensors whose error is not rounding; one that is not a finite number never is."""
+        return [name for name in self._large if name not in self.swamped or not isfinite(self.errors[name])]
+
+    @property
+    def unclear(self) -> list[str]:
+        """Tensors whose error may be rounding or not."""
+        return [name for name in self._large if name in self.swamped and isfinite(self.errors[name])]
 
     @property
     def ok(self) -> bool:
         """Whether all errors are rounding."""
-        return not self.wrong
+        return not self._large
+
+    @property
+    def _large(self) -> list[str]:
+        return [name for name, error in self.errors.items() if not error <= self.tolerances[name]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +116,9 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every quantity is equal up to rounding."""
-        return all(row.ok for row in self.rows)
+        """Whether every quantity is equal up to rounding; where one precision cannot tell, in the other."""
+        told = {row.quantity for row in self.rows if row.ok}
+        return all(row.ok or (not row.wrong and row.quantity in told) for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; errors that are no finite number as text."""
@@ -111,6 +130,7 @@ class Verification:
                 "allowed": row.allowed,
                 "worst": row.worst,
                 "ok": row.ok,
+                "unclear": row.unclear,
                 "errors": {name: _plain(error) for name, error in row.errors.items()},
             }
             for row in self.rows
@@ -130,18 +150,22 @@ class Verification:
                 row.precision,
                 f"{row.error:.1e}",
                 f"{row.allowed:.0e}",
-                "yes" if row.ok else "NO",
+                "yes" if row.ok else "NO" if row.wrong else "?",
                 row.worst if row.error else "",
             ]
             for row in self.rows
         ]
-        found = table(["", "precision", "error", "allowed", "equal", "largest at"], rows)
-        verdict = (
-            "The ranks train as one process does."
-            if self.ok
-            else "The ranks do not train as one process does."
-        )
-        return "\n\n".join([fill(head, WIDTH), found, verdict, *map(_paragraph, self.culprits)])
+        found = table(["", "in", "error", "allowed", "equal", "largest at"], rows)
+        parts = [head, *([UNCLEAR] if any(row.unclear for row in self.rows) else []), self._verdict()]
+        about, *after = (fill(part, WIDTH) for part in parts)
+        return "\n\n".join([about, found, *after, *map(_paragraph, self.culprits)])
+
+    def _verdict(self) -> str:
+        if self.ok:
+            return "The ranks train as one process does."
+        if any(row.wrong for row in self.rows):
+            return "The ranks do not train as one process does."
+        return "Cannot tell whether the ranks train as one process does: verify in float64 too, with fewer steps."
 
 
 def _paragraph(culprit: Culprit) -> str:

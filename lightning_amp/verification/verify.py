@@ -141,7 +141,7 @@ def compare(
         cells=first.all_cells,
         steps=steps,
         rows=rows,
-        culprits=() if all(row.ok for row in rows) else find_culprits(laboratory, findings),
+        culprits=find_culprits(laboratory, findings) if any(row.wrong for row in rows) else (),
     )
 
 
