@@ -91,6 +91,16 @@ def test_cells_carry_labels_and_depths(files: Files) -> None:
     assert set(hic.obs["dataset"]) == {"train"}
 
 
+def test_other_columns_of_the_labels_are_kept(files: Files) -> None:
+    lines = files.labels.read_text().splitlines()
+    ends = ["donor\tread_depth", *(f"d{i}\t9" if i else "\t9" for i in range(len(CELLS)))]
+    files.labels.write_text("".join(f"{a}\t{b}\n" for a, b in zip(lines, ends, strict=True)))
+    obs = anndata.read_h5ad(prepare(**files.arguments(), labels=files.labels).hic).obs
+    assert list(obs) == ["celltype", "batch", "read_depth", "donor", "depth", "dataset"]
+    assert list(obs["donor"]) == ["n/a", "d1", "d2", "d3", "d4", "d5"]
+    assert list(obs["read_depth"]) == [100.0 + i for i in range(6)]
+
+
 def test_without_labels_the_defaults_are_written(files: Files) -> None:
     obs = anndata.read_h5ad(prepare(**files.arguments()).hic).obs
     assert (set(obs["celltype"]), set(obs["batch"]), set(obs["read_depth"])) == ({"n/a"}, {"0"}, {1.0})
