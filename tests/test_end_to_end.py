@@ -39,7 +39,18 @@ class Losses(Callback):
         self.values.append(float(trainer.strategy.reduce(loss)))
 
 
-def train(data_dir: Path, ranks: int, rank: int, **settings: Any) -> dict[str, Any]:
+class Nudge(Callback):
+    """Weights that differ in their last place: what rounding makes of them is what rounding may make of ranks."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.mul_(1 + 2**-52 * noise)
+
+
+def train(data_dir: Path, ranks: int, rank: int, *, nudged: bool = False, **settings: Any) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
     seed_everything(3)
     strategy = AMPStrategy(**settings)
@@ -53,7 +64,7 @@ def train(data_dir: Path, ranks: int, rank: int, **settings: Any) -> dict[str, A
         limit_val_batches=0,
         strategy=strategy,
         plugins=[RunningRanks(rank, ranks)],
-        callbacks=[losses],
+        callbacks=[losses, Nudge()] if nudged else [losses],
     )
     model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64, align_burnin=2)
     data = SingleCellDataModule(data_dir, batch_size=GLOBAL_BATCH // ranks, val_fraction=0.0)
@@ -104,12 +115,25 @@ def test_losses_of_every_step_agree(runs: list[dict[str, Any]]) -> None:
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-9)
 
 
-def test_weights_and_batch_statistics_agree(runs: list[dict[str, Any]]) -> None:
+def test_weights_and_batch_statistics_agree(
+    runs: list[dict[str, Any]], data_dir: Path, tmp_path: Path
+) -> None:
+    """To what rounding makes of one process: RMSprop's first steps divide rounding by rounding."""
     one, *ranks = runs
+    (nudged,) = run_ranks(
+        on_rank, 1, tmp_path, data_dir, {"balance_cells": False, "nudged": True}, timeout=120
+    )
+    rounding = furthest(nudged["state"], one["state"])
+    assert 0 < rounding < 1e-8
     for rank in ranks:
         assert list(rank["state"]) == list(one["state"])
-        for name, value in one["state"].items():
-            torch.testing.assert_close(rank["state"][name], value, rtol=1e-7, atol=1e-9, msg=name)
+        assert furthest(rank["state"], one["state"]) < 20 * rounding
+
+
+def furthest(state: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest distance of two states, in units of a tensor's largest entry where that is above 1."""
+    pairs = ((value.double(), other[name].double()) for name, value in state.items())
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1)) for a, b in pairs)
 
 
 def test_ranks_are_bitwise_equal(runs: list[dict[str, Any]]) -> None:
