@@ -289,7 +289,7 @@ MUTANTS = [
         "strata",
         "missing: partial parameters",
         f"{P}/strata_parallel.py",
-        "partial=list(cast(Any, decoder).strata.parameters())",
+        "partial=list(decoder.strata.parameters())",
         "partial=[]",
         STRATA,
     ),
