@@ -34,6 +34,7 @@ from lightning_amp.lightning._compat import (
     default_pg_timeout,
     optimizers_to_device,
 )
+from lightning_amp.lightning.cell_order import CellOrder, with_same_draws
 from lightning_amp.lightning.cells import CellWeight
 from lightning_amp.lightning.conflicts import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.faults.strategy import EndsTogether
@@ -51,11 +52,13 @@ from lightning_amp.lightning.options import (
 from lightning_amp.lightning.registration import register
 from lightning_amp.lightning.replicas import (
     check_replicas,
+    random_state,
     seed_workers,
+    set_random_state,
     share_random_state,
     take_buffers_of_first,
 )
-from lightning_amp.lightning.same_batch import make_sure_of_same_batch
+from lightning_amp.lightning.same_batch import make_sure_of_same_batch, share_draws
 from lightning_amp.lightning.same_parameters import warn_of_different_parameters
 from lightning_amp.lightning.shards import Shards
 from lightning_amp.lightning.step_time import time_steps
@@ -216,8 +219,13 @@ class AMPStrategy(EndsTogether, WeightedSteps):
 
     def setup_environment(self) -> None:
         """Connect the processes; without `seed_everything`, let all ranks draw what rank 0 draws."""
+        drawn = random_state(self.root_device)
         super().setup_environment()
-        if self.world_size > 1 and "PL_GLOBAL_SEED" not in os.environ:
+        alone = self.data_parallel_size == 1
+        if alone:
+            # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
+            set_random_state(drawn, self.root_device)
+        if self.world_size > 1 and (alone or "PL_GLOBAL_SEED" not in os.environ):
             share_random_state(broadcast=self.broadcast, device=self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
@@ -225,6 +233,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         assert self.accelerator is not None, "the Trainer sets the accelerator before setup"
         assert self.model is not None, "the Trainer sets the model before setup"
         self._remove_installed()
+        trainer._data_connector.__class__ = CellOrder
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -331,9 +340,14 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         warn_of_different_parameters(module, shards, self.mesh, step=module.trainer.global_step)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""
+        """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
         seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        if self._model_ranks == 1:
+            return dataloader
+        return with_same_draws(
+            dataloader, partial(share_draws, mesh=self.mesh["model"], device=self.root_device)
+        )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, once it is certain that a model group reads the same one."""
