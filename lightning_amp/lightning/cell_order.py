@@ -71,8 +71,8 @@ class Dealt(DistributedSampler[Any]):
         except TypeError as error:
             raise DataError(
                 f"{num_replicas} ranks are to share the cells of a loader, but its sampler has no length ({error});"
-                " give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler that makes the shares itself,"
-                " by trainer.distributed_sampler_kwargs"
+                " give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler that makes the shares"
+                " itself, by trainer.distributed_sampler_kwargs"
             ) from None
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         super().__init__(order, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)
