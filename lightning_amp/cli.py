@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 TRAINING = ("fit", "validate", "test", "predict")
 BATCH_SIZE = 64
+STATUS_OF_INTERRUPT = 130
+"""Of a process that SIGINT has ended, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 after an error that the user can mend."""
+    """Run one command; returns the exit status: 0, 2 after an error that the user can mend, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words and words[0] in TRAINING:
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader, such as `head`, has seen enough; without this python complains once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("lightning-amp: interrupted", file=sys.stderr)
+        return STATUS_OF_INTERRUPT
     except Exception as error:
         mistake = _mistake_in(error)
         if mistake is None:
