@@ -343,11 +343,10 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
         seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
         dataloader = super().process_dataloader(dataloader)
-        if self._model_ranks == 1:
-            return dataloader
-        return with_same_draws(
-            dataloader, partial(share_draws, mesh=self.mesh["model"], device=self.root_device)
-        )
+        return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)
+
+    def _share_draws(self) -> None:
+        share_draws(mesh=self.mesh["model"], device=self.root_device)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, once it is certain that a model group reads the same one."""
