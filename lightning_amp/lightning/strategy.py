@@ -11,7 +11,6 @@ gradients that is not taken by the Trainer's clipping, are those of the rank's s
 ranks then train differently is told, same_parameters.py), and so are norms of sharded weights.
 """
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -218,14 +217,12 @@ class AMPStrategy(EndsTogether, WeightedSteps):
     # --- life-cycle ---
 
     def setup_environment(self) -> None:
-        """Connect the processes; without `seed_everything`, let all ranks draw what rank 0 draws."""
+        """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
         drawn = random_state(self.root_device)
         super().setup_environment()
-        alone = self.data_parallel_size == 1
-        if alone:
-            # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
-            set_random_state(drawn, self.root_device)
-        if self.world_size > 1 and (alone or "PL_GLOBAL_SEED" not in os.environ):
+        # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
+        set_random_state(drawn, self.root_device)
+        if self.world_size > 1:
             share_random_state(broadcast=self.broadcast, device=self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
