@@ -26,11 +26,13 @@ TRAINING = ("fit", "validate", "test", "predict")
 BATCH_SIZE = 64
 NOTHING_FITS = 3
 """Exit status of `plan` where nothing fits the memory that was named."""
+STATUS_OF_INTERRUPT = 130
+"""Of a process that SIGINT has ended, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 after an error that the user can mend, 3 from `plan` where nothing
-    fits the memory that was named.
+    fits the memory that was named, 130 after Ctrl-C.
     """
     words, status = list(sys.argv[1:] if argv is None else argv), 0
     try:
@@ -44,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()  # the reader, such as `head`, has seen enough
+    except KeyboardInterrupt:
+        print("lightning-amp: interrupted", file=sys.stderr)
+        return STATUS_OF_INTERRUPT
     except Exception as error:
         mistake = _mistake_in(error)
         if mistake is None:

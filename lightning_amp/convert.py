@@ -11,6 +11,11 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint that is a directory of shards")
     parser.add_argument("--out", required=True, metavar="FILE.ckpt", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="read classes of your own, which may run code, as weights_only=False does",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -21,7 +26,7 @@ def _run(arguments: argparse.Namespace) -> None:
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.lightning.checkpoint_conversion import convert_checkpoint
 
-    convert_checkpoint(directory, out)
+    convert_checkpoint(directory, out, weights_only=not arguments.trust)
     print(f"wrote {out}")
 
 

@@ -188,7 +188,8 @@ class Feature:
         run: What is done at a site.
         checked: What of it is compared.
         against: "plain" where one device with all cells defines the outcome, and "ddp" must agree on two ranks; "one"
-            where "ddp" cannot run it; "ddp" where what its sampler or rounding gives defines it.
+            where "ddp" cannot run it; "ddp" where what its rounding gives defines it; "sampler" where two data ranks
+            read what those of "ddp" read.
         plans: Those of the model axis that it is run under.
         rtol: Allowed difference, by norm, between different numbers of ranks; elsewhere it is 1e-12.
         refused: Words of the refusal by the name of a site, where it is refused.

@@ -8,7 +8,7 @@ import torchmetrics
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from tests.conformance_cases import (
     CELLS,
@@ -70,9 +70,10 @@ def size(site: Site) -> int:
 
 
 SAMPLED = TRAINED + ", cells of every step"
+KEPT = "ddp shuffles it; here R ranks with b cells each read the batches of one device with R b"
 
 
-@feature("Lightning's own sampler, training shuffled", checked=SAMPLED, against="ddp", plans=EVERY)
+@feature("a loader that shuffles", checked=SAMPLED, against="sampler", plans=EVERY)
 def injected(site: Site) -> Outcome:
     loader = DataLoader(Cells(), batch_size=size(site), shuffle=True)
     return read_fit(site, loader, use_distributed_sampler=True)
@@ -86,7 +87,13 @@ class Backwards(Sampler[int]):
         return 32
 
 
-@feature("a custom sampler, which Lightning wraps", checked=SAMPLED, against="ddp")
+@feature("a loader that does not shuffle", checked=SAMPLED, against="one", plans=EVERY, note=KEPT)
+def in_order(site: Site) -> Outcome:
+    loader = DataLoader(Subset(Cells(), range(28)), batch_size=size(site))
+    return read_fit(site, loader, use_distributed_sampler=True)
+
+
+@feature("a custom sampler", checked=SAMPLED, against="one", note=KEPT)
 def own_sampler(site: Site) -> Outcome:
     loader = DataLoader(Cells(), batch_size=size(site), sampler=Backwards())
     return read_fit(site, loader, use_distributed_sampler=True)
@@ -99,7 +106,7 @@ class Reversed(BatchSampler):
         return (batch[::-1] for batch in super().__iter__())
 
 
-@feature("a custom batch sampler, which Lightning wraps", checked=SAMPLED, against="ddp")
+@feature("a custom batch sampler", checked=SAMPLED, against="one", note=KEPT)
 def own_batch_sampler(site: Site) -> Outcome:
     batch_sampler = Reversed(Backwards(), batch_size=size(site), drop_last=True)
     return read_fit(site, DataLoader(Cells(), batch_sampler=batch_sampler), use_distributed_sampler=True)

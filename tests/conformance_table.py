@@ -158,7 +158,7 @@ def _references(
     if place == AMP_1:
         return {one: (single[one], SAME_RANKS)}
     if place == AMP_2:
-        found = {} if feature.against == "ddp" else {one: (single[one], feature.rtol)}
+        found = {} if feature.against in ("ddp", "sampler") else {one: (single[one], feature.rtol)}
         return found | ({} if feature.against == "one" else {DDP_2: (pair[DDP_2], SAME_RANKS)})
     return {one: (single[one], feature.rtol)}
 
@@ -206,7 +206,11 @@ def _line(row: Row) -> str:
     )
 
 
-AGAINST = {"one": "not compared with ddp", "ddp": "compared with ddp alone, on 1 and 2 ranks"}
+AGAINST = {
+    "one": "not compared with ddp",
+    "ddp": "compared with ddp alone, on 1 and 2 ranks",
+    "sampler": "one data rank is compared with one device, two with ddp",
+}
 
 
 def _tolerance(feature: Feature) -> str:

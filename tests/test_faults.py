@@ -65,9 +65,9 @@ def test_every_process_ends_in_time_and_names_the_rank(row: Row, found: Found) -
         messages = said(text)
         assert messages, text
         frozen = row.case.how == "stop" and rank == row.case.rank
-        assert frozen or all(row.says in message for message in messages if "SIGTERM" not in message), (
-            messages
-        )
+        # the whole job was asked to end, and how to go on is no fault
+        faults = [m for m in messages if "SIGTERM" not in m and not m.startswith("interrupted; to go on")]
+        assert frozen or all(row.says in message for message in faults), messages
         assert frozen or any(row.says in message for message in messages), messages
 
 

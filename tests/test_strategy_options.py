@@ -148,7 +148,7 @@ def test_counting_does_not_consume_an_iterator() -> None:
 def test_workers_are_seeded_by_the_data_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = AMPStrategy(model_parallel_size=2)
     seeded, own = DataLoader([1]), DataLoader([1], worker_init_fn=print)  # type: ignore[arg-type]
-    assert strategy.process_dataloader(seeded) is seeded
+    strategy.process_dataloader(seeded)
     assert seeded.worker_init_fn is None
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     monkeypatch.setattr(AMPStrategy, "global_rank", 5)

@@ -17,6 +17,14 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (  # type: 
     _launch_process_observer as launch_process_observer,
 )
 
+# starts the other ranks' processes
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as ScriptLauncher,
+)
+
+# chooses the sampler of every loader, before the strategy is asked
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector as DataConnector
+
 # used throughout Lightning, documented, but not exported in the sense of a type checker
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info as rank_zero_info,
@@ -29,6 +37,8 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 )
 
 __all__ = [
+    "DataConnector",
+    "ScriptLauncher",
     "broadcast_module",
     "default_pg_timeout",
     "launch_process_observer",

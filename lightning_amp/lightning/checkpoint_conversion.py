@@ -10,15 +10,17 @@ from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoint_directory import fill, open_directory
 
 
-def convert_checkpoint(directory: Path, out: Path) -> None:
+def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True) -> None:
     """Write a plain checkpoint.
 
     Args:
         directory: What a run with `save_distributed_checkpoint=True` has written.
         out: The file to write; replaced if it is there.
+        weights_only: False reads what may run code.
 
     Raises:
         DataError: The directory cannot be read, or the file cannot be written.
     """
-    checkpoint = {name: fill(tree) for name, tree in open_directory(directory).items()}
+    stored = open_directory(directory, weights_only=weights_only)
+    checkpoint = {name: fill(tree) for name, tree in stored.items()}
     AtomicCheckpointIO().save_checkpoint(checkpoint, out)

@@ -5,32 +5,37 @@
     fill              -> a state with the tensors themselves, by one pass over the files
 
 Everything is checked before a value is read: files that are missing or cut short, tensors that are not there or of
-another shape, entries that nobody has written. No collective: every rank reads for itself.
-Known limit: torch unpickles `.metadata`, which can run code as any pickle can; read what you trust.
+another shape, entries that nobody has written. No collective: every rank reads for itself. Neither of the two pickles
+in a directory can run code, unless `weights_only=False` is said.
 """
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_amp.errors import DataError
+from lightning_amp.lightning.shard_metadata import (
+    TORCH_META,
+    ShardReader,
+    UnknownGlobalError,
+    read_metadata,
+)
 
 META = "meta.pt"
 """As Lightning's other strategies name it."""
-TORCH_META = ".metadata"
 BULK = ("state_dict", "optimizer_states")
 """What a checkpoint keeps in shards."""
 ANOTHER = "write the checkpoint anew, or take an earlier one"
@@ -44,6 +49,7 @@ class Stored:
     key: str
     shape: torch.Size
     dtype: torch.dtype
+    metadata: Metadata = field(repr=False)
 
     def read(self) -> Tensor:
         """The whole tensor, in the host's memory.
@@ -78,12 +84,23 @@ def refuse_interrupted(path: Path) -> None:
         )
 
 
-def open_directory(path: Path, read_file: Callable[[Path], dict[str, Any]] | None = None) -> dict[str, Any]:
+class ReadFile(Protocol):
+    """Reads a plain checkpoint, as a CheckpointIO does."""
+
+    def __call__(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+        """The checkpoint."""
+        ...
+
+
+def open_directory(
+    path: Path, read_file: ReadFile | None = None, *, weights_only: bool | None = None
+) -> dict[str, Any]:
     """A checkpoint whose tensors are still on the disk.
 
     Args:
         path: The directory.
-        read_file: Reads the file of everything but tensors; by default any pickle is read.
+        read_file: Reads the file of everything but tensors; by default torch.load.
+        weights_only: False reads what may run code; None is True.
 
     Raises:
         DataError: It is no such directory, not complete, or contradicts itself.
@@ -93,8 +110,8 @@ def open_directory(path: Path, read_file: Callable[[Path], dict[str, Any]] | Non
             raise _damaged(
                 path, f"has no file {name!r}; a directory of shards has both {META!r} and {TORCH_META!r}"
             )
-    skeleton = _loaded(path, read_file or _load_anything)
-    metadata = _metadata(path)
+    skeleton = _loaded(path, read_file or _load_file, weights_only=weights_only)
+    metadata = _metadata(path, weights_only=weights_only is not False)
     if BULK[0] not in skeleton:
         raise DataError(
             f"{str(path)!r} was to be loaded, its {META!r} has {sorted(map(str, skeleton))!r} and no {BULK[0]!r}:"
@@ -109,7 +126,7 @@ def open_directory(path: Path, read_file: Callable[[Path], dict[str, Any]] | Non
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
         _check_tensor(path, key, value, kept.get(key))
-        found[key] = Stored(directory=path, key=key, shape=value.shape, dtype=value.dtype)
+        found[key] = Stored(directory=path, key=key, shape=value.shape, dtype=value.dtype, metadata=metadata)
         return found[key]
 
     checkpoint = {
@@ -152,23 +169,31 @@ def replaced(tree: Any, change: Callable[[str, Any], Any], place: tuple[str, ...
     return change("/".join(place), tree)
 
 
-def _load_anything(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+def _load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
     return content
 
 
-def _loaded(path: Path, read_file: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _loaded(path: Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
     try:
-        return read_file(path / META)
+        return read_file(path / META, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if asked is None:
+            raise _unreadable(path, META, error) from error
+        raise _unsafe(path, META, asked[1]) from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise _damaged(path, f"has a file {META!r} that cannot be read: {error}") from error
+        raise _unreadable(path, META, error) from error
 
 
-def _metadata(path: Path) -> Metadata:
+def _metadata(path: Path, *, weights_only: bool) -> Metadata:
     try:
-        return FileSystemReader(path).read_metadata()
-    except (pickle.UnpicklingError, EOFError, OSError) as error:
-        raise _damaged(path, f"has a file {TORCH_META!r} that cannot be read: {error!r}") from error
+        return read_metadata(path, weights_only=weights_only)
+    except UnknownGlobalError as error:
+        raise _unsafe(path, TORCH_META, str(error)) from error
+    except Exception as error:
+        # a damaged pickle may raise anything
+        raise _unreadable(path, TORCH_META, error) from error
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
@@ -203,17 +228,30 @@ def _read(wanted: Iterable[Stored]) -> dict[str, Tensor]:
     """The values by their key; of one directory."""
     by_key = {stored.key: stored for stored in wanted}
     (directory,) = {stored.directory for stored in by_key.values()}
+    reader = ShardReader(directory, next(iter(by_key.values())).metadata)
     values = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in by_key.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
             # that every rank reads for itself is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(values, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
+            load(values, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         reasons = [repr(reason) for reason, _ in error.failures.values()]
         raise _damaged(directory, f"has shards that cannot be read: {reasons!r}") from error
     return values
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> DataError:
+    return _damaged(path, f"has a file {name!r} that cannot be read: {error!r}")
+
+
+def _unsafe(path: Path, name: str, asked: str) -> DataError:
+    return DataError(
+        f"the sharded checkpoint {str(path)!r} was to be read; its file {name!r} asks for {asked!r}, which is neither"
+        " torch's nor a plain value, and could run code. If you trust whoever wrote it, say so: Trainer.fit(...,"
+        " weights_only=False), or `lightning-amp convert --trust`"
+    )
 
 
 def _damaged(path: Path, found: str) -> DataError:

@@ -53,10 +53,18 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
 
 def share_random_state(*, broadcast: Broadcast, device: torch.device) -> None:
     """Continue rank 0's random streams of python, numpy and torch on every rank; rank 0 notices nothing."""
-    on_gpu = device.type == "cuda"
-    gpu = torch.cuda.get_rng_state(device) if on_gpu else None
-    state = (random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
-    python, numpy, cpu, gpu = broadcast(state)
+    set_random_state(broadcast(random_state(device)), device)
+
+
+def random_state(device: torch.device) -> tuple[Any, ...]:
+    """Where the random streams of python, numpy and torch are."""
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
+
+
+def set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
+    """Continue from what `random_state` gave."""
+    python, numpy, cpu, gpu = state
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)

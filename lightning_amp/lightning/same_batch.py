@@ -52,7 +52,12 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
             " make it with num_replicas and rank of trainer.distributed_sampler_kwargs, not those of all ranks"
         )
     if largest[1] != smallest[1]:
-        share_random_state(broadcast=lambda state: _from_first(state, mesh), device=device)
+        share_draws(mesh=mesh, device=device)
+
+
+def share_draws(*, mesh: DeviceMesh, device: torch.device) -> None:
+    """Let the ranks of a model group draw on as the first of them; a collective over the model axis."""
+    share_random_state(broadcast=lambda state: _from_first(state, mesh), device=device)
 
 
 def _from_first(state: object, mesh: DeviceMesh) -> object:

@@ -167,7 +167,8 @@ def _finish(skeleton: dict[str, Any], aside: Path, path: Path) -> None:
     """Complete the directory, read it over, and give it its name."""
     try:
         AtomicCheckpointIO().save_checkpoint(skeleton, aside / META)
-        open_directory(aside)
+        # what this process has just written
+        open_directory(aside, weights_only=False)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -86,6 +86,5 @@ class WholeState(DDPStrategy):
         refuse_interrupted(path)
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        read_file = partial(self.checkpoint_io.load_checkpoint, weights_only=weights_only)
-        checkpoint = open_directory(path, read_file)
+        checkpoint = open_directory(path, self.checkpoint_io.load_checkpoint, weights_only=weights_only)
         return {**checkpoint, "state_dict": fill(checkpoint["state_dict"])}

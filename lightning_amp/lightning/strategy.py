@@ -12,7 +12,6 @@ rank's shards (`gradient_norm` has all; what ranks then train differently is tol
 of sharded weights.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -37,6 +36,7 @@ from lightning_amp.lightning._compat import (
     optimizers_to_device,
     trainer_of,
 )
+from lightning_amp.lightning.cell_order import CellOrder, with_same_draws
 from lightning_amp.lightning.cells import CellWeight
 from lightning_amp.lightning.conflicts import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.faults.strategy import EndsTogether
@@ -54,11 +54,13 @@ from lightning_amp.lightning.options import (
 from lightning_amp.lightning.registration import register
 from lightning_amp.lightning.replicas import (
     check_replicas,
+    random_state,
     seed_workers,
+    set_random_state,
     share_random_state,
     take_buffers_of_first,
 )
-from lightning_amp.lightning.same_batch import make_sure_of_same_batch
+from lightning_amp.lightning.same_batch import make_sure_of_same_batch, share_draws
 from lightning_amp.lightning.same_parameters import warn_of_differences
 from lightning_amp.lightning.shards import Shards
 from lightning_amp.lightning.step_time import time_steps
@@ -224,9 +226,12 @@ class AMPStrategy(EndsTogether, WeightedSteps):
     # --- life-cycle ---
 
     def setup_environment(self) -> None:
-        """Connect the processes; without `seed_everything`, let all ranks draw what rank 0 draws."""
+        """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
+        drawn = random_state(self.root_device)
         super().setup_environment()
-        if self.world_size > 1 and "PL_GLOBAL_SEED" not in os.environ:
+        # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
+        set_random_state(drawn, self.root_device)
+        if self.world_size > 1:
             share_random_state(broadcast=self.broadcast, device=self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
@@ -234,6 +239,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         assert self.accelerator is not None, "the Trainer sets the accelerator before setup"
         assert self.model is not None, "the Trainer sets the model before setup"
         self._remove_installed()
+        trainer._data_connector.__class__ = CellOrder
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -345,9 +351,13 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         warn_of_differences(module, shards, self.mesh, step=trainer.global_step)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed loader workers by the data coordinate, so that a model group reads the same random cells."""
+        """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
         seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)
+
+    def _share_draws(self) -> None:
+        share_draws(mesh=self.mesh["model"], device=self.root_device)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, once it is certain that a model group reads the same one."""

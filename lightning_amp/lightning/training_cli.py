@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
-
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
+from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.report import table
 from lightning_amp.verbs import PROGRAM, described
 
 
-def train(words: Sequence[str]) -> LightningCLI:
+def train(words: Sequence[str]) -> CommandLine:
     """Run Lightning's command line on these words; what it wrote is printed by rank 0.
 
     Launched ranks start again from `sys.argv`, so the words are put there.
@@ -30,15 +28,9 @@ def train(words: Sequence[str]) -> LightningCLI:
             "predict was asked for without --ckpt_path; predictions of untrained weights mean nothing: name the"
             " checkpoint that fit wrote, for example --ckpt_path demo/checkpoints/last.ckpt"
         )
-    cli = LightningCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        trainer_defaults={"strategy": "amp"},
+    cli = CommandLine(
+        help_of={words[0]: _help(words[0])},
         save_config_kwargs={"overwrite": True, "config_filename": "config_used.yaml"},
-        auto_configure_optimizers=False,
-        parser_kwargs={"prog": PROGRAM, words[0]: _help(words[0])},
     )
     _print_results(cli)
     return cli
@@ -61,7 +53,7 @@ def _quieten() -> None:
 
 
 @rank_zero_only
-def _print_results(cli: LightningCLI) -> None:
+def _print_results(cli: CommandLine) -> None:
     for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StratumMemoryMonitor) and callback.written:
             print(f"\n{memory_table(callback.table())}")
@@ -86,7 +78,7 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(["stratum", "predicted", "measured", "measured / predicted"], cells)
 
 
-def _checkpoints(cli: LightningCLI) -> list[Path]:
+def _checkpoints(cli: CommandLine) -> list[Path]:
     found = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")
     return [Path(found)] if found else []
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
 
+from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.strategy import AMPStrategy
 
 HERE = (
@@ -44,16 +44,7 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
     """
     words = ["fit", "--config", path, *(f"--trainer.{setting}" for setting in HERE)]
     with _command_line(words):
-        cli = LightningCLI(
-            LightningModule,
-            LightningDataModule,
-            trainer_class=_Idle,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            trainer_defaults={"strategy": "amp"},
-            save_config_callback=None,
-            auto_configure_optimizers=False,
-        )
+        cli = CommandLine(trainer_class=_Idle, save_config_callback=None)
     return cli.model, cli.datamodule, _options(cli.trainer.strategy)
 
 
@@ -71,7 +62,7 @@ def _options(strategy: object) -> dict[str, Any]:
 
 @contextmanager
 def _command_line(words: list[str]) -> Iterator[None]:
-    """LightningCLI reads the process's words, and warns when it is given others."""
+    """Lightning's command line reads the process's words, and warns when it is given others."""
     before = sys.argv[1:]
     sys.argv[1:] = words
     try:

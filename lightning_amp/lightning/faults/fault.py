@@ -25,11 +25,13 @@ class Fault:
         rank: The rank.
         host: Its machine and process, for a person to look it up.
         what: What happened to it, as the rest of a sentence.
+        asked: Whether a person has ended the run, who waits for it.
     """
 
     rank: int
     host: str
     what: str
+    asked: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}) {self.what}"
@@ -37,7 +39,12 @@ class Fault:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Fault":
         """From the values that were sent."""
-        return cls(rank=int(plain["rank"]), host=str(plain["host"]), what=str(plain["what"]))
+        return cls(
+            rank=int(plain["rank"]),
+            host=str(plain["host"]),
+            what=str(plain["what"]),
+            asked=bool(plain["asked"]),
+        )
 
 
 def this_host() -> str:

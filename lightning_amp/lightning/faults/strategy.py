@@ -1,5 +1,7 @@
 """A strategy whose ranks end together, each with a message that names the rank whose fault it was."""
 
+import atexit
+import gc
 import secrets
 import signal
 import threading
@@ -17,10 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.lightning._compat import launch_process_observer, trainer_of
+from lightning_amp.lightning._compat import ScriptLauncher, launch_process_observer, trainer_of
 from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.faults.doing import doing_of_exception, doing_of_thread
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
+from lightning_amp.lightning.faults.interrupt import InterruptibleLauncher, how_to_resume
 from lightning_amp.lightning.faults.link import Link, connect, listen
 from lightning_amp.lightning.faults.memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.faults.watch import Limits, Watch, say
@@ -52,6 +55,11 @@ class EndsTogether(DDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if type(self._launcher) is ScriptLauncher:
+            self._launcher.__class__ = InterruptibleLauncher
 
     def setup_environment(self) -> None:
         """Connect the processes, and let them watch each other."""
@@ -162,6 +170,11 @@ class EndsTogether(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say whose fault it is, here and to the other ranks."""
         super().on_exception(exception)
+        # when python ends, it looks through all of torch for garbage, which takes more than a second
+        atexit.register(gc.freeze)
+        if isinstance(exception, KeyboardInterrupt) and isinstance(self._launcher, InterruptibleLauncher):
+            trainer = trainer_of(self.lightning_module)
+            self._launcher.last_words = how_to_resume(trainer) if self.global_rank == 0 else ""
         if is_out_of_memory(exception):
             exception.args = (f"{exception}. {advice_on_memory(self.plan, self.root_device)}",)
         if self._watch is None:
@@ -174,7 +187,12 @@ class EndsTogether(DDPStrategy):
                 self._blame(exception, fault)
             return
         doing = doing_of_exception(exception, trainer_of(self.lightning_module))
-        own = Fault(rank=self.global_rank, host=this_host(), what=_what(exception, str(doing)))
+        own = Fault(
+            rank=self.global_rank,
+            host=this_host(),
+            what=_what(exception, str(doing)),
+            asked=isinstance(exception, KeyboardInterrupt),
+        )
         self._watch.tell(own)
         if not of_all:
             over = self._watch.ended_ranks() if is_of_communication(exception) else []
@@ -182,6 +200,9 @@ class EndsTogether(DDPStrategy):
 
     def _blame(self, exception: BaseException, fault: Fault) -> None:
         say(f"rank {self.global_rank} ends: {fault}")
+        if is_of_communication(exception):
+            # where this rank waited for the other is no news, and would bury the message under a hundred lines
+            exception.__traceback__ = exception.__cause__ = exception.__context__ = None
         if isinstance(exception, RuntimeError):
             own = text_of(exception).partition(". ")[0]
             exception.args = (f"{fault}; rank {self.global_rank} ends with it, of {own}",)

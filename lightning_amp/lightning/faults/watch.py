@@ -8,9 +8,10 @@
     a rank is stuck                `stuck_after` seconds in one hook and batch, and not waiting for others; or all wait
 
 A rank that learns of another's end has `GRACE_S` to raise an error by itself, as it does in a broken collective; then
-its watch ends the process, for a main thread that waits in a collective cannot be woken. One that has raised by then
-has `lost_after` seconds for its callbacks and loggers. Ranks that end well say so. Time in which this process as a
-whole stood still counts for nothing: it has heard no one.
+its watch ends the process, for a main thread that waits in a collective cannot be woken. After an interrupt, for which
+a person waits, it has `ASKED_GRACE_S`. One that has raised by then has `lost_after` seconds for its callbacks and
+loggers. Ranks that end well say so. Time in which this process as a whole stood still counts for nothing: it has heard
+no one.
 
 Known limits: a stuck rank is looked for once its first batch has begun; before that the process group's timeout is the
 bound. Rank 0's watch on other machines than its own needs a free port between them, as the process group does.
@@ -36,6 +37,7 @@ from lightning_amp.lightning.faults.fault import Fault, text_of, this_host
 from lightning_amp.lightning.faults.link import Link
 
 GRACE_S = 3.0
+ASKED_GRACE_S = 0.5
 CAUSE_S = 3.0
 """How long a rank whose collective broke waits to learn whose fault it is."""
 EXIT_STATUS = 1
@@ -159,7 +161,7 @@ class Watch:
         """Listen, speak, and end the process when another has ended and the main thread does not."""
         while not self._over.is_set():
             before = time.monotonic()
-            ready = self._selector.select(self._tick)
+            ready = self._selector.select(self._tick if self.fault is None else ASKED_GRACE_S / 4)
             self._forgive(time.monotonic() - before)
             for key, _ in ready:
                 if key.fileobj is self._listener:
@@ -185,7 +187,8 @@ class Watch:
     def _is_due(self) -> bool:
         """Whether the main thread has had its time to end by itself; the user may catch what it has raised."""
         waited = time.monotonic() - self._learned
-        return waited > GRACE_S and (waited > self._limits.lost_after or not self._look().unwinding)
+        grace = ASKED_GRACE_S if self.fault is not None and self.fault.asked else GRACE_S
+        return waited > grace and (waited > self._limits.lost_after or not self._look().unwinding)
 
     def _accept(self) -> None:
         assert self._listener is not None, "rank 0 has one"
