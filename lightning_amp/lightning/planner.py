@@ -44,13 +44,16 @@ ADAM_SLOTS = 2
 RMSPROP_SLOTS = 1
 
 
-def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequence[str] = ()) -> Plan:
+def plan_in_force(
+    strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequence[str] = (), given: Plan | None = None
+) -> Plan:
     """The plan of one run, the same on every rank: the given one, or one made on rank 0; as the user wishes it.
 
     Args:
         strategy: With the user's wishes.
         trainer: Of the run.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
+        given: A plan to carry out instead of the user's wishes.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
@@ -60,11 +63,11 @@ def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequ
     cells = cells_per_step(trainer)
 
     def decide() -> Plan:
-        asked = strategy.asked_plan
+        asked = strategy.asked_plan if given is None else given
         if asked is None:
             return plan_run(strategy, trainer, cells)
-        given = asked if isinstance(asked, Plan) else Plan.read(asked)
-        return predict_anew(given, strategy, trainer, cells)
+        read = asked if isinstance(asked, Plan) else Plan.read(asked)
+        return predict_anew(read, strategy, trainer, cells)
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
