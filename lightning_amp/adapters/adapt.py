@@ -24,6 +24,8 @@ from lightning_amp.adapters.decoder import AdaptedDecoder
 from lightning_amp.adapters.higlue import lacks, resembles
 from lightning_amp.adapters.layout import NotRecognised
 from lightning_amp.adapters.lazy import LazyDistribution
+from lightning_amp.adapters.multires import MultiResDecoder, resembles_multires
+from lightning_amp.adapters.multires_probe import adapted_multires
 from lightning_amp.adapters.probe import adapted
 from lightning_amp.adapters.real_size import FirstBatch
 from lightning_amp.adapters.snapshot import Snapshot
@@ -56,7 +58,8 @@ class Adapted:
         Raises:
             NotRecognised: There is none of ours for it.
         """
-        self._forwards[fqn] = module, _Forward(adapted(module), module)
+        decoder = adapted_multires(module) if resembles_multires(module) else adapted(module)
+        self._forwards[fqn] = module, _Forward(decoder, module)
         self.stand_in()
 
     def stand_in(self) -> None:
@@ -73,7 +76,8 @@ class Adapted:
                 for each decoder.
         """
         for module, forward in self._forwards.values():
-            self._watches.append(_watch(module, forward, tell))
+            if forward.decoder.reads_all_rows:
+                self._watches.append(_watch(module, forward, tell))
 
     def keep(self, changed: Iterable[str]) -> None:
         """Undo those in which nothing was changed.
@@ -121,7 +125,7 @@ def adapt(module: nn.Module) -> Adapted:
     found = Adapted()
     for fqn, child in module.named_modules():
         try:
-            if not resembles(child):
+            if not (resembles(child) or resembles_multires(child)):
                 _check_lacks(child)
                 continue
             if not fqn:
@@ -186,20 +190,27 @@ class _Forward(StandIn):
             InstallError: The module is not what it was when ours was made of it, or was called with something else.
         """
         self.snapshot.check(self.module, self.decoder)
+        decoder, options = self.decoder, {}
+        if isinstance(decoder, MultiResDecoder):
+            given, named, subset = _with_subset(given, named)
+            if subset is not None:
+                decoder, options = decoder.among(subset), {"subset": subset}
         u, v, b, l = _inputs(given, named)  # noqa: E741
-        if not isinstance(l, Tensor) or l.shape != (len(u), 1):
-            found = tuple(l.shape) if isinstance(l, Tensor) else l
-            raise ModelError(
-                f"a decoder of HiGLUE's shape was called with l={found!r}; allowed is the library size of every cell,"
-                f" of the shape {(len(u), 1)!r}"
-            )
+        l = decoder.library(u, l)  # noqa: E741
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
         inputs = u, v, b, l
-        look = partial(self.first_batch.look, inputs)
-        return LazyDistribution(self.decoder, self._eager, inputs, self.snapshot.parameters, look)
+        eager = partial(type(self.module).forward, self.module, **options)
+        # the counts of a subset are not those of all features
+        look = partial(self.first_batch.look, inputs, **({"x": None} if options else {}))
+        return LazyDistribution(decoder, eager, inputs, self.snapshot.parameters, look)
 
-    def _eager(self, *inputs: Tensor) -> Any:
-        return type(self.module).forward(self.module, *inputs)
+
+def _with_subset(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The inputs, and the subset of anchors if there is one."""
+    places = len(INPUTS)
+    if len(given) == places + 1:
+        return given[:places], named, given[places]
+    return given, {name: value for name, value in named.items() if name != "subset"}, named.get("subset")
 
 
 def _inputs(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
