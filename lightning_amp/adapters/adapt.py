@@ -205,7 +205,9 @@ class _Forward(StandIn):
         return LazyDistribution(decoder, eager, inputs, self.snapshot.parameters, look)
 
 
-def _with_subset(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def _with_subset(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """The inputs, and the subset of anchors if there is one."""
     places = len(INPUTS)
     if len(given) == places + 1:

@@ -1,4 +1,4 @@
-"""The decoder of HiGLUE's newest generation, of one or several resolutions: how it is known, and ours made of its layers.
+"""HiGLUE's newest decoder, of one or several resolutions: how it is known, and ours made of its layers.
 
     res_specs                                   of every resolution n_strata, n_anchors and anchor_offset, its part of v
     band_idx_0, band_idx_1, ...                 [stratum, anchor] of a resolution: column in the data, -1 without one
@@ -141,9 +141,7 @@ class MultiResDecoder(AdaptedDecoder):
 
     reads_all_rows = False
 
-    def __init__(
-        self, module: Any, strata: Sequence[MultiResStratum], layout: Layout, *, kind: type
-    ) -> None:
+    def __init__(self, module: Any, strata: Sequence[MultiResStratum], layout: Layout, *, kind: type) -> None:
         super().__init__(
             strata,
             layout,
@@ -251,7 +249,8 @@ def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
         NotRecognised: Layers are missing, or have settings that ours do not know.
     """
     tables = BINARY_TABLES if form.binarized else COUNT_TABLES
-    device, strata = module.scale_lin.device, []
+    device = module.scale_lin.device
+    strata: list[MultiResStratum] = []
     for i, spec in enumerate(module.res_specs):
         for k in range(spec.n_strata):
             place = len(strata)
@@ -281,7 +280,7 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     if not module.use_attn:
         return pairs
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in ATTENTION.items()}
-    windows = {getattr(layer, "window_size", None) for layer in _layers(module, i, ATTENTION["attention"])}
+    windows = {cast(Any, layer).window_size for layer in _layers(module, i, ATTENTION["attention"])}
     if len(windows) != 1:
         # its own forward takes the first layer's for all
         raise NotRecognised(f"has attention with windows of {windows!r} anchors at one resolution")

@@ -15,7 +15,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,7 +125,8 @@ def _small(module: Any, *, more: int, sizes: Sizes = NEAR_ONE) -> _Small:
 
 def _specs(module: Any, more: int) -> tuple[dict[int, Any], int, int]:
     """What deepcopy is to take in place of resolutions and their columns; anchors and features in all."""
-    specs, memo, anchors, features = [], {}, 0, 0
+    memo: dict[int, Any] = {}
+    specs, anchors, features = [], 0, 0
     for i, (spec, band) in enumerate(zip(module.res_specs, bands(module), strict=True)):
         own = copy.copy(spec)
         n = spec.n_strata + more + (i if (spec.n_strata + more + i) % WINDOW else i + 1)
@@ -136,7 +137,10 @@ def _specs(module: Any, more: int) -> tuple[dict[int, Any], int, int]:
         places = torch.full(whole.shape, -1)
         places[whole] = torch.arange(features, features + int(whole.sum()))
         own.n_anchors, own.anchor_offset = n, anchors
-        own.band_idx, own.feat_idx = places.flatten().numpy(), np.arange(features, features + int(whole.sum()))
+        own.band_idx, own.feat_idx = (
+            places.flatten().numpy(),
+            np.arange(features, features + int(whole.sum())),
+        )
         memo[id(getattr(module, f"band_idx_{i}"))] = places
         feat_idx = getattr(module, f"feat_idx_{i}", None)
         memo |= {} if feat_idx is None else {id(feat_idx): torch.from_numpy(own.feat_idx)}
@@ -205,9 +209,7 @@ def _with_gradients(total: Tensor, small: _Small) -> dict[str, Tensor]:
     return found
 
 
-def _compare(
-    found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], where: str
-) -> None:
+def _compare(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], where: str) -> None:
     for ours, truth in zip(found, expected, strict=True):
         for name, value in truth.items():
             if not (ours[name] - value).norm() <= CLOSE * value.norm():
