@@ -30,6 +30,7 @@ from lightning_amp.planning.shape import (
     ModelShape,
     NetworkShape,
     outside_strata,
+    with_counts,
 )
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read import profile as read_profile
@@ -182,7 +183,7 @@ def _read(
             "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
         )
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = with_threads(shape, strategy.root_device)
+    shape = with_threads(shape if isinstance(module, GLUE) else with_counts(shape), strategy.root_device)
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
@@ -192,7 +193,10 @@ def _read(
     if isinstance(module, GLUE):
         return profile, _with_base(shape, profile, module), notes
     if shape.decoder is not None:
-        notes.append("activations outside the decoder are not predicted: they are those of another's model")
+        notes.append(
+            "of the activations outside the decoder the counts and the inputs of layers that read them all are"
+            " predicted: the others are those of another's model"
+        )
     return profile, shape, notes
 
 
