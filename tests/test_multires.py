@@ -140,7 +140,10 @@ def test_is_recognised_with_what_its_parts_can_have() -> None:
     keys, state = list(module.state_dict()), torch.get_rng_state()
     found = adapt(module)
     assert torch.equal(torch.get_rng_state(), state), "no random number was used up"
-    assert (list(found.decoders), found.notes) == (["decoder"], [])
+    assert list(found.decoders) == ["decoder"]
+    assert found.notes == [
+        "'decoder' has 2 resolutions, and every stratum is predicted with the anchors of the largest"
+    ]
     assert list(module.state_dict()) == keys
     ours = find_decoders(module)["decoder"]
     assert isinstance(ours, MultiResDecoder)

@@ -43,7 +43,8 @@ class Adapted:
 
     Attributes:
         decoders: The foreign decoders, by name.
-        notes: Why others that look like them are not among them, one sentence each.
+        notes: Why others that look like them are not among them, and what is not predicted of those that are, one
+            sentence each.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,8 @@ class Adapted:
             NotRecognised: There is none of ours for it.
         """
         decoder = adapted_multires(module) if resembles_multires(module) else adapted(module)
+        if isinstance(decoder, MultiResDecoder):
+            self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
         self._forwards[fqn] = module, _Forward(decoder, module)
         self.stand_in()
 

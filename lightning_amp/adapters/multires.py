@@ -183,6 +183,19 @@ class MultiResDecoder(AdaptedDecoder):
             )
         return given.to(u.dtype).expand(-1, n)
 
+    def unpredicted(self, module: Any) -> list[str]:
+        """What a plan's prediction leaves out, as what follows the name of the foreign decoder."""
+        found, drawn = [], getattr(module, "anchor_subsample", None)
+        if len(self.bands) > 1:
+            found.append(
+                f"has {len(self.bands)!r} resolutions, and every stratum is predicted with the anchors of the largest"
+            )
+        if drawn:
+            found.append(
+                f"draws {drawn!r} anchors of a resolution in every step, and is predicted for all of them"
+            )
+        return found
+
     def among(self, subset: Any) -> "MultiResDecoder":
         """The decoder of some anchors' features, with what was installed.
 
