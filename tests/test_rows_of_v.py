@@ -63,7 +63,7 @@ def on_two_ranks(rank: int, ranks: int) -> dict[str, Any]:
         for strategies in ON_TWO
     }
     # a budget that only several devices have makes policy auto look for placements
-    strategy = AMPStrategy(device_memory="20KiB")
+    strategy = AMPStrategy(device_memory="20KiB", unfit="train")
     module = Longer(KIND)
     fit(module, DataLoader(batches(KIND), batch_size=None), strategy, plugins=[RunningRanks(rank, ranks)])
     found["auto"] = planned(strategy).strategies

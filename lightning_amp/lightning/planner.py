@@ -46,7 +46,12 @@ RMSPROP_SLOTS = 1
 
 
 def plan_in_force(
-    strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequence[str] = (), given: Plan | None = None
+    strategy: "AMPStrategy",
+    trainer: "pl.Trainer",
+    *,
+    notes: Sequence[str] = (),
+    given: Plan | None = None,
+    cells: Cells | None = None,
 ) -> Plan:
     """The plan of one run, the same on every rank: the given one, or one made on rank 0; as the user wishes it.
 
@@ -55,20 +60,21 @@ def plan_in_force(
         trainer: Of the run.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
         given: A plan to carry out instead of the user's wishes.
+        cells: As `cells_per_step` tells, where it was asked already.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
 
-    cells = cells_per_step(trainer)
+    told = cells_per_step(trainer) if cells is None else cells
 
     def decide() -> Plan:
         asked = strategy.asked_plan if given is None else given
         if asked is None:
-            return plan_run(strategy, trainer, cells)
+            return plan_run(strategy, trainer, told)
         read = asked if isinstance(asked, Plan) else Plan.read(asked)
-        return predict_anew(read, strategy, trainer, cells)
+        return predict_anew(read, strategy, trainer, told)
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)

@@ -17,6 +17,7 @@ import torch
 
 from lightning_amp.lightning.conflicts import check_compiled, check_precision
 from lightning_amp.lightning.planner import announce, plan_in_force
+from lightning_amp.lightning.step_cells import UNKNOWN
 from lightning_amp.parallel.install import Installed, install, lies_in
 from lightning_amp.planning.plan import Plan
 
@@ -68,10 +69,12 @@ class Planned:
     def _plan(self) -> Plan:
         before, notes = self._strategy.plan, self._foreign.notes
         assert before is not None, "planned in setup"
-        wanted = plan_in_force(self._strategy, self._trainer, notes=notes)
+        unknown = any(note.startswith(UNKNOWN) for note in before.notes)
+        cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
+        wanted = plan_in_force(self._strategy, self._trainer, notes=notes, cells=cells)
         if _split(wanted) == _split(before):
             return wanted
-        kept = plan_in_force(self._strategy, self._trainer, notes=notes, given=before)
+        kept = plan_in_force(self._strategy, self._trainer, notes=notes, cells=cells, given=before)
         note = (
             f"for the rows that v has the choice would be {','.join(wanted.strategies)} on {wanted.mesh.data} x"
             f" {wanted.mesh.model} ranks (data x model), which a run that has begun cannot change to; ask for it with"
