@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.multires import MultiResDecoder
-from lightning_amp.errors import AmpError, InstallError
+from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.parallel.capabilities import with_unsupported
@@ -239,6 +239,22 @@ class Leaving(Decoder):
     def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
         self.aux = v.square().mean()
         return super().forward(u, v, b, l, subset)
+
+
+class Sized(Decoder):
+    """Small copies have fewer anchors."""
+
+    def key(self, i: int, k: int, v: Tensor) -> Tensor:
+        return super().key(i, k, v) * (1.001 if len(v) > 25 and k else 1.0)
+
+
+@pytest.mark.parametrize("kind", ["two resolutions", "checkpointed", "a subset of the anchors"])
+def test_what_differs_at_the_real_size_alone_is_refused_with_the_first_batch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.multires_shaped.Several.__init__.__kwdefaults__", {"decoder": Sized})
+    with pytest.raises(ModelError, match="another log-probability in the strata .* on the first batch"):
+        fit(KINDS[kind], "S1,stream")
 
 
 def windows(decoder: Any) -> None:

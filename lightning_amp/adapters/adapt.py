@@ -203,8 +203,11 @@ class _Forward(StandIn):
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
         inputs = u, v, b, l
         eager = partial(type(self.module).forward, self.module, **options)
-        # the counts of a subset are not those of all features
-        look = partial(self.first_batch.look, inputs, **({"x": None} if options else {}))
+
+        def look(x: Any) -> None:
+            # the counts of a subset are not those of all features, which are compared
+            self.first_batch.look(inputs, None if options else x)
+
         return LazyDistribution(decoder, eager, inputs, self.snapshot.parameters, look)
 
 

@@ -62,7 +62,9 @@ class Planned:
             with self._installed.aside():
                 self._foreign.stand_in()
                 plan = self._plan()
-            self._strategy.plan = plan = replace(plan, notes=(*plan.notes, f"{rows}: planned anew for these"))
+                notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
+            self._strategy.plan = plan
             announce(plan, unfit=self._strategy.unfit)
             self._renew(plan)
 
