@@ -4,22 +4,28 @@ The module's parameters, names, children and state_dict stay what they are. Its 
 class, and other instances of it, are not touched. A decoder that no rule of the plan has changed gets its own forward
 back by `keep`: it then computes bit for bit what it did before.
 
+How many rows v has is known when a decoder is called, and not before: `tell_rows` says so where it has others than its
+features have anchors. A v that is longer costs memory and time in every key.
+
 A decoder that is changed later (another parameter object, child, setting, buffer or hook) is refused when it is called.
 
 Known limit: a LightningModule that is such a decoder itself is not taken for one; a note says so.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_amp.adapters.decoder import AdaptedDecoder
 from lightning_amp.adapters.higlue import lacks, resembles
 from lightning_amp.adapters.layout import NotRecognised
 from lightning_amp.adapters.lazy import LazyDistribution
+from lightning_amp.adapters.multires import MultiResDecoder, resembles_multires
+from lightning_amp.adapters.multires_probe import adapted_multires
 from lightning_amp.adapters.probe import adapted
 from lightning_amp.adapters.real_size import FirstBatch
 from lightning_amp.adapters.snapshot import Snapshot
@@ -37,12 +43,44 @@ class Adapted:
 
     Attributes:
         decoders: The foreign decoders, by name.
-        notes: Why others that look like them are not among them, one sentence each.
+        notes: Why others that look like them are not among them, and what is not predicted of those that are, one
+            sentence each.
     """
 
     def __init__(self) -> None:
         self.decoders: dict[str, nn.Module] = {}
         self.notes: list[str] = []
+        self._forwards: dict[str, tuple[nn.Module, _Forward]] = {}
+        self._watches: list[RemovableHandle] = []
+
+    def add(self, fqn: str, module: nn.Module) -> None:
+        """Let ours stand in for a decoder.
+
+        Raises:
+            NotRecognised: There is none of ours for it.
+        """
+        decoder = adapted_multires(module) if resembles_multires(module) else adapted(module)
+        if isinstance(decoder, MultiResDecoder):
+            self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
+        self._forwards[fqn] = module, _Forward(decoder, module)
+        self.stand_in()
+
+    def stand_in(self) -> None:
+        """Let ours stand in for all that were recognised, those too in which nothing was changed."""
+        for fqn, (module, forward) in self._forwards.items():
+            cast(Any, module).forward = forward
+            self.decoders[fqn] = module
+
+    def tell_rows(self, tell: Callable[[str], None]) -> None:
+        """Say when a v comes with other rows than a decoder was taken to have, which it has from then on.
+
+        Args:
+            tell: Called with a sentence, before the decoder computes anything, and on all ranks alike; once at most
+                for each decoder.
+        """
+        for module, forward in self._forwards.values():
+            if forward.decoder.reads_all_rows:
+                self._watches.append(_watch(module, forward, tell))
 
     def keep(self, changed: Iterable[str]) -> None:
         """Undo those in which nothing was changed.
@@ -75,6 +113,8 @@ class Adapted:
 
     def undo(self) -> None:
         """Give all of them their own forward back; may be called twice."""
+        while self._watches:
+            self._watches.pop().remove()
         while self.decoders:
             _restore(self.decoders.popitem()[1])
 
@@ -88,20 +128,17 @@ def adapt(module: nn.Module) -> Adapted:
     found = Adapted()
     for fqn, child in module.named_modules():
         try:
-            if not resembles(child):
+            if not (resembles(child) or resembles_multires(child)):
                 _check_lacks(child)
                 continue
             if not fqn:
                 raise NotRecognised("is the LightningModule itself: make the decoder a module in it")
-            forward = _Forward(adapted(child), child)
+            found.add(fqn, child)
         except NotRecognised as reason:
             found.notes.append(
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
                 f" module (S1), because it {reason}"
             )
-            continue
-        cast(Any, child).forward = forward
-        found.decoders[fqn] = child
     return found
 
 
@@ -109,6 +146,26 @@ def _check_lacks(module: nn.Module) -> None:
     missing = lacks(module)
     if missing:
         raise NotRecognised(f"has no {', '.join(missing)}")
+
+
+def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) -> RemovableHandle:
+    decoder = forward.decoder
+
+    def look(called: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # a copy of the module has the hook too
+        if called is not module:
+            return
+        handle.remove()
+        v = named.get("v", given[1] if len(given) > 1 else None)
+        if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
+            known, decoder.n_anchors = decoder.n_anchors, len(v)
+            forward.first_batch.plain.n_anchors = len(v)
+            tell(
+                f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors"
+            )
+
+    handle = module.register_forward_pre_hook(look, with_kwargs=True)
+    return handle
 
 
 def _restore(module: nn.Module) -> None:
@@ -136,20 +193,32 @@ class _Forward(StandIn):
             InstallError: The module is not what it was when ours was made of it, or was called with something else.
         """
         self.snapshot.check(self.module, self.decoder)
+        decoder, options = self.decoder, {}
+        if isinstance(decoder, MultiResDecoder):
+            given, named, subset = _with_subset(given, named)
+            if subset is not None:
+                decoder, options = decoder.among(subset), {"subset": subset}
         u, v, b, l = _inputs(given, named)  # noqa: E741
-        if not isinstance(l, Tensor) or l.shape != (len(u), 1):
-            found = tuple(l.shape) if isinstance(l, Tensor) else l
-            raise ModelError(
-                f"a decoder of HiGLUE's shape was called with l={found!r}; allowed is the library size of every cell,"
-                f" of the shape {(len(u), 1)!r}"
-            )
+        l = decoder.library(u, l)  # noqa: E741
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
         inputs = u, v, b, l
-        look = partial(self.first_batch.look, inputs)
-        return LazyDistribution(self.decoder, self._eager, inputs, self.snapshot.parameters, look)
+        eager = partial(type(self.module).forward, self.module, **options)
 
-    def _eager(self, *inputs: Tensor) -> Any:
-        return type(self.module).forward(self.module, *inputs)
+        def look(x: Any) -> None:
+            # the counts of a subset are not those of all features, which are compared
+            self.first_batch.look(inputs, None if options else x)
+
+        return LazyDistribution(decoder, eager, inputs, self.snapshot.parameters, look)
+
+
+def _with_subset(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The inputs, and the subset of anchors if there is one."""
+    places = len(INPUTS)
+    if len(given) == places + 1:
+        return given[:places], named, given[places]
+    return given, {name: value for name, value in named.items() if name != "subset"}, named.get("subset")
 
 
 def _inputs(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -33,7 +33,12 @@ class AdaptedDecoder(StratifiedDecoder):
         head: Adds the cell's part to these logits.
         normalised: Whether the weights of the strata add up to 1 where there are no logits, or are 1 each.
         kind: Class of the distribution that the foreign decoder returns.
+
+    Attributes:
+        reads_all_rows: Whether keys are made of all rows of v, and not of those alone that features say.
     """
+
+    reads_all_rows = True
 
     def __init__(
         self,
@@ -103,10 +108,28 @@ class AdaptedDecoder(StratifiedDecoder):
         for k, module in enumerate(self.strata):
             stratum = cast(AdaptedStratum, module)
             own, v = stratum.location(
-                v, u, batch=batch, library=library, log_weight=log_weights[:, k : k + 1]
+                v,
+                u,
+                batch=batch,
+                library=stratum.own_library(library),
+                log_weight=log_weights[:, k : k + 1],
             )
             found.append(own)
         return torch.cat(found, dim=1)
+
+    def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell 1"]:
+        """Library sizes, from what the decoder is called with.
+
+        Raises:
+            ModelError: They are not one number per cell.
+        """
+        if not isinstance(given, Tensor) or given.shape != (len(u), 1):
+            found = tuple(given.shape) if isinstance(given, Tensor) else given
+            raise ModelError(
+                f"a decoder of HiGLUE's shape was called with l={found!r}; allowed is the library size of every cell,"
+                f" of the shape {(len(u), 1)!r}"
+            )
+        return given
 
     def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
         """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""

@@ -158,7 +158,7 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
             _key(module, k, n_strata, form),
             layout.nodes[k].to(device),
             columns=layout.columns[k],
-            tables={name: _table(module, foreign) for name, foreign in tables.items()},
+            tables={name: table_of(module, foreign) for name, foreign in tables.items()},
             likelihood=ZINB() if form.ours else GivenDistribution(form.kind),
             chained=form.chained and form.attention and k > 0,
             least=form.least,
@@ -218,7 +218,12 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     return AdaptedAttentionKey(layers, projected=form.projected, residual=form.residual)
 
 
-def _table(module: nn.Module, name: str) -> nn.Parameter:
+def table_of(module: nn.Module, name: str) -> nn.Parameter:
+    """A table of a decoder.
+
+    Raises:
+        NotRecognised: There is none, or one of another size than the others.
+    """
     table, like = getattr(module, name, None), getattr(module, "scale_lin", None)
     if not isinstance(table, nn.Parameter) or not isinstance(like, nn.Parameter) or table.shape != like.shape:
         raise NotRecognised(f"has no table {name!r} of the size of 'scale_lin'")

@@ -141,18 +141,28 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
 def _seen(small: Small) -> Form:
     """What can be told without trying."""
     given = small.run()
-    kind, names = type(given), set(inspect.signature(type(given)).parameters)
+    kind = kind_of(given)
     if issubclass(kind, torch.distributions.Bernoulli):
         return Form(kind=kind, chained=_chained(small, given, binarized=True))
-    if not (
-        issubclass(kind, torch.distributions.NegativeBinomial)
-        and {"zi_logits", "total_count", "logits"} <= names
-    ):
-        raise NotRecognised(
-            f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
-            " total_count and logits"
-        )
     return Form(kind=kind, chained=_chained(small, given, binarized=False), least=_least(small))
+
+
+def kind_of(given: object) -> type:
+    """The class of what a decoder returns.
+
+    Raises:
+        NotRecognised: It is none of those that ours can make.
+    """
+    kind = type(given)
+    counts = issubclass(kind, torch.distributions.NegativeBinomial)
+    if issubclass(kind, torch.distributions.Bernoulli) or (
+        counts and {"zi_logits", "total_count", "logits"} <= set(inspect.signature(kind).parameters)
+    ):
+        return kind
+    raise NotRecognised(
+        f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
+        " total_count and logits"
+    )
 
 
 def _chained(small: Small, given: Any, *, binarized: bool) -> bool:

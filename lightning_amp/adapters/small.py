@@ -14,7 +14,7 @@ Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -138,7 +138,8 @@ def _substitutes(module: nn.Module, layout: Layout, draw: Any, sizes: Sizes) -> 
     """What deepcopy is to take in place of parameters, buffers, lists and hooks."""
     memo = no_hooks(module)
     for name, parameter in module.named_parameters():
-        memo[id(parameter)] = nn.Parameter(_values(name, parameter.shape, layout, draw, sizes))
+        shape = (len(parameter), layout.n_features) if name in TABLES else parameter.shape
+        memo[id(parameter)] = nn.Parameter(parameter_values(name, shape, draw, sizes))
     for buffer in module.buffers():
         memo[id(buffer)] = (
             buffer.detach().cpu().to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)
@@ -151,16 +152,21 @@ def _substitutes(module: nn.Module, layout: Layout, draw: Any, sizes: Sizes) -> 
     return memo
 
 
-def _values(name: str, shape: Sequence[int], layout: Layout, draw: Any, sizes: Sizes) -> Tensor:
-    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0."""
+def parameter_values(name: str, shape: Sequence[int], draw: Callable[..., Tensor], sizes: Sizes) -> Tensor:
+    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0.
+
+    Args:
+        name: Of the parameter.
+        shape: Of the values.
+        draw: Of a shape and a size.
+        sizes: What they are multiplied with.
+    """
     if name in TABLES:
         added = {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
-        return cast(Tensor, draw(shape[0], layout.n_features, size=0.5) + added)
+        return draw(*shape, size=0.5) + added
     if len(shape) < 2:
-        return cast(Tensor, draw(*shape, size=0.5)) + (
-            1.0 if "norm" in name and name.endswith("weight") else 0.0
-        )
-    return cast(Tensor, draw(*shape, size=sizes.layers * shape[-1] ** -0.5))
+        return draw(*shape, size=0.5) + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return draw(*shape, size=sizes.layers * shape[-1] ** -0.5)
 
 
 def _like(rows: Tensor, example: Any) -> Any:

@@ -1,6 +1,6 @@
 """What a foreign module was when ours was made of it, to tell whether it still is.
 
-    by identity     parameters and children by name, and the lists of indices
+    by identity     parameters and children by name, and the lists of indices or resolutions
     by value        numbers and texts that are attributes of the module or of one in it; buffers, and tensors that are
                     attributes
     hooks           on modules that ours does not run there are none, but for Lightning's and this package's own, which
@@ -119,7 +119,7 @@ def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 found[prefix + name] = value
             elif isinstance(value, Tensor):
                 tensors[prefix + name] = value
-    for name in LISTS:
+    for name in (*LISTS, "res_specs"):
         # a property may make a new list every time
         found[name] = vars(module).get(name)
     return found, tensors

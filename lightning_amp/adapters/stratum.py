@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_amp.adapters.keys import AdaptedAttentionKey
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.stratum import AllCells, AllFeatures, Decode, Stratum
 from lightning_amp.models.tables import table_rows
 
@@ -75,7 +76,7 @@ class AdaptedStratum(Stratum):
         least: What is added to the mean.
     """
 
-    runs: dict[str, slice]
+    runs: dict[str, slice | Tensor]
 
     def __init__(
         self,
@@ -109,7 +110,21 @@ class AdaptedStratum(Stratum):
         log_mu = super()._log_mean(logits, library, log_weight)
         return torch.logaddexp(log_mu, log_mu.new_tensor(math.log(self.least))) if self.least else log_mu
 
+    def own_library(self, library: Tensor) -> Tensor:
+        """What the stratum's features are parts of."""
+        return library
+
+    def arguments(
+        self, k: int, log_weights: Tensor, *, x: Tensor | SparseCounts, **cells: Tensor
+    ) -> dict[str, Tensor | SparseCounts]:
+        """As of any stratum, with the own library."""
+        found = super().arguments(k, log_weights, x=x, **cells)
+        return found | {"library": self.own_library(cells["library"])}
+
     def _table(self, table: Tensor, batch: Tensor) -> Tensor:
         # a technique may have put the own columns there already
-        own = table if table.shape[1] == len(self.nodes) else table[:, slice(*self.columns)]
+        own = table if table.shape[1] == len(self.nodes) else self._columns(table)
         return table_rows(self.features.own(own), batch)
+
+    def _columns(self, table: Tensor) -> Tensor:
+        return table[:, slice(*self.columns)]

@@ -30,6 +30,7 @@ from lightning_amp.planning.shape import (
     ModelShape,
     NetworkShape,
     outside_strata,
+    with_counts,
 )
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read import profile as read_profile
@@ -44,27 +45,36 @@ ADAM_SLOTS = 2
 RMSPROP_SLOTS = 1
 
 
-def plan_in_force(strategy: "AMPStrategy", trainer: "pl.Trainer", *, notes: Sequence[str] = ()) -> Plan:
+def plan_in_force(
+    strategy: "AMPStrategy",
+    trainer: "pl.Trainer",
+    *,
+    notes: Sequence[str] = (),
+    given: Plan | None = None,
+    cells: Cells | None = None,
+) -> Plan:
     """The plan of one run, the same on every rank: the given one, or one made on rank 0; as the user wishes it.
 
     Args:
         strategy: With the user's wishes.
         trainer: Of the run.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
+        given: A plan to carry out instead of the user's wishes.
+        cells: As `cells_per_step` tells, where it was asked already.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
 
-    cells = cells_per_step(trainer)
+    told = cells_per_step(trainer) if cells is None else cells
 
     def decide() -> Plan:
-        asked = strategy.asked_plan
+        asked = strategy.asked_plan if given is None else given
         if asked is None:
-            return plan_run(strategy, trainer, cells)
-        given = asked if isinstance(asked, Plan) else Plan.read(asked)
-        return predict_anew(given, strategy, trainer, cells)
+            return plan_run(strategy, trainer, told)
+        read = asked if isinstance(asked, Plan) else Plan.read(asked)
+        return predict_anew(read, strategy, trainer, told)
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -179,7 +189,7 @@ def _read(
             "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
         )
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = with_threads(shape, strategy.root_device)
+    shape = with_threads(shape if isinstance(module, GLUE) else with_counts(shape), strategy.root_device)
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
@@ -189,7 +199,10 @@ def _read(
     if isinstance(module, GLUE):
         return profile, _with_base(shape, profile, module), notes
     if shape.decoder is not None:
-        notes.append("activations outside the decoder are not predicted: they are those of another's model")
+        notes.append(
+            "of the activations outside the decoder the counts and the inputs of layers that read them all are"
+            " predicted: the others are those of another's model"
+        )
     return profile, shape, notes
 
 

@@ -79,7 +79,8 @@ class StepTimer(pl.Callback):
             self._seconds.append(self._now(pl_module) - self._begin)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the measured beside the predicted time."""
+        """Tell the measured beside the predicted time; the plan may have been made anew."""
+        self._plan = getattr(trainer.strategy, "plan", None) or self._plan
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds
         if measured is not None and predicted is not None:
             rank_zero_info(

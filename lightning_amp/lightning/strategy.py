@@ -38,7 +38,7 @@ from lightning_amp.lightning._compat import (
 )
 from lightning_amp.lightning.cell_order import CellOrder, with_same_draws
 from lightning_amp.lightning.cells import CellWeight
-from lightning_amp.lightning.conflicts import check_callbacks, check_compiled, check_precision
+from lightning_amp.lightning.conflicts import check_callbacks
 from lightning_amp.lightning.faults.strategy import EndsTogether
 from lightning_amp.lightning.faults.watch import Limits
 from lightning_amp.lightning.finite import FiniteCheck
@@ -265,7 +265,7 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         # late, for they reach the reference model and every technique, which a Trainer does not need
         from lightning_amp.adapters.adapt import adapt
         from lightning_amp.lightning.planner import announce, plan_in_force
-        from lightning_amp.parallel.install import install
+        from lightning_amp.lightning.replan import Planned
 
         assert self.model is not None, "the Trainer sets the model before setup"
         self.plan = None
@@ -275,13 +275,12 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         self.plan = plan = replace(plan, notes=(*plan.notes, *foreign.compare(plan)))
         if trainer.state.fn == TrainerFn.FITTING:
             announce(plan, unfit=self.unfit)
-        check_compiled(self.model, plan)
-        installed = install(self.model, plan, self.mesh)
-        foreign.keep(swap.fqn for swap in installed.swaps)
-        self._undo += [installed.undo, count_replicas_once(self.model, self.mesh)]
-        check_precision(installed, self.precision_plugin)
+        planned = Planned(self, trainer, foreign)
+        installed = planned.install(plan)
+        self._undo += [planned.undo, count_replicas_once(self.model, self.mesh)]
         check_callbacks(installed, getattr(trainer, "callbacks", ()))
         self._shards = Shards(self.model, installed.sharded, installed.partial)
+        foreign.tell_rows(planned.again)
 
     def _share_statistics(self, model: nn.Module) -> None:
         """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm."""

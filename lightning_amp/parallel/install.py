@@ -6,7 +6,8 @@ module alone stands for the change that puts it in the old one's place. A techni
 installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -166,6 +167,17 @@ class Installed:
             swap = self.swaps.pop()
             swap.parent._modules[swap.name] = swap.old
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The modules that were there before, for as long as the block lasts."""
+        for swap in reversed(self.swaps):
+            swap.parent._modules[swap.name] = swap.old
+        try:
+            yield
+        finally:
+            for swap in self.swaps:
+                swap.parent._modules[swap.name] = swap.new
+
     def apply(self, fqn: str, change: Change, module: nn.Module) -> None:
         """Carry out one technique's change of the module `fqn`."""
         for relative, new in change.swaps.items():
@@ -181,20 +193,27 @@ class Installed:
         self.sharded += change.sharded
 
 
-def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> Installed:
+def install(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None, *, within: Sequence[str] | None = None
+) -> Installed:
     """Carry out a plan's rules on a module.
 
     Args:
         module: The LightningModule.
         plan: The plan.
         mesh: Device mesh with the axes "data" and "model"; None on one device.
+        within: Names of modules, to carry out the rules for them and what lies in them alone; None means all rules.
 
     Raises:
         PlanError: A rule needs a technique that this version cannot install.
         InstallError: A rule matches nothing, two rules of one strategy claim one module, or a technique refuses a
             module. The module is unchanged.
     """
-    rules = [rule for rule in plan.rules if not isinstance(rule.spec, BY_STRATEGY)]
+    rules = [
+        rule
+        for rule in plan.rules
+        if not isinstance(rule.spec, BY_STRATEGY) and (within is None or lies_in(rule.fqn, within))
+    ]
     for rule in rules:
         if _technique(type(rule.spec)) is None:
             raise PlanError(_not_built(rule, plan))
@@ -216,6 +235,11 @@ def install(module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> In
         installed.undo()
         raise
     return installed
+
+
+def lies_in(fqn: str, names: Iterable[str]) -> bool:
+    """Whether a name or pattern is for one of some modules, or for what lies in them."""
+    return any(f"{fqn}.".startswith(f"{name}.") for name in names)
 
 
 def _refuse_shared(module: nn.Module, installed: Installed) -> None:

@@ -18,14 +18,18 @@ def problem_of(module: nn.Module, probe: Probe) -> str:
         probe: Module -> what is wrong with it, "" if nothing.
     """
     settings = {name: value for name, value in vars(module).items() if name not in _COMMON}
-    plain = all(isinstance(value, bool | int | float | str | slice | None) for value in settings.values())
+    plain = all(
+        isinstance(value, bool | int | float | str | slice | type | None) for value in settings.values()
+    )
     if not plain or list(module.children()) or module.state_dict():
         return probe(module)
     key = (
         probe,
         type(module),
         module.training,
-        *sorted((name, repr(value)) for name, value in settings.items()),
+        *sorted(
+            (name, value if isinstance(value, type) else repr(value)) for name, value in settings.items()
+        ),
     )
     if key not in _FOUND:
         _FOUND[key] = probe(module)

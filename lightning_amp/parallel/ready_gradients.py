@@ -103,12 +103,15 @@ class GradientSum:
         self._room = torch.empty_like(of, requires_grad=False) if needed else None
         self.value: Tensor | None = None
 
-    def add(self, grad: Tensor | None, columns: slice | None = None) -> None:
+    def add(self, grad: Tensor | None, columns: slice | Tensor | None = None) -> None:
         """Add a gradient, if it is one: of everything, or of some columns, where there was memory from the start."""
         if grad is not None and columns is not None:
             assert self._room is not None, "what is added to in parts has its memory from the start"
             self.value = self._room.zero_() if self.value is None else self.value
-            self.value[:, columns].add_(grad)
+            if isinstance(columns, Tensor):
+                self.value.index_add_(1, columns, grad)
+            else:
+                self.value[:, columns].add_(grad)
         elif self.value is None and grad is not None and self._room is not None:
             self.value = self._room.copy_(grad)
         else:

@@ -1,12 +1,15 @@
 """sparse: the likelihood of all counts as if they were zero, and the terms of those that are not in their places.
 
     r = log_mu - log_theta      n = -theta softplus(r)      s = zi_logits      l(p, q) = log(e^p + e^q)
-    x = 0     log p = l(n - softplus(s), log sigmoid(s))
-              d / d log_mu = -a theta sigmoid(r)                          a = sigmoid(n - s)
-              d / d log_theta = a n - d / d log_mu                        d / d s = sigmoid(s - n) - sigmoid(s)
+    x = 0     log p = l(n, q) - softplus(s)                               q = l(s, log least)
+              d / d log_mu = -a theta sigmoid(r)                          a = sigmoid(n - q)
+              d / d log_theta = a n - d / d log_mu                       d / d s = sigmoid(q - n) e^(s - q) - sigmoid(s)
     x != 0    log p = lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + n + x log sigmoid(r) - softplus(s)
               d / d log_mu = x sigmoid(-r) - theta sigmoid(r)             d / d s = -sigmoid(s)
               d / d log_theta = theta (psi(x + theta) - psi(theta) - softplus(r)) - d / d log_mu
+
+`least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
+is found by trying, and 0 for most.
 
 Exact up to rounding, in value and gradients: a count that is not zero takes no part in the first, so nothing cancels.
 No collectives. What shrinks: lgamma and psi are computed for the counts that are not zero alone, and of all [B, F_k]
@@ -23,9 +26,11 @@ Inputs below float32 are computed with, and added up, in float32.
 
 Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
 Known limits: no second derivative, and no gradient of the counts; those of entries.py. What a likelihood does with
-other numbers than those of EXAMPLES is not seen.
+other numbers than those of EXAMPLES is not seen. Where it refuses counts that are no whole numbers, so does this one on
+the CPU; other devices are not waited for.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -45,6 +50,8 @@ LEAST_COLUMNS = 64
 """Columns of a chunk whose rows are still worth a loop."""
 RTOL = 1e-9
 CELLS = 3
+IMPOSSIBLE = 20.0, 8.0, -1000.0
+"""log_mu, log_theta and zi_logits for which exp says that a zero has no probability."""
 
 
 class _Example(NamedTuple):
@@ -77,11 +84,25 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
             " returns the summed log-probability of zero-inflated negative binomial counts, when called as"
             " leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
         )
-    return SparseLikelihood()
+    return _like(leaf)
 
 
 class SparseLikelihood(nn.Module):
-    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`."""
+    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`.
+
+    Args:
+        least: What is added to the probability of a zero.
+        whole: Whether other counts than whole numbers from 0 are refused.
+    """
+
+    def __init__(self, *, least: float = 0.0, whole: bool = False) -> None:
+        super().__init__()
+        self.least = least
+        self.whole = whole
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"least={self.least}, whole={self.whole}"
 
     def forward(
         self,
@@ -93,7 +114,7 @@ class SparseLikelihood(nn.Module):
         """Sum over cells and features.
 
         Raises:
-            ModelError: x has another shape than log_mu.
+            ModelError: x has another shape than log_mu, or counts that the likelihood refuses.
             InstallError: x needs a gradient.
         """
         if tuple(x.shape) != tuple(log_mu.shape):
@@ -108,16 +129,31 @@ class SparseLikelihood(nn.Module):
             )
         arguments = (log_mu, log_theta, zi_logits)
         if not wants_gradients(arguments):
-            return _sum(x, arguments)
-        return cast(Tensor, _WithGradients.apply(x, *arguments))  # type: ignore[no-untyped-call]
+            return _sum(x, arguments, self)
+        return cast(Tensor, _WithGradients.apply(x, self, *arguments))  # type: ignore[no-untyped-call]
+
+    def check(self, counts: Float[Tensor, " entry"]) -> None:
+        """Refuse what the likelihood in whose place this is refuses.
+
+        Raises:
+            ModelError: Some are no whole numbers from 0.
+        """
+        if not self.whole or counts.device.type != "cpu":
+            return
+        wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
+        if len(wrong):
+            raise ModelError(
+                f"a likelihood got counts such as {float(wrong[0])!r}; allowed are whole numbers from 0: hand in the"
+                " counts as they were read, not scaled ones"
+            )
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor | SparseCounts, *arguments: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseLikelihood, *arguments: Tensor) -> Tensor:
         dtype = _dtype(arguments)
         gradients = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in arguments]
-        total = _sum(x, arguments, gradients)
+        total = _sum(x, arguments, form, gradients)
         ctx.save_for_backward(*gradients)
         return total
 
@@ -128,14 +164,20 @@ class _WithGradients(torch.autograd.Function):
                 "a second derivative of a loss was asked for (create_graph=True), and its likelihood is sparse, whose"
                 " gradients are numbers by then; leave 'sparse' out"
             )
-        return None, *(grad * own for own in ctx.saved_tensors)
+        return None, None, *(grad * own for own in ctx.saved_tensors)
 
 
-def _sum(x: Tensor | SparseCounts, arguments: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Tensor:
+def _sum(
+    x: Tensor | SparseCounts,
+    arguments: Sequence[Tensor],
+    form: SparseLikelihood,
+    gradients: Sequence[Tensor] = (),
+) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
     log_mu, dtype = arguments[0], _dtype(arguments)
     runs = _runs(log_mu)
     found = entries(x, runs, dtype=dtype)
+    form.check(found.value)
     cells, widest = len(log_mu), runs[0].stop
     work = torch.empty(3, cells * widest, dtype=dtype, device=log_mu.device)
     totals = []
@@ -146,7 +188,7 @@ def _sum(x: Tensor | SparseCounts, arguments: Sequence[Tensor], gradients: Seque
         width = run.stop - run.start
         chunk = work[:, : cells * width].view(3, cells, width)
         own = [[t[:, run] for t in some] for some in (arguments, gradients)]
-        totals.append(_zeros(chunk, found.places(k), [t.to(dtype) for t in own[0]], own[1]))
+        totals.append(_zeros(chunk, found.places(k), [t.to(dtype) for t in own[0]], form.least, own[1]))
     del work, chunk
     totals.append(_others(found, log_mu, [t.to(dtype) for t in arguments[1:]], gradients))
     return torch.stack(totals).sum()
@@ -161,25 +203,38 @@ def _runs(log_mu: Tensor) -> list[slice]:
     ]
 
 
-def _zeros(work: Tensor, places: Tensor, arguments: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+def _zeros(
+    work: Tensor, places: Tensor, arguments: Sequence[Tensor], least: float, gradients: Sequence[Tensor]
+) -> Tensor:
     """Terms of the zeros of some columns; `places` are those of the others in the flat chunk."""
     log_mu, log_theta, zi = arguments
     r, n, p = work
+    q, inflated = _additional(zi, least)
     theta = log_theta.exp()
     torch.sub(log_mu, log_theta, out=r)
     _softplus(r, out=n).mul_(-theta)
     torch.sub(n, _softplus(zi), out=p)
-    torch.logaddexp(p, -_softplus(-zi), out=p).view(-1).index_fill_(0, places, 0.0)
+    torch.logaddexp(p, inflated, out=p).view(-1).index_fill_(0, places, 0.0)
     total: Tensor = p.sum()
     if gradients:
         of_mu, of_theta, of_zi = gradients
         # a sigmoid of -inf takes the others out of every gradient
-        torch.sub(n, zi, out=p).view(-1).index_fill_(0, places, -torch.inf)
+        torch.sub(n, q, out=p).view(-1).index_fill_(0, places, -torch.inf)
         torch.mul(r.sigmoid_().mul_(-theta), p.sigmoid_(), out=of_mu)
-        torch.sub(zi, n, out=r).view(-1).index_fill_(0, places, -torch.inf)
-        _into(of_zi, r.sigmoid_().sub_(zi.sigmoid()))
+        torch.sub(q, n, out=r).view(-1).index_fill_(0, places, -torch.inf)
+        share = r.sigmoid_().mul_((zi - q).exp()) if least else r.sigmoid_()
+        _into(of_zi, share.sub_(zi.sigmoid()))
         _into(of_theta, n.mul_(p).sub_(of_mu))
     return total
+
+
+def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """q, and q - softplus(zi)."""
+    inflated = -_softplus(-zi)
+    if not least:
+        return zi, inflated
+    log_least = zi.new_tensor(math.log(least))
+    return torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
 
 
 def _others(found: Entries, log_mu: Tensor, tables: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -230,11 +285,12 @@ def _problem(leaf: nn.Module) -> str:
     names = sorted(leaf.state_dict())
     if names:
         return f"has the state {names!r}"
+    ours = _like(leaf)
     for example in EXAMPLES:
         for rows in (1, CELLS):
-            expected = _values(SparseLikelihood(), example, rows)
+            expected = _values(ours, example, rows, whole=ours.whole)
             try:
-                found = _values(leaf, example, rows)
+                found = _values(leaf, example, rows, whole=ours.whole)
             except Exception as error:
                 return f"fails on a small example with {error!r}"
             for what, own, other in zip(
@@ -245,9 +301,25 @@ def _problem(leaf: nn.Module) -> str:
     return ""
 
 
-def _values(leaf: nn.Module, example: _Example, rows: int) -> list[Tensor]:
-    """Value and gradients for an example with that many rows in its tables."""
+def _like(leaf: nn.Module) -> SparseLikelihood:
+    """Ours, with the settings that two counts of a likelihood tell; `_problem` looks whether it is one."""
+    impossible = [torch.full((1, 1), value, dtype=torch.float64, device="cpu") for value in IMPOSSIBLE]
+    with torch.no_grad():
+        try:
+            least = float(leaf(torch.zeros_like(impossible[0]), *impossible).exp())
+        except Exception:
+            return SparseLikelihood()
+        try:
+            leaf(torch.full_like(impossible[0], 0.5), *impossible)
+        except ValueError:
+            return SparseLikelihood(least=float(f"{least:.12g}"), whole=True)
+    return SparseLikelihood(least=float(f"{least:.12g}"))
+
+
+def _values(leaf: nn.Module, example: _Example, rows: int, *, whole: bool) -> list[Tensor]:
+    """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
     x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
+    x = x.ceil() if whole else x
     given = [
         torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1).requires_grad_()
         for ends, n in ((example.log_mu, CELLS), (example.log_theta, rows), (example.zi, rows))

@@ -208,6 +208,16 @@ def outside_strata(
     )
 
 
+def with_counts(shape: ModelShape) -> ModelShape:
+    """The shape of another's model with the counts of a batch, and the inputs of the layers that read them all."""
+    if shape.decoder is None:
+        return shape
+    counts = shape.element_bytes * shape.batch_size * sum(shape.decoder.features)
+    inputs = counts * len(shape.wide_layers)
+    kept = shape.base_activation_bytes + counts + inputs
+    return replace(shape, base_activation_bytes=kept, wide_input_bytes=inputs)
+
+
 def _vertices(decoder: DecoderShape | None, profile: Profile) -> VertexShape | None:
     """The reference model's encoder of the graph, where it has the decoder's anchors."""
     if decoder is None or profile.graph is None:

@@ -1,0 +1,310 @@
+"""HiGLUE's newest decoder, of one or several resolutions: how it is known, and ours made of its layers.
+
+    res_specs                                   of every resolution n_strata, n_anchors and anchor_offset, its part of v
+    band_idx_0, band_idx_1, ...                 [stratum, anchor] of a resolution: column in the data, -1 without one
+    scale_lin, bias, log_theta, zi_logits       tables [experiment, feature], as in higlue.py
+    key_convs_by_res, key_conv_activations_by_res           lists of lists, one for each resolution and further stratum
+    prenorm_, qk_, attn_, postnorm_, ff_layers_by_res       the same, with use_attn
+    strata_weights_by_res, strata_weight_heads              one for each resolution
+    checkpoint, auto_checkpoint                             whether keys are computed again in the backward pass
+
+`forward(u, v, b, l, subset=None)` returns a distribution; l has one library size for every resolution. With a `subset`,
+of which `anchors` says which anchors of every resolution were drawn, it is that of their features alone. A stratum's
+features must be a run of columns, after those of the one before.
+
+Legend: cell (B), anchor (N of all resolutions), dim (D), stratum (K of all), feature (F), resolution (R).
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.adapters.decoder import AdaptedDecoder
+from lightning_amp.adapters.higlue import BINARY_TABLES, COUNT_TABLES, Form, table_of
+from lightning_amp.adapters.layout import Layout, NotRecognised
+from lightning_amp.adapters.paired_keys import PairedAttentionKey, RowsConvolutionKey
+from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.stratum import ZINB
+from lightning_amp.parallel.region import SharedRegion
+
+ATTENTION = {
+    "prenorm": "prenorm_layers_by_res",
+    "qk": "qk_layers_by_res",
+    "attention": "attn_layers_by_res",
+    "postnorm": "postnorm_layers_by_res",
+    "ff": "ff_layers_by_res",
+}
+PAIRS = {"pairs": "key_convs_by_res", "activation": "key_conv_activations_by_res"}
+SPEC = ("n_strata", "n_anchors", "anchor_offset")
+WITH_SUBSETS = ("strata",)
+"""How ranks may share a decoder that is called with a subset: what each holds does not hang on the features."""
+
+
+def resembles_multires(module: nn.Module) -> bool:
+    """Whether a module has what no other kind of module would have by chance."""
+    names = ("res_specs", "band_idx_0", "key_convs_by_res", "strata_weights_by_res")
+    return all(hasattr(module, name) for name in names) and isinstance(
+        getattr(module, "scale_lin", None), nn.Parameter
+    )
+
+
+def bands(module: nn.Module) -> list[Tensor]:
+    """Columns [stratum, anchor] of every resolution, -1 where there is none.
+
+    Raises:
+        NotRecognised: There is none, or it does not fit the resolution.
+    """
+    found = []
+    for i, spec in enumerate(cast(Any, module).res_specs):
+        band = getattr(module, f"band_idx_{i}", None)
+        sizes = tuple(getattr(spec, name, None) for name in SPEC)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise NotRecognised(f"has a resolution {i!r} with {SPEC!r} = {sizes!r}, and not whole numbers")
+        if not isinstance(band, Tensor) or tuple(band.shape) != sizes[:2] or band.dtype != torch.int64:
+            shape = tuple(band.shape) if isinstance(band, Tensor) else band
+            raise NotRecognised(f"has band_idx_{i}={shape!r}, and not columns of the shape {sizes[:2]!r}")
+        found.append(band.detach().cpu())
+    return found
+
+
+def read_bands(module: nn.Module) -> Layout:
+    """The strata of all resolutions, one after the other, with anchors of their own resolution.
+
+    Raises:
+        NotRecognised: Columns of a stratum are no run after those of the one before, or it has none.
+    """
+    nodes: list[Tensor] = []
+    columns: list[tuple[int, int]] = []
+    end = 0
+    for i, band in enumerate(bands(module)):
+        for k, row in enumerate(band):
+            places = row[row >= 0]
+            if not len(places) or not torch.equal(places, torch.arange(end, end + len(places))):
+                raise NotRecognised(
+                    f"has a stratum {k!r} of resolution {i!r} whose columns do not follow each other from {end!r} on"
+                )
+            nodes.append((row >= 0).nonzero().flatten())
+            columns.append((end, end + len(places)))
+            end += len(places)
+    most = max(spec.n_anchors for spec in cast(Any, module).res_specs)
+    return Layout(nodes=tuple(nodes), columns=tuple(columns), n_anchors=most)
+
+
+class MultiResStratum(AdaptedStratum):
+    """A stratum of one resolution, which has a library size of its own.
+
+    Attributes:
+        resolution: Its number.
+        places: Columns of the tables where they are no run: those of the anchors that a subset has drawn.
+    """
+
+    resolution: int
+    places: Tensor | None = None
+
+    def own_library(self, library: Float[Tensor, "cell resolution"]) -> Float[Tensor, "cell 1"]:
+        """That of the resolution."""
+        return library[:, self.resolution : self.resolution + 1]
+
+    def _columns(self, table: Tensor) -> Tensor:
+        return super()._columns(table) if self.places is None else table.index_select(1, self.places)
+
+    def among(self, nodes: Tensor, places: Tensor, columns: tuple[int, int]) -> "MultiResStratum":
+        """The same parts and what was installed in them, for some of the features.
+
+        Args:
+            nodes: Their anchors.
+            places: Their columns in the tables.
+            columns: First and one past the last of their columns in the data.
+        """
+        own = copy.copy(self)
+        own._buffers = self._buffers | {"nodes": nodes}
+        own.places, own.columns = places, columns
+        own.runs = dict.fromkeys(self.runs, places)
+        return own
+
+
+class MultiResDecoder(AdaptedDecoder):
+    """All strata of all resolutions.
+
+    Args:
+        module: The foreign decoder, with whose parameters it computes.
+        strata: The strata.
+        layout: Their anchors and columns.
+        kind: Class of the distribution that the foreign decoder returns.
+    """
+
+    reads_all_rows = False
+
+    def __init__(self, module: Any, strata: Sequence[MultiResStratum], layout: Layout, *, kind: type) -> None:
+        super().__init__(
+            strata,
+            layout,
+            dim=dim_of(module),
+            window=max(getattr(module, "attn_windows", None) or [1]),
+            variant="higlue",
+            strata_weights=None,
+            head=None,
+            normalised=False,
+            kind=kind,
+        )
+        self.weights_by_resolution = module.strata_weights_by_res
+        self.heads = module.strata_weight_heads
+        self.bands = bands(module)
+        self.offsets = [spec.anchor_offset for spec in module.res_specs]
+
+    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+        """Log of each stratum's share of a cell's contacts at its resolution."""
+        found = []
+        for i, weights in enumerate(self.weights_by_resolution):
+            logits = weights[None] if self.heads is None else weights[None] + self.heads[i](u)
+            found.append(logits.log_softmax(dim=1))
+        return torch.cat(found, dim=1)
+
+    def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell resolution"]:
+        """Library sizes of every resolution, from what the decoder is called with.
+
+        Raises:
+            ModelError: They are neither of the cells, nor of the cells and resolutions.
+        """
+        n = len(self.bands)
+        if given is None:
+            return u.new_ones(len(u), n)
+        if not isinstance(given, Tensor) or tuple(given.shape) not in ((len(u), 1), (len(u), n)):
+            found = tuple(given.shape) if isinstance(given, Tensor) else given
+            raise ModelError(
+                f"a decoder of {n!r} resolutions was called with l={found!r}; allowed are None and the library sizes"
+                f" of every cell, of the shape {(len(u), 1)!r} or {(len(u), n)!r}"
+            )
+        return given.to(u.dtype).expand(-1, n)
+
+    def unpredicted(self, module: Any) -> list[str]:
+        """What a plan's prediction leaves out, as what follows the name of the foreign decoder."""
+        found, drawn = [], getattr(module, "anchor_subsample", None)
+        if len(self.bands) > 1:
+            found.append(
+                f"has {len(self.bands)!r} resolutions, and every stratum is predicted with the anchors of the largest"
+            )
+        if drawn:
+            found.append(
+                f"draws {drawn!r} anchors of a resolution in every step, and is predicted for all of them"
+            )
+        return found
+
+    def among(self, subset: Any) -> "MultiResDecoder":
+        """The decoder of some anchors' features, with what was installed.
+
+        Args:
+            subset: What the foreign decoder has drawn, with `anchors` of every resolution.
+
+        Raises:
+            InstallError: Ranks share the features or channels, or the subset is none that is known.
+        """
+        shared = self.region.strategies if isinstance(self.region, SharedRegion) else ()
+        if not set(WITH_SUBSETS).issuperset(shared):
+            raise InstallError(
+                f"a decoder was called with a subset of its anchors, and {', '.join(shared)} deal its features or"
+                " channels to ranks once and for all; allowed together with a subset are 'strata' and what needs one"
+                f" device: leave {', '.join(shared)} out, or set anchor_subsample=None"
+            )
+        strata, every, end = iter(cast(Any, self.strata)), [], 0
+        parts: list[MultiResStratum] = []
+        for anchors, band, offset in zip(subset.anchors, self.bands, self.offsets, strict=True):
+            for k, row in enumerate(band.to(anchors.device)):
+                places = row[anchors]
+                nodes, places = anchors[places >= 0], places[places >= 0]
+                # the first stratum's keys are rows of v itself
+                nodes = nodes if k else nodes + offset
+                parts.append(next(strata).among(nodes, places, (end, end + len(places))))
+                every.append(places)
+                end += len(places)
+        _check_columns(subset, torch.cat(every))
+        own = copy.copy(self)
+        own._modules = self._modules | {"strata": nn.ModuleList(parts)}
+        own.n_features = end
+        return own
+
+
+def _check_columns(subset: Any, places: Tensor) -> None:
+    if places.device.type == "cpu" and not torch.equal(subset.cols, places):
+        raise InstallError(
+            f"a decoder was called with a subset of {len(subset.cols)!r} columns, which are not those of the anchors"
+            " that it says to have drawn; allowed is what `sample_feature_subset()` returns"
+        )
+
+
+def dim_of(module: Any) -> int:
+    """D, of the tables of weights or of the first convolution.
+
+    Raises:
+        NotRecognised: No resolution has a second stratum.
+    """
+    convolutions = [layer for layers in module.key_convs_by_res for layer in layers]
+    if not convolutions or not all(isinstance(layer, nn.Conv1d) for layer in convolutions):
+        raise NotRecognised("has no convolutions for its keys")
+    return int(convolutions[0].in_channels)
+
+
+def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
+    """Our decoder of a module's layers and tables.
+
+    Args:
+        module: The foreign decoder.
+        layout: Its strata.
+        form: What it returns: `kind`, `least` and `ours` are read.
+
+    Raises:
+        NotRecognised: Layers are missing, or have settings that ours do not know.
+    """
+    tables = BINARY_TABLES if form.binarized else COUNT_TABLES
+    device = module.scale_lin.device
+    strata: list[MultiResStratum] = []
+    for i, spec in enumerate(module.res_specs):
+        for k in range(spec.n_strata):
+            place = len(strata)
+            nodes = layout.nodes[place] + (0 if k else spec.anchor_offset)
+            stratum = MultiResStratum(
+                _key(module, i, k) if k else None,
+                nodes.to(device),
+                columns=layout.columns[place],
+                tables={name: table_of(module, foreign) for name, foreign in tables.items()},
+                likelihood=ZINB() if form.ours else GivenDistribution(form.kind),
+                chained=False,
+                least=form.least,
+            )
+            stratum.resolution = i
+            strata.append(stratum)
+    return MultiResDecoder(module, strata, layout, kind=form.kind)
+
+
+def _key(module: Any, i: int, k: int) -> nn.Module:
+    """The key of stratum k of a resolution."""
+    spec = module.res_specs[i]
+    rows = slice(spec.anchor_offset, spec.anchor_offset + spec.n_anchors)
+    layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in PAIRS.items()}
+    if not module.use_activation:
+        layers["activation"] = nn.Identity()
+    pairs = RowsConvolutionKey(layers["pairs"], layers["activation"], padding=k, rows=rows)
+    if not module.use_attn:
+        return pairs
+    layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in ATTENTION.items()}
+    windows = {cast(Any, layer).window_size for layer in _layers(module, i, ATTENTION["attention"])}
+    if len(windows) != 1:
+        # its own forward takes the first layer's for all
+        raise NotRecognised(f"has attention with windows of {windows!r} anchors at one resolution")
+    layers["attention"] = LocalAttention(dim_of(module), windows.pop())
+    again = bool(module.checkpoint or module.auto_checkpoint[i])
+    return PairedAttentionKey(pairs, layers, checkpointed=again)
+
+
+def _layers(module: Any, i: int, name: str) -> nn.ModuleList:
+    lists = getattr(module, name, None)
+    n = module.res_specs[i].n_strata - 1
+    if not isinstance(lists, nn.ModuleList) or len(lists) <= i or len(cast(Any, lists[i])) != n:
+        raise NotRecognised(f"has {name!r} without {n!r} layers at resolution {i!r}")
+    return cast(nn.ModuleList, lists[i])
