@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
+from lightning_amp.lightning.terminal import fit_the_terminal
 from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.report import table
 from lightning_amp.verbs import PROGRAM, described
@@ -30,7 +31,7 @@ def train(words: Sequence[str]) -> LightningCLI:
             "predict was asked for without --ckpt_path; predictions of untrained weights mean nothing: name the"
             " checkpoint that fit wrote, for example --ckpt_path demo/checkpoints/last.ckpt"
         )
-    cli = LightningCLI(
+    cli = _TrainingCLI(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
@@ -48,6 +49,13 @@ def _help(verb: str) -> dict[str, Any]:
     """What is said of a command before Lightning's flags, of which there are a hundred."""
     usage = f"{PROGRAM} {verb} --config FILE.yaml [--ckpt_path FILE.ckpt] [options]"
     return {"usage": usage, **described(verb)}
+
+
+class _TrainingCLI(LightningCLI):
+    def instantiate_trainer(self, **options: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**options)
+        fit_the_terminal(trainer)
+        return trainer
 
 
 def _quieten() -> None:
