@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     fits the memory that was named, 130 after Ctrl-C.
     """
     words, status = list(sys.argv[1:] if argv is None else argv), 0
+    # torch says it of a package that others have installed, when it is imported
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         if words and words[0] in TRAINING:
             from lightning_amp.lightning.training_cli import train
@@ -112,7 +115,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it"
     )
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=30, help="training epochs (default: 30)")
+    parser.add_argument("--epochs", type=int, default=40, help="training epochs (default: 40)")
     parser.set_defaults(run=_demo)
 
 

@@ -12,6 +12,8 @@ from lightning_amp.errors import AmpError, DataError
 
 MARK = ".lightning-amp-demo"
 
+SYNTHETIC = {"cells": 240, "strata": 12, "depth": 6000}
+
 CONFIG = Template("""\
 # lightning-amp fit --config $out/config.yaml
 seed_everything: 0
@@ -33,10 +35,10 @@ trainer:
       init_args: {dirpath: $out/checkpoints, filename: last, enable_version_counter: false}
 model:
   class_path: lightning_amp.GLUE
-  init_args: {latent_dim: 32, window: 20, lr: 0.01, hidden_depth: 1, lam_graph: 0.02}
+  init_args: {latent_dim: 32, window: 20, lr: 0.01, hidden_depth: 1, lam_graph: 0.02, lam_align: 0.1}
 data:
   class_path: lightning_amp.SingleCellDataModule
-  init_args: {data_dir: $out/data, batch_size: 32}
+  init_args: {data_dir: $out/data, batch_size: 16}
 """)
 
 
@@ -49,7 +51,7 @@ NOTES = {
 """What is said of a command before it runs."""
 
 
-def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
+def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
     Args:
@@ -68,11 +70,11 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
     out.mkdir(parents=True, exist_ok=True)
     (out / MARK).touch()
     yield "Synthetic data: 240 cells of 4 types, 2 chromosomes, 12 strata, RNA of the same types"
-    synthesize(out / "data", cells=240, strata=12, depth=6000, overwrite=True)
+    synthesize(out / "data", **SYNTHETIC, overwrite=True)
     config = out / "config.yaml"
     config.write_text(CONFIG.substitute(out=out, devices=devices, epochs=epochs))
     checkpoint = out / "checkpoints" / "last.ckpt"
-    request = f"--devices {devices} --device-memory 2GiB --batch-size 32 --latent-dim 32 --window 20"
+    request = f"--devices {devices} --device-memory 2GiB --batch-size 16 --latent-dim 32 --window 20"
     for command in (
         ["plan", str(out / "data"), *request.split()],
         ["fit", "--config", str(config)],
@@ -85,4 +87,4 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 30) -> Iterator[str]:
             raise AmpError(
                 f"`lightning-amp {shlex.join(command)}` ended with status {status}; its message is above"
             )
-    yield f"\nEverything is under {out}: start with {out / 'memory' / 'memory.png'}"
+    yield f"\nEverything is under {out}: start with {out / 'predictions' / 'embedding.png'}"

@@ -7,10 +7,12 @@ in any notebook. Pictures are PNG at 150 dots per inch.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +23,9 @@ INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
+ROOM_ABOVE = 1.05
+COLOUR_RANGE = 1_000
+MAP_TICKS = 6
 LEGEND_ROWS = 18
 LEGEND_LETTERS = 24
 
@@ -93,7 +98,14 @@ def simulated_memory(
     _save(figure, path)
 
 
-def embedding(path: Path, *, xy: ArrayLike, labels: Mapping[str, Sequence[str]], title: str) -> None:
+def embedding(
+    path: Path,
+    *,
+    xy: ArrayLike,
+    labels: Mapping[str, Sequence[str]],
+    title: str,
+    axis_names: tuple[str, str] = ("dimension 1", "dimension 2"),
+) -> None:
     """Draw cells in the plane, once for each kind of label, side by side.
 
     Args:
@@ -101,36 +113,82 @@ def embedding(path: Path, *, xy: ArrayLike, labels: Mapping[str, Sequence[str]],
         xy: [cell, 2]
         labels: heading of a panel -> class of every cell
         title: above all panels
+        axis_names: what the two axes are
     """
     points = np.asarray(xy, dtype=np.float64)
     figure = _new_figure(sum(4.4 + _legend_inches(classes) for classes in labels.values()), 4.6)
     for axes, (heading, classes) in zip(_panels(figure, len(labels)), labels.items(), strict=True):
         _scatter(axes, points, np.asarray(classes).astype(str))
         axes.set_title(heading, fontsize=11)
+        axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
     figure.suptitle(title)
     _save(figure, path)
 
 
-def contact_maps(path: Path, *, maps: Mapping[str, ArrayLike], title: str) -> None:
-    """Draw contact maps side by side, as log(1 + contacts) on one colour scale each.
+def contact_maps(
+    path: Path,
+    *,
+    maps: Mapping[str, ArrayLike],
+    chromosomes: Sequence[str],
+    starts: Sequence[int],
+    title: str,
+) -> None:
+    """Draw contact maps side by side on one logarithmic colour scale; pairs without contacts stay white.
 
     Args:
         path: PNG to write
         maps: heading -> [bin, bin] contacts
+        chromosomes: of each bin; bins of a chromosome follow each other
+        starts: of each bin, in base pairs
         title: above all maps
     """
-    figure = _new_figure(4.6 * len(maps), 4.1)
-    for axes, (heading, contacts) in zip(_panels(figure, len(maps)), maps.items(), strict=True):
+    values = {heading: np.asarray(contacts, dtype=np.float64) for heading, contacts in maps.items()}
+    scale = _common_scale(list(values.values()))
+    figure = _new_figure(4.6 * len(maps) + 0.6, 4.7)
+    panels = _panels(figure, len(maps))
+    for axes, (heading, contacts) in zip(panels, values.items(), strict=True):
         image = axes.imshow(
-            np.log1p(np.asarray(contacts, dtype=np.float64)), cmap="Reds", interpolation="nearest"
+            np.ma.masked_less_equal(contacts, 0), cmap="Reds", norm=scale, interpolation="nearest"
         )
-        axes.set(xlabel="bin", ylabel="bin")
         axes.set_title(heading, fontsize=11)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        figure.colorbar(image, ax=axes, shrink=0.8, label="log(1 + contacts)")
+        _name_bins(axes, np.asarray(chromosomes), np.asarray(starts))
+    figure.colorbar(image, ax=panels, shrink=0.8, label="contacts")
     figure.suptitle(title)
     _save(figure, path)
+
+
+def _common_scale(maps: Sequence[NDArray[np.float64]]) -> LogNorm:
+    """From the largest value of all maps down to what a map shows of a pair in contact, 1,000 times less at most."""
+    positive = [contacts[contacts > 0] for contacts in maps if (contacts > 0).any()]
+    if not positive:
+        return LogNorm(0.1, 1.0)
+    top = max(float(values.max()) for values in positive)
+    low = max(min(float(values.min()) for values in positive), top / COLOUR_RANGE)
+    return LogNorm(min(low, top / 2), top)
+
+
+def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> None:
+    """Write megabases at a few bins and the chromosomes' names outside of them, and draw where these end."""
+    first = np.flatnonzero(np.r_[True, chromosomes[1:] != chromosomes[:-1]])
+    ends = np.r_[first[1:], len(chromosomes)]
+    for end in ends[:-1]:
+        axes.axhline(end - 0.5, color=GREY, linewidth=0.8)
+        axes.axvline(end - 0.5, color=GREY, linewidth=0.8)
+    per_chromosome = max(1, MAP_TICKS // len(first))
+    ticks = np.concatenate(
+        [np.arange(a, b, -(-(b - a) // per_chromosome)) for a, b in zip(first, ends, strict=True)]
+    )
+    labels = [f"{starts[tick] / 1e6:g}" for tick in ticks]
+    centres, names = (first + ends - 1) / 2, [f"{chromosomes[a]} (Mb)" for a in first]
+    axes.set_xticks(ticks, labels, fontsize=8)
+    axes.set_yticks(ticks, labels, fontsize=8)
+    below = axes.secondary_xaxis(-0.07)
+    beside = axes.secondary_yaxis(-0.1)
+    below.set_xticks(centres, names, fontsize=9)
+    beside.set_yticks(centres, names, fontsize=9, rotation=90, va="center")
+    for outer in (below, beside):
+        outer.tick_params(length=0)
+        outer.spines[:].set_visible(False)
 
 
 def _draw_strata(
@@ -152,7 +210,7 @@ def _draw_strata(
     if budget_bytes is not None:
         _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, size=size)
     axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(ROOM_ABOVE * top / size, axes.get_ylim()[1]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
@@ -183,7 +241,7 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
     for name, colour, marker in zip(names, colours, markers, strict=True):
         axes.scatter([], [], color=colour, marker=marker, s=size, label=name)
     axes.set_aspect("equal", adjustable="datalim")
-    axes.set(xticks=[], yticks=[], xlabel="dimension 1", ylabel="dimension 2")
+    axes.set(xticks=[], yticks=[])
     n_columns = -(-len(names) // LEGEND_ROWS)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, ncols=n_columns)
 

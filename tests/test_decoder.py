@@ -197,10 +197,10 @@ def test_initial_state_and_names():
     assert [s.columns for s in made.strata] == [(0, 7), (7, 12), (12, 16)]
     assert [s.distance for s in made.strata] == DISTANCES
     for stratum in made.strata:
-        for name in ("scale", "bias", "log_theta", "zi_logits"):
+        for name, first in (("scale", 0.0), ("bias", 0.0), ("log_theta", 1.5), ("zi_logits", -2.0)):
             table = getattr(stratum, name)
             assert table.shape == (2, len(stratum.nodes))
-            assert not table.any()
+            assert (table == first).all()
     assert not made.head.weight.any()
     assert "strata.1.key.qk.weight" in made.state_dict()
     assert not any("nodes" in name or "attention" in name for name in made.state_dict())

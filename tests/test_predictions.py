@@ -1,5 +1,6 @@
 """What a trained model says about the cells arrives in files that other tools open; pictures are whole."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from lightning_amp import figures
 from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.layout import FeatureLayout, Stratum
+from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.results import write_imputed
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.data.writing import written_aside
@@ -171,15 +173,25 @@ def test_ranks_are_gathered_and_repeated_cells_written_once(
     assert writer._gathered(data, 3)["hic"].ravel().tolist() == [0, 1, 2, 3]
 
 
-def test_the_plane_keeps_the_largest_spread() -> None:
+def test_the_plane_keeps_the_largest_spread_and_says_how_much() -> None:
     rng = np.random.default_rng(0)
-    spread = rng.normal(size=(200, 2)) * [9, 4]
+    spread = rng.normal(size=(2000, 2)) * [9, 4]
     turn = np.linalg.qr(rng.normal(size=(6, 6)))[0][:2]
-    xy, method = project((spread @ turn + rng.normal(size=(200, 6)) * 0.01).astype(np.float32), method="pca")
-    assert method == "PCA"
+    xy, names = project((spread @ turn + rng.normal(size=(2000, 6)) * 0.01).astype(np.float32), method="pca")
+    shares = [
+        int(re.fullmatch(rf"PC{i} \((\d+)% of the variance\)", name)[1])
+        for i, name in zip((1, 2), names, strict=True)
+    ]
+    assert sum(shares) == 100
+    assert shares[0] == pytest.approx(100 * 81 / 97, abs=2)
     for column in (0, 1):
         assert abs(np.corrcoef(xy[:, column], spread[:, column])[0, 1]) > 0.99
-    assert project(np.ones((3, 1), np.float32), method="pca")[0].shape == (3, 2)
+
+
+def test_cells_without_a_spread_are_drawn_too() -> None:
+    xy, names = project(np.ones((3, 1), np.float32), method="pca")
+    assert xy.shape == (3, 2)
+    assert names == ("PC1 (0% of the variance)", "PC2 (0% of the variance)")
 
 
 def test_umap_is_used_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +199,41 @@ def test_umap_is_used_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
         return SimpleNamespace(fit_transform=lambda x: x[:, :2] * options["n_neighbors"])
 
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=reducer))
-    xy, method = project(np.ones((10, 3), np.float32), method="umap")
-    assert method == "UMAP"
+    xy, names = project(np.ones((10, 3), np.float32), method="umap")
+    assert names == ("UMAP1", "UMAP2")
     assert (xy == 9).all()
-    assert project(np.ones((3, 3), np.float32), method="umap")[1] == "PCA"
+    assert project(np.ones((3, 3), np.float32), method="umap")[1][0].startswith("PC1")
+
+
+def test_the_share_of_neighbours_of_the_same_type() -> None:
+    rng = np.random.default_rng(0)
+    centres = np.array([[0, 0], [9, 0], [0, 9], [9, 9]])
+    types = {"hic": np.arange(80) % 4, "rna": np.arange(100) % 4}
+    apart = {
+        name: (centres[t] + rng.normal(size=(len(t), 2))).astype(np.float32) for name, t in types.items()
+    }
+    names = {name: t.astype(str) for name, t in types.items()}
+    assert same_type_share(apart, names) == pytest.approx((1.0, 0.25), abs=0.01)
+    mixed = {"hic": apart["hic"], "rna": apart["rna"][rng.permutation(100)]}
+    assert same_type_share(mixed, names)[0] == pytest.approx(0.25, abs=0.08)
+    swapped = {"hic": apart["hic"], "rna": apart["rna"] + np.float32(9) * (names["rna"] == "0")[:, None]}
+    assert same_type_share(swapped, names)[0] < 0.8
+    lost = {"hic": np.where(types["hic"][:, None] == 0, np.nan, apart["hic"]), "rna": apart["rna"]}
+    assert same_type_share(lost, names)[0] == pytest.approx(1.0, abs=0.01), (
+        "cells that were not embedded do not count"
+    )
+    assert same_type_share({"rna": apart["rna"]}, names) is None
+    assert same_type_share(apart, {"hic": names["hic"], "rna": np.full(100, "x")}) is None
+
+
+def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> None:
+    writer = PredictionWriter(tmp_path)
+    predict(root, writer)
+    cells, share = writer.remarks
+    assert "imputed.scool holds 4 of 30 Hi-C cells; all with contact_map_cells: 30" in cells
+    assert re.match(r"same-type share 0\.\d\d: of a cell's 15 nearest .*, 50% by chance", share)
+    predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=30))
+    assert "imputed" not in " ".join(writer.remarks)
 
 
 @pytest.mark.parametrize("asked", ["tsne", "umap"])
@@ -262,6 +305,32 @@ def test_memory_budget_is_a_red_line_when_in_sight(tmp_path: Path) -> None:
     curve(tmp_path / "neither.png", measured_bytes=None, predicted_bytes=None)
 
 
+def test_contact_maps_share_a_logarithmic_scale_and_name_their_bins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.contact_maps(
+        tmp_path / "maps.png",
+        maps={"measured": np.diag([8.0, 1, 0, 2, 1]), "expected": np.full((5, 5), 0.004)},
+        chromosomes=["chr1", "chr1", "chr1", "chr2", "chr2"],
+        starts=[0, 500_000, 1_000_000, 0, 500_000],
+        title="",
+    )
+    panels = [axes for axes in drawn[0].axes if axes.images]
+    assert len(panels) == 2
+    assert len(drawn[0].axes) == 3, "one colour bar for both"
+    for axes in panels:
+        (image,) = axes.images
+        assert type(image.norm).__name__ == "LogNorm"
+        assert (image.norm.vmin, image.norm.vmax) == (pytest.approx(0.008), 8.0)
+        assert [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1] == [2.5]
+        outer = [label.get_text() for child in axes.child_axes for label in child.get_xticklabels()]
+        assert "chr1 (Mb)" in outer
+        assert "chr2 (Mb)" in outer
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.5", "1", "0", "0.5"]
+
+
 def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
     curve(tmp_path / "memory.png", budget_bytes=4e9)
     rng = np.random.default_rng(0)
@@ -270,7 +339,9 @@ def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
         tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t"
     )
     maps = {"observed": rng.poisson(3, (9, 9)), "imputed": np.ones((9, 9))}
-    figures.contact_maps(tmp_path / "maps.png", maps=maps, title="Contacts")
+    bins = {"chromosomes": ["chr1"] * 5 + ["chr2"] * 4, "starts": [10**6 * i for i in (*range(5), *range(4))]}
+    figures.contact_maps(tmp_path / "maps.png", maps=maps, **bins, title="Contacts")
+    figures.contact_maps(tmp_path / "none.png", maps={"observed": np.zeros((9, 9))}, **bins, title="Contacts")
     for path in tmp_path.iterdir():
         picture = image(path)
         assert picture.std() > 0.05

@@ -71,6 +71,25 @@ def test_the_legend_says_the_budget_in_its_own_unit_and_stays_narrow(monkeypatch
     assert texts[1:] == ["budget 60 MiB", "out of memory at the\nweights, optimiser state\nand batch"]
 
 
+@pytest.mark.parametrize("failed_at", [None, "stratum 1"])
+def test_the_peak_of_a_simulated_step_is_inside_the_axes(monkeypatch, tmp_path, failed_at) -> None:
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.simulated_memory(
+        tmp_path / "memory.png",
+        simulated_bytes=[2**29, 2**29],
+        predicted_bytes=[2**29, 2**29],
+        peak_bytes=2**30,
+        failed_at=failed_at,
+        budget_bytes=None,
+        title="",
+        rank_label="rank 0",
+    )
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low == 0
+    assert 1 < high < 1.5
+
+
 def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     words = [str(tmp_path / "data"), "--batch-size", "4", "--latent-dim", "8", "--window", "8"]

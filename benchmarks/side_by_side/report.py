@@ -39,7 +39,7 @@ def _introduction(results: Results, *, quick: bool) -> Iterator[str]:
     yield ""
     command = f"python -m benchmarks.run{' --quick' if quick else ''}"
     yield from paragraph(
-        f"""Written by `{command}` on {date.today().isoformat()}, version {_version()}; {_machine()}. *Ours* is
+        f"""Written by `{command}` on {date.today().isoformat()}, version {_version()}; {machine()}. *Ours* is
         {" + ".join(OURS)}, with `strata` or `nodes` on several ranks: one stratum alive at a time, forward and
         backward pass inside the loss."""
     )
@@ -233,7 +233,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _machine() -> str:
+def machine() -> str:
     names = _after_colon(Path("/proc/cpuinfo"), "model name")
     memory = int(_after_colon(Path("/proc/meminfo"), "MemTotal")[0].split()[0]) * 1024
     kind = f"{len(names)} x {names[0] if names else platform.machine()}"

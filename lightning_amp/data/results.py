@@ -20,6 +20,11 @@ from lightning_amp.data.writing import written_aside
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
 
 
+def has_celltypes(obs: pd.DataFrame) -> bool:
+    """Return whether the table of cells says their types."""
+    return any(name in obs for name in CELLTYPE_COLUMNS)
+
+
 def celltypes(obs: pd.DataFrame) -> NDArray[np.str_]:
     """Return the cell type of every cell, "Unknown" where the table has none."""
     column = next((name for name in CELLTYPE_COLUMNS if name in obs), None)
@@ -64,13 +69,13 @@ def write_imputed(
         path = out_dir / f"imputed{tail}.scool"
         with written_aside(path) as aside:
             cells = ((name, _pixels(strata, values)) for name, values in contacts.items())
-            write_scool(aside, _bins(layout, strata[0]), cells, n_cells=len(contacts))
+            write_scool(aside, bin_table(layout, strata[0]), cells, n_cells=len(contacts))
         paths.append(path)
     return paths
 
 
-def _bins(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
-    """Return the bin table of one resolution: the features of its stratum 0 are its bins."""
+def bin_table(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
+    """Return chrom, start and end of the bins of one resolution: the features of its stratum 0."""
     names = layout.anchor_names[diagonal.anchors].tolist()
     chroms, _, spans = zip(*(name.rpartition(":") for name in names), strict=True)
     starts, _, ends = zip(*(span.partition("-") for span in spans), strict=True)

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.terminal import fit_the_terminal
 from lightning_amp.verbs import PROGRAM
 
 TRAINING = ("fit", "validate", "test", "predict")
@@ -40,11 +41,7 @@ class CommandLine(LightningCLI):
             subclass_mode_data=True,
             trainer_defaults={"strategy": "amp"},
             auto_configure_optimizers=False,
-            parser_kwargs={
-                "prog": PROGRAM,
-                **RAISE,
-                **{verb: RAISE | dict(help_of.get(verb, {})) for verb in TRAINING},
-            },
+            parser_kwargs={"prog": PROGRAM, **RAISE, **verbs},
             **options,
         )
 
@@ -67,9 +64,11 @@ class CommandLine(LightningCLI):
             PlanError: A setting of the Trainer means nothing.
         """
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except ValueError as error:
             raise PlanError(str(error)) from error
+        fit_the_terminal(trainer)
+        return trainer
 
     def _told(self, message: str) -> str:
         if found := re.search(r"'(\w+)' does not accept option '([\w.]+)'", message):

@@ -25,7 +25,14 @@ from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.keys import hash_integers
 from lightning_amp.data.layout import FeatureLayout
-from lightning_amp.data.results import celltypes, write_embedding, write_imputed
+from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
+from lightning_amp.data.results import (
+    bin_table,
+    celltypes,
+    has_celltypes,
+    write_embedding,
+    write_imputed,
+)
 from lightning_amp.data.writing import written_aside
 from lightning_amp.errors import DataError, ModelError
 
@@ -47,7 +54,7 @@ class PredictionWriter(pl.Callback):
         embedding.png: all modalities in the plane, by PCA or by UMAP
         contact_map.png: the first imputed cell, measured beside expected
 
-    `written` names them, on rank 0.
+    `written` names them and `remarks` says what they do not show by themselves, on rank 0.
 
     Args:
         out_dir: where to write; made if absent
@@ -80,6 +87,7 @@ class PredictionWriter(pl.Callback):
         self.projection = projection
         self.contact_map_cells = contact_map_cells
         self.written: list[Path] = []
+        self.remarks: list[str] = []
         self._parts: dict[str, list[Part]] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -101,7 +109,7 @@ class PredictionWriter(pl.Callback):
 
     def on_predict_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget an earlier run."""
-        self.written, self._parts = [], {}
+        self.written, self.remarks, self._parts = [], [], {}
 
     def on_predict_batch_end(
         self,
@@ -166,6 +174,8 @@ class PredictionWriter(pl.Callback):
             self.written.append(path)
         if imputed and data.layout is not None:
             self.written += write_imputed(self.out_dir, layout=data.layout, contacts=imputed)
+            self.remarks += _cells_left_out(len(imputed), data.tables["hic"].n_cells)
+        self.remarks += _agreement(embeddings, tables)
         if embeddings:
             path = self.out_dir / "embedding.png"
             with written_aside(path) as aside:
@@ -178,31 +188,60 @@ class PredictionWriter(pl.Callback):
             self.written.append(path)
 
 
-def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], str]:
-    """Return cells in the plane, and the name of the method that was used: too few cells for UMAP go by PCA.
+def _cells_left_out(n_imputed: int, n_cells: int) -> list[str]:
+    if n_imputed == n_cells:
+        return []
+    return [
+        f"imputed.scool holds {n_imputed} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells} under"
+        " PredictionWriter, some by a list of their names"
+    ]
+
+
+def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame]) -> list[str]:
+    labelled = [modality for modality in embeddings if has_celltypes(tables[modality])]
+    found = same_type_share(
+        {modality: embeddings[modality] for modality in labelled},
+        {modality: celltypes(tables[modality]) for modality in labelled},
+    )
+    if found is None:
+        return []
+    share, chance = found
+    return [
+        f"same-type share {share:.2f}: of a cell's {NEIGHBOURS} nearest neighbours in the other modality {share:.0%}"
+        f" are of its type, {chance:.0%} by chance"
+    ]
+
+
+def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], tuple[str, str]]:
+    """Return cells in the plane, and the names of its axes: too few cells for UMAP go by PCA.
 
     Args:
         embedding: [cell, dim]
         method: "pca" or "umap"
 
     Returns:
-        [cell, 2] and the name
+        [cell, 2] and the names, with the share of the variance where the axis is a principal component
     """
     if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
-        return _principal_plane(embedding.astype(np.float64)), "PCA"
+        return _principal_plane(embedding.astype(np.float64))
     # late, for it compiles itself on import
     from umap import UMAP
 
     reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
-    return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), "UMAP"
+    return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), ("UMAP1", "UMAP2")
 
 
-def _principal_plane(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _principal_plane(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], tuple[str, str]]:
     centred = x - x.mean(axis=0)
-    axes = np.linalg.svd(centred.T @ centred)[0][:, :2]
-    axes *= np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])  # else the sign is arbitrary
+    axes, variances, _ = np.linalg.svd(centred.T @ centred)
+    axes = axes[:, :2] * np.sign(axes[np.abs(axes[:, :2]).argmax(axis=0), [0, 1][: axes.shape[1]]])
     plane = centred @ axes
-    return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1])))
+    shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
+    return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))), (_component(1, shares), _component(2, shares))
+
+
+def _component(i: int, shares: NDArray[np.float64]) -> str:
+    return f"PC{i} ({shares[i - 1]:.0%} of the variance)"
 
 
 def _draw(path: Path, embeddings: Embeddings, tables: dict[str, pd.DataFrame], *, projection: str) -> None:
@@ -210,9 +249,10 @@ def _draw(path: Path, embeddings: Embeddings, tables: dict[str, pd.DataFrame], *
     known = np.isfinite(together).all(axis=1)
     types = np.concatenate([celltypes(tables[modality]) for modality in embeddings])
     modalities = np.repeat(list(embeddings), [len(values) for values in embeddings.values()])
-    xy, method = project(together[known], method=projection)
+    xy, axis_names = project(together[known], method=projection)
     labels = {"cell type": types[known].tolist(), "modality": modalities[known].tolist()}
-    figures.embedding(path, xy=xy, labels=labels, title=f"Embedding of {known.sum()} cells, {method}")
+    title = f"Embedding of {known.sum()} cells"
+    figures.embedding(path, xy=xy, labels=labels, title=title, axis_names=axis_names)
 
 
 def _draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleCellDataModule) -> None:
@@ -222,7 +262,14 @@ def _draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: Single
     row = int(np.flatnonzero(table.obs_names == cell)[0])
     measured = table.counts[[row]].toarray()[0]
     maps = {"measured": _map(measured, data.layout), "expected by the model": _map(imputed, data.layout)}
-    figures.contact_maps(path, maps=maps, title=f"{cell}: contacts of the first {len(maps['measured'])} bins")
+    bins = bin_table(data.layout, data.layout.strata[0])[: len(maps["measured"])]
+    figures.contact_maps(
+        path,
+        maps=maps,
+        chromosomes=bins["chrom"].tolist(),
+        starts=bins["start"].tolist(),
+        title=f"{cell}: contacts of the first {len(bins)} bins",
+    )
 
 
 def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:

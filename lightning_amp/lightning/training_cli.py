@@ -59,6 +59,8 @@ def _print_results(cli: CommandLine) -> None:
             print(f"\n{memory_table(callback.table())}")
         for path in getattr(callback, "written", []):
             print(f"wrote {_short(path)}")
+        for remark in getattr(callback, "remarks", []):
+            print(remark)
     if cli.subcommand == "fit":
         for path in _checkpoints(cli):
             print(f"wrote {_short(path)}")

@@ -48,6 +48,8 @@ class AttentionKey(nn.Module):
         self.prenorm = nn.LayerNorm(dim)
         self.qk = nn.Linear(dim, dim, bias=False)
         self.value = nn.Linear(dim, dim, bias=False)
+        # a random rotation would hide from the cells that a stratum's anchors are those the genes are linked to
+        nn.init.eye_(self.value.weight)
         self.attention = LocalAttention(dim, window)
         self.postnorm = nn.LayerNorm(dim) if variant == "higlue" else nn.Identity()
         self.ff = nn.Linear(dim, 2 * dim, bias=False)

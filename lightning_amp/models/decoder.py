@@ -115,7 +115,10 @@ class StratifiedDecoder(nn.Module):
         )
         self.region = Region()
         self.walk = EveryStratum()
-        self.strata_weights = nn.Parameter(torch.zeros(self.n_strata))
+        # contacts fall off about as one over the distance
+        self.strata_weights = nn.Parameter(
+            -torch.tensor(stratum_index, dtype=torch.get_default_dtype()).log1p()
+        )
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
             nn.init.zeros_(self.head.weight)

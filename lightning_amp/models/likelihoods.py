@@ -13,6 +13,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
+"""Where tables start that are not told by the data. A step of RMSprop moves an entry by about the learning rate: from
+0 and 0 (variance mu + mu^2, half of the zeros unexplained) hundreds of steps go by in which a count says little of its
+mean, so that modalities align late and often wrongly."""
+
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 

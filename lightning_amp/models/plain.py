@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lightning_amp.models import likelihoods
 from lightning_amp.models.tables import table_rows
 
+FIRST = {"log_theta": likelihoods.FIRST_LOG_THETA, "zi_logits": likelihoods.FIRST_ZI_LOGIT}
+
 
 class PlainDecoder(nn.Module):
     """Abstract; a likelihood is a function of (x, location, *tables).
@@ -35,7 +37,8 @@ class PlainDecoder(nn.Module):
     def __init__(self, n_features: int, n_batches: int):
         super().__init__()
         for name in ("scale", "bias", *self.tables):
-            self.register_parameter(name, nn.Parameter(torch.zeros(n_batches, n_features)))
+            table = torch.full((n_batches, n_features), FIRST.get(name, 0.0))
+            self.register_parameter(name, nn.Parameter(table))
 
     def forward(
         self,

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.models import likelihoods
 from lightning_amp.models.blocks import AttentionKey, ConvolutionKey
-from lightning_amp.models.likelihoods import bernoulli, zinb
 from lightning_amp.models.tables import table_rows
 
 KeyModule = AttentionKey | ConvolutionKey
@@ -73,7 +73,7 @@ class ZINB(nn.Module):
         zi_logits: Float[Tensor, "#cell own_feature"],
     ) -> Float[Tensor, ""]:
         """Sum over cells and features."""
-        return zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
+        return likelihoods.zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
 
 
 class Bernoulli(nn.Module):
@@ -85,7 +85,7 @@ class Bernoulli(nn.Module):
         logits: Float[Tensor, "cell own_feature"],
     ) -> Float[Tensor, ""]:
         """Sum over cells and features."""
-        return bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
+        return likelihoods.bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
 
 
 class AllCells(nn.Module):
@@ -144,8 +144,8 @@ class Stratum(nn.Module):
         shape = (n_batches, len(nodes))
         self.scale = nn.Parameter(torch.zeros(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
-        self.log_theta = nn.Parameter(torch.zeros(shape))
-        self.zi_logits = nn.Parameter(torch.zeros(shape))
+        self.log_theta = nn.Parameter(torch.full(shape, likelihoods.FIRST_LOG_THETA))
+        self.zi_logits = nn.Parameter(torch.full(shape, likelihoods.FIRST_ZI_LOGIT))
 
     def forward(
         self,
