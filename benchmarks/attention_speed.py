@@ -23,7 +23,7 @@ from lightning_amp.models.local_attention import LocalAttention
 from lightning_amp.parallel.chunked_attention import chunk_attention
 from lightning_amp.parallel.freed_memory import keep_freed_memory
 from lightning_amp.parallel.fused_attention import fuse_attention
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 SIZES = ((5400, 64, 200), (5400, 128, 640))
 """Anchors N, channels D, window w."""

@@ -11,7 +11,6 @@ from functools import partial
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.alone import decoder_alone, profile_of_module
-from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.recommendation import recommend_devices
 from lightning_amp.planning.recommendation_report import recommendation_report
@@ -20,6 +19,7 @@ from lightning_amp.planning.what_if import Source, to_dict, what_if
 from lightning_amp.planning.what_if_report import what_if_report
 from lightning_amp.planning.what_if_text import Questions, parse_questions
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.quantities import parse_bytes
 from lightning_amp.simulation.shape_text import ShapeRequest, parse_shape
 
 BATCH_SIZE = 64

@@ -12,9 +12,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning import terms
 from lightning_amp.planning.auto import TIE, candidates
 from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.prediction import predict
@@ -23,6 +21,7 @@ from lightning_amp.planning.report import SHOWN_DROPPED, SHOWN_FITTING, plan_rep
 from lightning_amp.planning.shape import ModelShape, reference_shape
 from lightning_amp.planning.strategies import STRATEGIES
 from lightning_amp.planning.work import step_seconds
+from lightning_amp.quantities import format_bytes, format_seconds
 from tests.profiles import hic, profile, rna
 
 DATA = profile(hic(anchors=1500, strata=6), rna())

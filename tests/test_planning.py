@@ -8,7 +8,6 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.byte_size import format_bytes, parse_bytes
 from lightning_amp.planning.memory import estimate
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
@@ -17,6 +16,7 @@ from lightning_amp.planning.rules import with_shared_statistics
 from lightning_amp.planning.shape import ModelShape, reference_shape
 from lightning_amp.planning.specs import ShareBatchStatistics
 from lightning_amp.planning.strategies import parse_strategies
+from lightning_amp.quantities import format_bytes, parse_bytes
 from tests.profiles import hic, profile, rna, shape
 
 

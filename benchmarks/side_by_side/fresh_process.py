@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.plans import plan_of
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02

@@ -16,7 +16,7 @@ from benchmarks.side_by_side.cases import (
 from benchmarks.side_by_side.fresh_process import Measured
 from benchmarks.side_by_side.simulated import Simulated
 from benchmarks.side_by_side.suite import PAPER_GPUS, Suite
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 GIB = 2**30
 NOT_RUN = "not run"

@@ -16,7 +16,7 @@ from benchmarks.side_by_side.fresh_process import ROOT, Measured
 from benchmarks.side_by_side.goals import Results, goals
 from benchmarks.side_by_side.simulated import Simulated
 from benchmarks.side_by_side.suite import ALONE, SPLIT, TWO_RANKS
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 ALONE_HEADER = ["method", "memory", "of eager", "step", "times as fast", "of matmul peak", "off by"]
 RANKS_HEADER = ["method", "ranks x threads", "memory per rank", "step", "sent per rank", "off by"]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.side_by_side.cases import Case, Size
 from benchmarks.side_by_side.plans import plan_of
 from lightning_amp.lightning.live_bytes import tensors_of
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.meter import ACTIVATIONS, TEMPORARIES
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.simulation.step import RankResult

@@ -26,7 +26,7 @@ from lightning_amp.adapters.small import no_hooks
 from lightning_amp.adapters.stratum import AdaptedStratum
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 CLOSE = 1e-9
 LEAST_CELLS = 2

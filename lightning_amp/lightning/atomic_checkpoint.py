@@ -28,7 +28,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_amp.errors import DataError
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 ASIDE = ".partial"
 WITHOUT_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)

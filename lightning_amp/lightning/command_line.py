@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.terminal import fit_the_terminal
-from lightning_amp.verbs import PROGRAM
 
 TRAINING = ("fit", "validate", "test", "predict")
 RAISE = {"exit_on_error": False}
@@ -26,12 +25,17 @@ class CommandLine(LightningCLI):
     """Reads modules and data modules of any class, with strategy "amp" by default; mistakes are PlanErrors.
 
     Args:
+        prog: The program's name, for its messages; None takes the script's.
         help_of: verb -> usage, description and examples of its `--help`.
         options: Lightning's.
     """
 
     def __init__(
-        self, *, help_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), **options: Any
+        self,
+        *,
+        prog: str | None = None,
+        help_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        **options: Any,
     ) -> None:
         verbs = {verb: RAISE | dict(help_of.get(verb, {})) for verb in TRAINING}
         super().__init__(
@@ -41,7 +45,7 @@ class CommandLine(LightningCLI):
             subclass_mode_data=True,
             trainer_defaults={"strategy": "amp"},
             auto_configure_optimizers=False,
-            parser_kwargs={"prog": PROGRAM, **RAISE, **verbs},
+            parser_kwargs={"prog": prog, **RAISE, **verbs},
             **options,
         )
 

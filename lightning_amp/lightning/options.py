@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.strategies import parse_strategies
+from lightning_amp.quantities import parse_bytes
 
 
 def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> None:

@@ -15,7 +15,6 @@ from lightning_amp.parallel.capabilities import with_unsupported
 from lightning_amp.parallel.describe import describe, unpredicted
 from lightning_amp.planning.alone import profile_of_module
 from lightning_amp.planning.balance import too_few_cells
-from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import decoder_seconds
 from lightning_amp.planning.policy import plan as make_plan
@@ -34,6 +33,7 @@ from lightning_amp.planning.shape import (
 )
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read import profile as read_profile
+from lightning_amp.quantities import parse_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -43,7 +43,7 @@ from lightning_amp.lightning.checkpoint_directory import (
 )
 from lightning_amp.lightning.parts import Box, Part
 from lightning_amp.lightning.replicas import Broadcast, decide_on_rank_zero
-from lightning_amp.planning.byte_size import format_bytes
+from lightning_amp.quantities import format_bytes
 
 
 class PartPlanner(DefaultSavePlanner):

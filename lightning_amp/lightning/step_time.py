@@ -18,9 +18,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_amp.lightning._compat import rank_zero_info
-from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.report import step_text
+from lightning_amp.quantities import format_seconds
 
 WARM_UP = 2
 MOST = 200

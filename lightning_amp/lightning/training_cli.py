@@ -11,8 +11,8 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.report import table
+from lightning_amp.quantities import format_bytes
 from lightning_amp.verbs import PROGRAM, described
 
 
@@ -29,6 +29,7 @@ def train(words: Sequence[str]) -> CommandLine:
             " checkpoint that fit wrote, for example --ckpt_path demo/checkpoints/last.ckpt"
         )
     cli = CommandLine(
+        prog=PROGRAM,
         help_of={words[0]: _help(words[0])},
         save_config_kwargs={"overwrite": True, "config_filename": "config_used.yaml"},
     )

@@ -22,7 +22,6 @@ from dataclasses import replace
 from itertools import product
 
 from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.prediction import predict
@@ -30,6 +29,7 @@ from lightning_amp.planning.rates import Rates
 from lightning_amp.planning.shape import DecoderShape, ModelShape
 from lightning_amp.planning.strategies import STRATEGIES, in_order
 from lightning_amp.planning.work import step_seconds
+from lightning_amp.quantities import format_bytes
 
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
 ATTENTIONS = ((), ("S3",), ("fused",))

@@ -16,10 +16,10 @@ under S1 only (Table 6); the third row is how both can be true. Which signal ask
 from collections.abc import Collection
 
 from lightning_amp.diagnosis.diagnosis import Diagnosis
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.prediction import predict
 from lightning_amp.planning.shape import ModelShape
 from lightning_amp.planning.strategies import STRATEGIES, in_order, targets_of
+from lightning_amp.quantities import format_bytes
 
 
 def mapped(

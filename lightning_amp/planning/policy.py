@@ -12,10 +12,8 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.auto import candidates
 from lightning_amp.planning.axes import Axes, MeshShape
 from lightning_amp.planning.balance import decide_balance, too_few_cells
-from lightning_amp.planning.byte_size import format_bytes, parse_bytes
 from lightning_amp.planning.candidate import Candidate
 from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.prediction import predict
@@ -27,6 +25,7 @@ from lightning_amp.planning.shape import DecoderShape, ModelShape, reference_sha
 from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
 from lightning_amp.planning.work import step_seconds
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
 
 
 def plan(

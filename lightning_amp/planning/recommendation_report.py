@@ -2,10 +2,9 @@
 
 from textwrap import wrap
 
-from lightning_amp.planning.byte_size import format_bytes
-from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.recommendation import WORTH, Recommendation, Scale, ratio
 from lightning_amp.planning.report import WIDTH, table, techniques
+from lightning_amp.quantities import format_bytes, format_seconds
 
 
 def recommendation_report(found: Recommendation) -> str:

@@ -4,12 +4,11 @@ import re
 from collections.abc import Sequence
 from textwrap import TextWrapper, wrap
 
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.candidate import Candidate
-from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.strategies import label
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.quantities import format_bytes, format_seconds
 
 WIDTH = 80
 SHOWN_FITTING, SHOWN_DROPPED = 7, 3

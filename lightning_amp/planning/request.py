@@ -1,9 +1,9 @@
 """What may be asked of a plan, checked before any data are read."""
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.shape import LARGEST
 from lightning_amp.planning.strategies import parse_strategies
+from lightning_amp.quantities import parse_bytes
 
 POLICIES = ("auto", "paper")
 

@@ -5,9 +5,9 @@ from itertools import groupby
 from textwrap import wrap
 
 from lightning_amp.data.resolution import format_resolution
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.report import WIDTH, table, techniques
 from lightning_amp.planning.what_if import MOST_DEVICES, Answer
+from lightning_amp.quantities import format_bytes
 
 HEADER = ["memory", "batch", "enough on one device", "auto there", "paper needs"]
 LEGEND = (

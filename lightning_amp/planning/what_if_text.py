@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from lightning_amp.data.resolution import parse_resolution
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.planning.byte_size import parse_bytes
 from lightning_amp.planning.shape import LARGEST
 from lightning_amp.profiling.profile import DecompositionProfile
+from lightning_amp.quantities import parse_bytes
 
 BINS = (1_000_000, 500_000, 100_000, 50_000)
 TIMES = (0.5, 1, 5, 10)

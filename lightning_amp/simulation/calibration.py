@@ -24,13 +24,13 @@ from lightning_amp.lightning.hardware import device_rates
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.alone import profile_of_module
-from lightning_amp.planning.durations import format_seconds
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.policy import plan
 from lightning_amp.planning.rates import Rates, calibrated
 from lightning_amp.planning.report import WIDTH, table, techniques
 from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.progress import track
+from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.subject import DecoderAlone
 
 SCHEMA = 1

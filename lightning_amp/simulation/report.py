@@ -7,11 +7,11 @@ from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
 from lightning_amp.planning.auto import NEEDS_ATTENTION
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.conflicts import conflicts
 from lightning_amp.planning.plan import Plan
 from lightning_amp.planning.report import WIDTH, table
 from lightning_amp.planning.strategies import STRATEGIES, label
+from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.meter import KINDS
 from lightning_amp.simulation.simulate import Simulation
 

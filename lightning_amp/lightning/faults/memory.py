@@ -3,8 +3,8 @@
 import psutil
 import torch
 
-from lightning_amp.planning.byte_size import format_bytes
 from lightning_amp.planning.plan import Plan
+from lightning_amp.quantities import format_bytes
 
 
 def is_out_of_memory(exception: BaseException) -> bool:

@@ -1,13 +1,14 @@
-"""Byte sizes as people write them: "24GiB", "24 GB", 25769803776."""
+"""Byte sizes and durations as people write them: "24GiB", 25769803776; "1.73 s", "870 ms"."""
 
 import re
 
 from lightning_amp.errors import PlanError
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
-_UNITS |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
-_UNITS |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+_BYTES = {"": 1, "b": 1}
+_BYTES |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_BYTES |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+_BYTES |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+_SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 SMALLEST = 2**20
 """Bytes below which a number without a unit has lost it."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
@@ -25,12 +26,12 @@ def parse_bytes(text: str | int | float) -> int:
     """
     match = _SIZE.match(str(text))
     unit = match.group(2).lower() if match else "?"
-    if match is None or unit not in _UNITS:
+    if match is None or unit not in _BYTES:
         raise PlanError(
             f"a memory size was asked for, {text!r} was found; allowed are a number of bytes or a number with one of"
             ' KB, MB, GB, TB, KiB, MiB, GiB, TiB, for example "24GiB"'
         )
-    n_bytes = float(match.group(1)) * _UNITS[unit]
+    n_bytes = float(match.group(1)) * _BYTES[unit]
     if not unit and isinstance(text, str) and 1 <= n_bytes < SMALLEST:
         raise PlanError(
             f"a memory size of {text!r} was asked for, which would be bytes; name the unit, for example"
@@ -49,3 +50,12 @@ def format_bytes(n_bytes: float) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.{max(0, 3 - len(str(int(abs(size)))))}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three digits, at most eight characters wide; from two minutes on in minutes or hours."""
+    unit, size = next(
+        ((u, n) for u, n in _SECONDS if seconds >= (2 * n if n > 1 else 0.9995 * n)), ("us", 1e-6)
+    )
+    value = seconds / size
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
