@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,10 +7,10 @@ import pytest
 import yaml
 from lightning.pytorch import Trainer, seed_everything
 
+from lightning_amp.cli.demo import CONFIG, SYNTHETIC
 from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.synthetic import synthesize
-from lightning_amp.demo import CONFIG, SYNTHETIC
 from lightning_amp.models.glue import GLUE
 
 RANKS, EPOCHS = 2, 40

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError

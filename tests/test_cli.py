@@ -14,12 +14,12 @@ from lightning.pytorch.callbacks import ModelSummary
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_amp.cli import TRAINING, main
+from lightning_amp.cli.demo import CONFIG, run_demo
+from lightning_amp.cli.main import TRAINING, main
+from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.synthetic import synthesize
-from lightning_amp.demo import CONFIG, run_demo
 from lightning_amp.errors import AmpError, DataError
 from lightning_amp.lightning.terminal import BAR_WIDTH, NarrowBar, fit_the_terminal
-from lightning_amp.verbs import VERBS
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_unknown_words_are_refused_by_the_parser(capsys) -> None:
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lightning_amp.cli", *words]
+    command = [sys.executable, "-m", "lightning_amp.cli.main", *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=240)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 
 GOOD = """
 trainer:

@@ -21,7 +21,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.data import new_hdf5 as module
 from lightning_amp.data.new_hdf5 import new_hdf5
 from lightning_amp.data.prepare import prepare
@@ -40,7 +40,7 @@ LIMITED = """
 import resource, sys
 limit = int(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 sys.exit(main())
 """
 
@@ -204,7 +204,7 @@ def test_files_of_other_commands(tmp_path: Path, data_dir: Path, limit: int, wor
 def test_standard_output_on_a_full_disk(data_dir: Path) -> None:
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
-            [sys.executable, "-m", "lightning_amp.cli", "plan", str(data_dir)],
+            [sys.executable, "-m", "lightning_amp.cli.main", "plan", str(data_dir)],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_amp import cli
+from lightning_amp.cli.main import main as cli
 from lightning_amp.lightning.faults.doing import Doing
 from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.interrupt import how_to_resume

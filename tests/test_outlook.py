@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.batch_parts import tensors_in
@@ -475,7 +475,7 @@ def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_pat
 
 def test_neither_needs_torch(data_dir) -> None:
     code = (
-        "import sys; from lightning_amp.cli import main;"
+        "import sys; from lightning_amp.cli.main import main;"
         f"status = main(['plan', {data_dir!r}, '--what-if', 'strata=2', 'batch=1'])"
         f" or main(['plan', {data_dir!r}, '--recommend-devices', '--batch-size', '1']);"
         "sys.exit(status or ('torch' in sys.modules))"

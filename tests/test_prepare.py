@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.data.chromosomes import choose_chromosomes
 from lightning_amp.data.gene_choice import most_variable
 from lightning_amp.data.genes import promoters, read_genes

@@ -78,7 +78,7 @@ def test_a_missing_directory_is_named(tmp_path) -> None:
 
 def test_the_command_needs_no_torch(data_dir) -> None:
     code = (
-        "import sys; from lightning_amp.cli import main;"
+        "import sys; from lightning_amp.cli.main import main;"
         f"status = main(['plan', {str(data_dir)!r}, '--devices', '2', '--policy', 'paper', '--format', 'json']);"
         "sys.exit(status or ('torch' in sys.modules))"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_amp import figures
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.shape import check_model

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError, PlanError
 from lightning_amp.lightning.checkpoint_conversion import convert_checkpoint
 from lightning_amp.lightning.checkpoint_directory import Stored, open_directory, refuse_interrupted

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoint_directory import fill, open_directory
 from tests.conformance_cases import QUIET

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_amp
-from lightning_amp.cli import main
+from lightning_amp.cli.main import main
 from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.data.synthetic import synthesize
@@ -233,7 +233,7 @@ def test_the_command_reads_the_configuration_of_fit(
     config.write_text(CONFIG.substitute(data=data_dir, share="false"))
     words = ["verify", "--config", str(config), "--precision", "float64", "--steps", "2", "--format", "json"]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_amp.cli", *words],
+        [sys.executable, "-m", "lightning_amp.cli.main", *words],
         capture_output=True,
         text=True,
         timeout=200,

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_amp.cli.verbs import PROGRAM, described
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.planning.report import table
 from lightning_amp.quantities import format_bytes
-from lightning_amp.verbs import PROGRAM, described
 
 
 def train(words: Sequence[str]) -> CommandLine:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp.convert import add_convert
+from lightning_amp.cli.convert import add_convert
+from lightning_amp.cli.verbs import PROGRAM, VERBS, described
 from lightning_amp.data.writing import FULL, cannot_write, written_aside
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.verbs import PROGRAM, VERBS, described
 from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
@@ -220,15 +220,15 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from lightning_amp.demo import run_demo
+    from lightning_amp.cli.demo import run_demo
 
     for line in run_demo(Path(arguments.out), devices=arguments.devices, epochs=arguments.epochs):
         print(line, flush=True)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    from lightning_amp.cli.prepared import prepared_report
     from lightning_amp.data.prepare import prepare
-    from lightning_amp.prepared import prepared_report
 
     directory = prepare(
         hic=arguments.hic,
@@ -265,7 +265,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from lightning_amp.planning.shape import LATENT_DIM, reference_shape
 
     if arguments.what_if is not None or arguments.recommend_devices:
-        from lightning_amp.outlook import outlook
+        from lightning_amp.cli.plan_questions import outlook
 
         text, fits = outlook(arguments, rates=_rates(arguments), read=_read)
         print(text)
