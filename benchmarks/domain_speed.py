@@ -25,7 +25,7 @@ from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.gradients import GradientSync
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.policy import plan
+from lightning_amp.planning.policies.make_plan import plan
 
 ANCHORS, WINDOW, STRATA, DIM, CELLS = 6400, 320, 4, 128, 16
 ALONE, SHARED = "S1,S4,fused,stream", "S1,S4,fused,nodes,stream"

@@ -14,14 +14,14 @@ from itertools import product
 
 from lightning_amp.lightning.live_bytes import tensors_of
 from lightning_amp.parallel.describe import describe
-from lightning_amp.planning.alone import profile_of_module
-from lightning_amp.planning.axes import Axes
-from lightning_amp.planning.memory import Estimate
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.prediction import predict
-from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
-from lightning_amp.planning.specs import ChunkedAttention, HiddenParallel, Spec
+from lightning_amp.planning.memory.peak_model import Estimate
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel, Spec
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.simulate import simulate_plan
 from lightning_amp.simulation.subject import decoder_subject

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.high_water import HighWater
 from benchmarks.side_by_side.training import Training
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 
 MATMUL_SIZE = 2048
 MATMUL_REPEATS = 12

@@ -5,12 +5,12 @@ from functools import partial
 
 from benchmarks.full_matrix import register
 from lightning_amp.parallel.describe import describe
-from lightning_amp.planning.alone import profile_of_module
-from lightning_amp.planning.memory import estimate
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.shape import DecoderShape
-from lightning_amp.planning.specs import ChunkedAttention, HiddenParallel
+from lightning_amp.planning.memory.peak_model import estimate
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.simulation.step import RankResult

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.predictions import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
-    from lightning_amp.planning.plan import Plan as Plan
-    from lightning_amp.planning.policy import plan as plan
-    from lightning_amp.planning.registry import register_technique as register_technique
+    from lightning_amp.planning.plan.plan import Plan as Plan
+    from lightning_amp.planning.plan.register_technique import register_technique as register_technique
+    from lightning_amp.planning.policies.make_plan import plan as plan
     from lightning_amp.profiling.profile import Profile as Profile
     from lightning_amp.profiling.read import profile as profile
     from lightning_amp.verification.verify import verify as verify
@@ -41,9 +41,9 @@ _HOME = {
     "PredictionWriter": "lightning.predictions",
     "AMPStrategy": "lightning.strategy",
     "GLUE": "models.glue",
-    "Plan": "planning.plan",
-    "plan": "planning.policy",
-    "register_technique": "planning.registry",
+    "Plan": "planning.plan.plan",
+    "plan": "planning.policies.make_plan",
+    "register_technique": "planning.plan.register_technique",
     "Profile": "profiling.profile",
     "profile": "profiling.read",
     "verify": "verification.verify",

@@ -1,6 +1,6 @@
 """Profiles and shapes of known size, for tests of diagnosis and planning; no files, no torch."""
 
-from lightning_amp.planning.shape import ModelShape, reference_shape
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
 

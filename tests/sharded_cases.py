@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_amp.models.blocks import Variant
 from lightning_amp.models.decoder import KeyKind, StratifiedDecoder
 from lightning_amp.parallel.install import Installed, install
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.specs import (
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import (
     ChunkedAttention,
     DomainParallel,
     FeatureParallel,

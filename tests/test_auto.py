@@ -9,18 +9,18 @@ from itertools import pairwise
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning import terms
-from lightning_amp.planning.auto import TIE, candidates
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.prediction import predict
-from lightning_amp.planning.rates import CPU_CORE, rates_for
-from lightning_amp.planning.report import SHOWN_DROPPED, SHOWN_FITTING, plan_report
-from lightning_amp.planning.shape import ModelShape, reference_shape
-from lightning_amp.planning.strategies import STRATEGIES
-from lightning_amp.planning.work import step_seconds
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.policies.auto import TIE, candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import SHOWN_DROPPED, SHOWN_FITTING, plan_report
+from lightning_amp.planning.sizes import terms
+from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
+from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
 from tests.profiles import hic, profile, rna
 
@@ -75,7 +75,7 @@ def test_it_is_the_fastest_that_fits_and_of_those_as_fast_the_simplest() -> None
 
 
 def test_of_equal_times_the_fewest_techniques_win_and_the_library_decides_between_as_few(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_amp.planning.auto.step_seconds", lambda *args, **kwargs: 1.0)
+    monkeypatch.setattr("lightning_amp.planning.policies.auto.step_seconds", lambda *args, **kwargs: 1.0)
     assert compared()[0].strategies == ()
     assert {c.verdict for c in compared()[1:]} == {"within 2 %, no simpler"}
     peaks = {c.strategies: c.peak_bytes for c in compared()}
@@ -103,7 +103,9 @@ def weights_of_attention_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Iterat
     """As in large decoders; in small ones they make stream the fastest, and the choice is none."""
     # sizes that were counted before are remembered
     terms.same_strata.cache_clear()
-    monkeypatch.setattr("lightning_amp.planning.rank_sizes.keeps_weights", lambda anchors, *, window: False)
+    monkeypatch.setattr(
+        "lightning_amp.planning.sizes.rank_sizes.keeps_weights", lambda anchors, *, window: False
+    )
     yield
     terms.same_strata.cache_clear()
 

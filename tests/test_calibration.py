@@ -19,7 +19,7 @@ from lightning_amp.lightning import hardware, step_time
 from lightning_amp.lightning.step_time import WARM_UP, StepTimer
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates
+from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibration
 from lightning_amp.simulation.calibration import ROUNDS, calibrate, calibration_report
 

@@ -8,15 +8,15 @@ from math import prod
 
 import pytest
 
+from benchmarks.grid_cost import Grid, LinearLayer, layer_seconds, rank_grids, stack_seconds
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.collectives_cost import (
+from lightning_amp.planning.time.link_seconds import (
     Links,
     all_gather_seconds,
     all_reduce_seconds,
     exchange_seconds,
     reduce_scatter_seconds,
 )
-from lightning_amp.planning.grid_cost import Grid, LinearLayer, layer_seconds, rank_grids, stack_seconds
 
 GIB = 1e9
 UNIT = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=0.0, ranks_per_node=10**6)

@@ -27,8 +27,8 @@ from lightning_amp.parallel.anchor_rows import AnchorRows, deal_rows
 from lightning_amp.parallel.domain_parallel import share_anchors
 from lightning_amp.parallel.halo_attention import HaloAttention
 from lightning_amp.parallel.install import change_of, install
-from lightning_amp.planning.shape import DecoderShape
-from lightning_amp.planning.specs import DomainParallel, FeatureParallel, StrataParallel
+from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.plan.specs import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.simulation.simulate import simulate_plan
 from lightning_amp.simulation.subject import decoder_subject
 from tests.ranks import CountCollectives, run_ranks

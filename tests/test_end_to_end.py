@@ -17,7 +17,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.policy import plan
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read import profile
 from tests.ranks import run_ranks
 from tests.strategy_cases import RunningRanks

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.epm_grid import ALL, compare, in_forms
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.axes import Axes
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.prediction import predict
-from lightning_amp.planning.shape import DecoderShape, reference_shape
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.model_shape import DecoderShape, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.simulate import simulate_plan
 from lightning_amp.simulation.subject import reference_subject

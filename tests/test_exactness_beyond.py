@@ -13,8 +13,8 @@ from itertools import product
 
 import pytest
 
-from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.strategies import in_order
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.strategies import in_order
 from tests.ranks import run_ranks
 from tests.sharded_cases import (
     Case,

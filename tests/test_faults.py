@@ -25,7 +25,7 @@ from lightning_amp.lightning.faults.memory import advice_on_memory, is_out_of_me
 from lightning_amp.lightning.faults.watch import Limits, Watch
 from lightning_amp.lightning.finite import FiniteCheck
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.planning.candidate import Candidate
+from lightning_amp.planning.plan.candidate import Candidate
 from tests.fault_cases import Case, Outcome, run_group
 from tests.fault_table import ROWS, Row, cells, committed, run_all, said
 

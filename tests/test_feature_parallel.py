@@ -20,7 +20,7 @@ from lightning_amp.models.stratum import AllFeatures
 from lightning_amp.parallel.feature_parallel import ShardedFeatures, share_features
 from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.sharded_softmax import log_softmax
-from lightning_amp.planning.specs import FeatureParallel
+from lightning_amp.planning.plan.specs import FeatureParallel
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import (
     Case,

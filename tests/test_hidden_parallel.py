@@ -21,7 +21,7 @@ from lightning_amp.parallel.install import install
 from lightning_amp.parallel.key_first import KeyFirstDecode
 from lightning_amp.parallel.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
 from lightning_amp.parallel.sharded_norm import ShardedLayerNorm
-from lightning_amp.planning.specs import ChunkedAttention, HiddenParallel
+from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import (
     Case,

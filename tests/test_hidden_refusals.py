@@ -13,7 +13,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.models.decoder import Decode
 from lightning_amp.models.local_attention import LocalAttention
 from lightning_amp.parallel.install import change_of, install
-from lightning_amp.planning.specs import HiddenParallel
+from lightning_amp.planning.plan.specs import HiddenParallel
 from tests.sharded_cases import Case, Model, make_plan, model_mesh
 
 

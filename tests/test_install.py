@@ -15,9 +15,9 @@ from lightning_amp.parallel.chunked_attention import ChunkedAttention
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.install import Installed, install
 from lightning_amp.parallel.key_first import KeyFirstDecode
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.strategies import STRATEGIES
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.policies.make_plan import plan
 from tests.profiles import hic, profile, rna
 
 ANCHORS, STRATA, DIM = 60, 4, 8

@@ -17,7 +17,7 @@ from lightning_amp.parallel.capabilities import _needed
 from lightning_amp.parallel.domain_parallel import share_anchors
 from lightning_amp.parallel.hidden_parallel import share_hidden
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.specs import DomainParallel, HiddenParallel
+from lightning_amp.planning.plan.specs import DomainParallel, HiddenParallel
 from tests.sharded_cases import Case, Model, make_plan, model_mesh
 
 Keys = tuple[Tensor, Tensor]

@@ -10,9 +10,9 @@ from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.parallel.chunked_attention import chunk_attention
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.key_first import key_first
-from lightning_amp.planning.axes import Axes
-from lightning_amp.planning.chunks import chunk_buckets
-from lightning_amp.planning.memory import estimate
+from lightning_amp.planning.memory.peak_model import estimate
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.block_sizes import chunk_buckets
 
 CASES = [
     {"anchors": 250, "dim": 32, "batch": 16, "window": 32},

@@ -23,9 +23,9 @@ from lightning_amp.errors import AmpError
 from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.parallel.describe import describe
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.policy import plan as make_plan
-from lightning_amp.planning.specs import RowParallelLinear
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import RowParallelLinear
+from lightning_amp.planning.policies.make_plan import plan as make_plan
 from tests.model_axis_cases import ALL, CASE, N_FEATURES, batches, trainer_of
 from tests.ranks import run_ranks
 from tests.sharded_cases import Case, decoder

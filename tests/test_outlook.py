@@ -15,20 +15,20 @@ from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.batch_parts import tensors_in
 from lightning_amp.parallel.describe import describe
-from lightning_amp.planning import recommendation
-from lightning_amp.planning.alone import decoder_alone, profile_of_module
-from lightning_amp.planning.auto import candidates
-from lightning_amp.planning.axes import MeshShape
-from lightning_amp.planning.candidate import Candidate
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.rates import CPU_CORE, rates_for
-from lightning_amp.planning.recommendation import WORTH, Recommendation, Scale, recommend_devices
-from lightning_amp.planning.recommendation_report import recommendation_report
-from lightning_amp.planning.rest_of_step import rest_seconds
-from lightning_amp.planning.shape import reference_shape
-from lightning_amp.planning.what_if import Source, most_strata, what_if
-from lightning_amp.planning.what_if_report import what_if_report
-from lightning_amp.planning.what_if_text import Questions, parse_questions
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.candidate import Candidate
+from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+from lightning_amp.planning.plan.model_shape import reference_shape
+from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.questions import recommend_devices as recommendation
+from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
+from lightning_amp.planning.questions.recommend_devices import WORTH, Recommendation, Scale, recommend_devices
+from lightning_amp.planning.questions.what_if import Source, most_strata, what_if
+from lightning_amp.planning.reports.devices_report import recommendation_report
+from lightning_amp.planning.reports.what_if_report import what_if_report
+from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
+from lightning_amp.planning.time.rest_of_step import rest_seconds
 from lightning_amp.profiling.read import profile as read_profile
 from lightning_amp.simulation.shape_text import parse_shape
 from lightning_amp.simulation.subject import decoder_subject

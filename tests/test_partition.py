@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.partition import partition
+from lightning_amp.planning.sizes.ordered_partition import partition
 
 
 def bottleneck(costs, speeds, ends) -> Fraction:

@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.memory import estimate
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.report import plan_report, profile_report
-from lightning_amp.planning.rules import with_shared_statistics
-from lightning_amp.planning.shape import ModelShape, reference_shape
-from lightning_amp.planning.specs import ShareBatchStatistics
-from lightning_amp.planning.strategies import parse_strategies
+from lightning_amp.planning.memory.peak_model import estimate
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ShareBatchStatistics
+from lightning_amp.planning.plan.strategies import parse_strategies
+from lightning_amp.planning.policies.build_rules import with_shared_statistics
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 from lightning_amp.quantities import format_bytes, parse_bytes
 from tests.profiles import hic, profile, rna, shape
 

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.collectives_cost import Links
-from lightning_amp.planning.rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
-from lightning_amp.planning.shape import DecoderShape
-from lightning_amp.planning.work import step_seconds
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.time.device_rates import (
+    CPU_CORE,
+    DEVICES,
+    Rates,
+    calibrated,
+    nearest_rates,
+    rates_for,
+)
+from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.planning.time.step_seconds import step_seconds
 
 
 def predicted(rates: Rates, mesh: MeshShape) -> float:

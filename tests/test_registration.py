@@ -27,12 +27,12 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.models.encoders import Encoder
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.axes import MeshShape
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.registry import register_technique
-from lightning_amp.planning.report import plan_report
-from lightning_amp.planning.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.register_technique import register_technique
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.profiling.profile import Profile
 from tests.profiles import hic, profile, rna
 

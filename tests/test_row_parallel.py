@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.install import Installed, change_of, install
 from lightning_amp.parallel.row_parallel import share_rows
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.specs import RowParallelLinear
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import RowParallelLinear
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import differences, make_plan, model_mesh
 from tests.test_feature_parallel import fake_mesh

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 from tests.foreign_cases import batches, differences, trained
 from tests.higlue_shaped import Copy, Foreign, cells, randomise
 from tests.ranks import run_ranks

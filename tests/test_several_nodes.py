@@ -17,7 +17,7 @@ import torch
 
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.policy import plan
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read import profile
 from tests import fault_cases, node_cases

@@ -17,11 +17,11 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.side_by_side import run_in_order, workers_for
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.memory import estimate
-from lightning_amp.planning.placement import settle
-from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.specs import FusedAttention, StreamStrata
+from lightning_amp.planning.memory.peak_model import estimate
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.specs import FusedAttention, StreamStrata
+from lightning_amp.planning.time.fill_settings import settle
 from tests.profiles import shape
 from tests.sharded_cases import Case, Model, Results, assert_same, gradient, make_plan, reference, train
 

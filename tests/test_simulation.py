@@ -21,10 +21,10 @@ from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.gradients import GradientSync
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.axes import MeshShape
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.shape import DecoderShape
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read import profile
 from lightning_amp.simulation.meter import (
     ACTIVATIONS,

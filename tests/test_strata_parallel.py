@@ -7,9 +7,9 @@ import pytest
 
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.axes import MeshShape
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.specs import StrataParallel
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.specs import StrataParallel
+from lightning_amp.planning.policies.make_plan import plan
 from tests.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import (

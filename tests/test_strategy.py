@@ -22,9 +22,9 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning import planner
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.parallel.batch_norm import SharedBatchNorm
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
 from tests.ranks import CountCollectives, run_ranks
 from tests.strategy_cases import (
     AGAINST_DDP,

@@ -19,7 +19,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.ready_gradients import gradients, leaf
-from lightning_amp.planning.specs import StreamStrata
+from lightning_amp.planning.plan.specs import StreamStrata
 from tests.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
 
 FIVE = Case(distances=(0, 1, 3, 4, 5))

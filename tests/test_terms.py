@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_amp.planning import terms
-from lightning_amp.planning.alone import decoder_alone
-from lightning_amp.planning.auto import candidates
-from lightning_amp.planning.axes import Axes
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.rank_sizes import RankSizes
-from lightning_amp.planning.rates import rates_for
-from lightning_amp.planning.recommendation import recommend_devices
-from lightning_amp.planning.shape import DecoderShape, ModelShape, reference_shape
-from lightning_amp.planning.terms import Strata, Term, strata_of
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.decoder_only import decoder_alone
+from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
+from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.questions.recommend_devices import recommend_devices
+from lightning_amp.planning.sizes import terms
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
+from lightning_amp.planning.time.device_rates import rates_for
 from tests.profiles import hic, profile, rna
 
 DECODER = DecoderShape(

@@ -15,7 +15,7 @@ from lightning_amp.models.units import UnitDecoder
 from lightning_amp.parallel.capabilities import with_unsupported
 from lightning_amp.parallel.describe import describe, unpredicted
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.specs import StreamStrata
+from lightning_amp.planning.plan.specs import StreamStrata
 from tests.foreign_cases import units
 from tests.sharded_cases import assert_same, make_plan
 from tests.unit_cases import DIM, SIZES, Chromosome, Counts, batches

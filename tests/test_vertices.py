@@ -28,9 +28,9 @@ from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.vertex_leaves import SharedVertices
 from lightning_amp.parallel.vertex_parallel import share_vertices
 from lightning_amp.parallel.vertex_rows import deal_vertices, own_edges
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.shape import reference_shape
-from lightning_amp.planning.specs import VertexParallel
+from lightning_amp.planning.plan.model_shape import reference_shape
+from lightning_amp.planning.plan.specs import VertexParallel
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.simulation.subject import reference_subject

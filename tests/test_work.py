@@ -18,18 +18,18 @@ from lightning_amp.models.blocks import ConvolutionKey
 from lightning_amp.parallel.chunked_attention import chunk_attention
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.key_first import key_first
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.chunks import block_cells, chunk_buckets
-from lightning_amp.planning.collectives_cost import Links
-from lightning_amp.planning.operators import parts
-from lightning_amp.planning.partition import partition
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.rates import Rates
-from lightning_amp.planning.shape import DecoderShape
-from lightning_amp.planning.traffic import border_traffic, gradient_numbers, stratum_traffic
-from lightning_amp.planning.work import Work, step_seconds, stratum_seconds, stratum_work
-from lightning_amp.planning.work_sizes import WorkSizes
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
+from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.sizes.ordered_partition import partition
+from lightning_amp.planning.time.collectives import border_traffic, gradient_numbers, stratum_traffic
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.planning.time.operator_costs import parts
+from lightning_amp.planning.time.step_seconds import Work, step_seconds, stratum_seconds, stratum_work
+from lightning_amp.planning.time.time_sizes import WorkSizes
 from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.simulation.subject import decoder_subject

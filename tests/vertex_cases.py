@@ -17,10 +17,10 @@ from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs
 from lightning_amp.parallel.borders import check_borders
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.install import Installed, install
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.specs import FeatureParallel
-from lightning_amp.planning.strategies import targets_of
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import FeatureParallel
+from lightning_amp.planning.plan.strategies import targets_of
 from tests.sharded_cases import Results
 
 N, G, DIM, WINDOW = 23, 9, 6, 5

@@ -20,7 +20,7 @@ from benchmarks.side_by_side.package_attention import use_package
 from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.parallel.gradients import GradientSync
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.communication import sent_bytes
 
 NONZERO = 0.02

@@ -31,7 +31,7 @@ from lightning_amp.adapters.real_size import FirstBatch
 from lightning_amp.adapters.snapshot import Snapshot
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.stand_in import StandIn
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 
 INPUTS = ("u", "v", "b", "l")
 INTEGERS = (torch.int64, torch.int32)

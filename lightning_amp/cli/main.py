@@ -20,7 +20,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
-    from lightning_amp.planning.rates import Rates
+    from lightning_amp.planning.time.device_rates import Rates
     from lightning_amp.simulation.shape_text import ShapeRequest
 
 TRAINING = ("fit", "validate", "test", "predict")
@@ -251,18 +251,18 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.report import profile_report
+    from lightning_amp.planning.reports.plan_report import profile_report
 
     profile = _read(arguments)
     print(json.dumps(profile.to_dict(), indent=2) if arguments.format == "json" else profile_report(profile))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from lightning_amp.planning.alone import decoder_alone, profile_of_module
-    from lightning_amp.planning.policy import plan
-    from lightning_amp.planning.report import plan_report, profile_report
-    from lightning_amp.planning.request import check_request
-    from lightning_amp.planning.shape import LATENT_DIM, reference_shape
+    from lightning_amp.planning.plan.check_request import check_request
+    from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+    from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape
+    from lightning_amp.planning.policies.make_plan import plan
+    from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
     if arguments.what_if is not None or arguments.recommend_devices:
         from lightning_amp.cli.plan_questions import outlook
@@ -310,7 +310,7 @@ def _alone(arguments: argparse.Namespace) -> "ShapeRequest | None":
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.request import check_request
+    from lightning_amp.planning.plan.check_request import check_request
 
     request = _request(arguments)
     check_request(**request)
@@ -383,7 +383,7 @@ def _request(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _rates(arguments: argparse.Namespace) -> "Rates":
     """Of the device or the file that was asked for, else of one CPU core."""
-    from lightning_amp.planning.rates import CPU_CORE, Rates, rates_for
+    from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
 
     if arguments.rates is not None and arguments.device is not None:
         raise PlanError(

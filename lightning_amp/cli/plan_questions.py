@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.alone import decoder_alone, profile_of_module
-from lightning_amp.planning.rates import Rates
-from lightning_amp.planning.recommendation import recommend_devices
-from lightning_amp.planning.recommendation_report import recommendation_report
-from lightning_amp.planning.shape import LATENT_DIM, ModelShape, reference_shape
-from lightning_amp.planning.what_if import Source, to_dict, what_if
-from lightning_amp.planning.what_if_report import what_if_report
-from lightning_amp.planning.what_if_text import Questions, parse_questions
+from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+from lightning_amp.planning.plan.model_shape import LATENT_DIM, ModelShape, reference_shape
+from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
+from lightning_amp.planning.questions.recommend_devices import recommend_devices
+from lightning_amp.planning.questions.what_if import Source, to_dict, what_if
+from lightning_amp.planning.reports.devices_report import recommendation_report
+from lightning_amp.planning.reports.what_if_report import what_if_report
+from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.simulation.shape_text import ShapeRequest, parse_shape

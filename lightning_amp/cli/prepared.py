@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning_amp.data.directory import DataDirectory
 from lightning_amp.data.hdf5 import open_h5ad
-from lightning_amp.planning.report import table
+from lightning_amp.planning.reports.plan_report import table
 
 NAMED = 6
 GENES = {

@@ -15,8 +15,8 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
 
 if TYPE_CHECKING:
     from lightning_amp.parallel.install import Installed

@@ -5,8 +5,8 @@ from dataclasses import replace
 import psutil
 import torch
 
-from lightning_amp.planning.rates import CPU_CORE, Rates, nearest_rates
-from lightning_amp.planning.shape import ModelShape
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
 
 
 def device_budget(device: torch.device, *, local_ranks: int) -> int:

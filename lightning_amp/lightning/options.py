@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.strategies import parse_strategies
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import parse_strategies
 from lightning_amp.quantities import parse_bytes
 
 

@@ -13,17 +13,9 @@ from lightning_amp.lightning.step_cells import Cells, cells_per_step
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.capabilities import with_unsupported
 from lightning_amp.parallel.describe import describe, unpredicted
-from lightning_amp.planning.alone import profile_of_module
-from lightning_amp.planning.balance import too_few_cells
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import decoder_seconds
-from lightning_amp.planning.policy import plan as make_plan
-from lightning_amp.planning.prediction import predict
-from lightning_amp.planning.rates import Rates
-from lightning_amp.planning.report import plan_report, shortfall
-from lightning_amp.planning.rest_of_step import rest_seconds
-from lightning_amp.planning.rules import with_balance, with_shared_statistics, without_shared_statistics
-from lightning_amp.planning.shape import (
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import (
     LATENT_DIM,
     DecoderShape,
     ModelShape,
@@ -31,6 +23,18 @@ from lightning_amp.planning.shape import (
     outside_strata,
     with_counts,
 )
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.balance_cells import too_few_cells
+from lightning_amp.planning.policies.build_rules import (
+    with_balance,
+    with_shared_statistics,
+    without_shared_statistics,
+)
+from lightning_amp.planning.policies.make_plan import decoder_seconds
+from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.planning.reports.plan_report import plan_report, shortfall
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.planning.time.rest_of_step import rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read import profile as read_profile
 from lightning_amp.quantities import parse_bytes

@@ -19,7 +19,7 @@ from lightning_amp.lightning.conflicts import check_compiled, check_precision
 from lightning_amp.lightning.planner import announce, plan_in_force
 from lightning_amp.lightning.step_cells import UNKNOWN
 from lightning_amp.parallel.install import Installed, install, lies_in
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

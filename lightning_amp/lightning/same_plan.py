@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.read import profile as read_profile
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_amp.lightning._compat import rank_zero_info
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.report import step_text
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import step_text
 from lightning_amp.quantities import format_seconds
 
 WARM_UP = 2

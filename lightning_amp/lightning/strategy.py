@@ -67,8 +67,8 @@ from lightning_amp.lightning.step_time import time_steps
 from lightning_amp.lightning.steps import WeightedSteps
 from lightning_amp.parallel.batch_norm import share_batch_statistics
 from lightning_amp.parallel.gradients import MIB, GradientSync
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.specs import ShareBatchStatistics
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ShareBatchStatistics
 
 
 class AMPStrategy(EndsTogether, WeightedSteps):

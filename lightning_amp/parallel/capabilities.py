@@ -16,10 +16,10 @@ from lightning_amp.parallel.key_check import channels_problem, rows_problem
 from lightning_amp.parallel.protocol import ATTENTION_KEY, CONVOLUTION_KEY
 from lightning_amp.parallel.stand_in import part
 from lightning_amp.parallel.walks import walk_of
-from lightning_amp.planning.axes import Axes, MeshShape
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.shape import ModelShape
-from lightning_amp.planning.strategies import STRATEGIES, targets_of
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
 
 LOCAL = ("S3", "S4", "fused", "sparse", "recompute", "stream")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_amp.parallel.batch_norm import has_batch_norms
 from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
-from lightning_amp.planning.shape import DecoderShape, ModelShape, VertexShape
+from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, VertexShape
 
 PARTS = ("key", "nodes", "scale", "decode")
 

@@ -42,7 +42,7 @@ from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.key_check import rows_problem
 from lightning_amp.parallel.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
 from lightning_amp.parallel.region import share_region
-from lightning_amp.planning.specs import DomainParallel
+from lightning_amp.planning.plan.specs import DomainParallel
 
 ROW_BY_ROW = (nn.LayerNorm, nn.Linear, nn.Identity)
 EXAMPLE_WINDOW = 3

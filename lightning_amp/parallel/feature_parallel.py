@@ -34,7 +34,7 @@ from lightning_amp.parallel.region import share_region
 from lightning_amp.parallel.runs import join_runs, own_run, run_length
 from lightning_amp.parallel.same_function import mismatch
 from lightning_amp.parallel.sharded_softmax import log_softmax
-from lightning_amp.planning.specs import FeatureParallel
+from lightning_amp.planning.plan.specs import FeatureParallel
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:

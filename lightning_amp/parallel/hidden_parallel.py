@@ -49,7 +49,7 @@ from lightning_amp.parallel.hidden_decode import HiddenDecode
 from lightning_amp.parallel.hidden_key import refusal, share_key
 from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.region import share_region
-from lightning_amp.planning.specs import HiddenParallel
+from lightning_amp.planning.plan.specs import HiddenParallel
 
 
 def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:

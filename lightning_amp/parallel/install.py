@@ -33,8 +33,8 @@ from lightning_amp.parallel.stand_in import named_parts, part
 from lightning_amp.parallel.strata_parallel import share_strata
 from lightning_amp.parallel.stream import stream_strata
 from lightning_amp.parallel.vertex_parallel import share_vertices
-from lightning_amp.planning.plan import Plan, Rule
-from lightning_amp.planning.specs import (
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import (
     BalanceCells,
     ChunkedAttention,
     DataParallel,
@@ -51,7 +51,7 @@ from lightning_amp.planning.specs import (
     StreamStrata,
     VertexParallel,
 )
-from lightning_amp.planning.strategies import STRATEGIES
+from lightning_amp.planning.plan.strategies import STRATEGIES
 
 Install = Callable[[Any, Any, Any], Change | nn.Module]
 

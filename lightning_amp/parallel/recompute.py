@@ -24,7 +24,7 @@ from lightning_amp.parallel.call_with import call_with, places
 from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.walks import walk_of
-from lightning_amp.planning.specs import RecomputeStrata
+from lightning_amp.planning.plan.specs import RecomputeStrata
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:

@@ -32,7 +32,7 @@ from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.hooks import hooks_within
 from lightning_amp.parallel.runs import Runs, join_runs, own_run
 from lightning_amp.parallel.sharded_parameter import shard_parameter
-from lightning_amp.planning.specs import RowParallelLinear
+from lightning_amp.planning.plan.specs import RowParallelLinear
 
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:

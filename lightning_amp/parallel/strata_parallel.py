@@ -27,7 +27,7 @@ from lightning_amp.parallel.change import Change
 from lightning_amp.parallel.protocol import DecomposedDecoder
 from lightning_amp.parallel.region import share_region
 from lightning_amp.parallel.walks import walk_of
-from lightning_amp.planning.specs import StrataParallel
+from lightning_amp.planning.plan.specs import StrataParallel
 
 
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:

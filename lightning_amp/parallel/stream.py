@@ -52,7 +52,7 @@ from lightning_amp.parallel.ready_gradients import (
 )
 from lightning_amp.parallel.side_by_side import run_in_order, workers_for
 from lightning_amp.parallel.walks import walk_of
-from lightning_amp.planning.specs import StreamStrata
+from lightning_amp.planning.plan.specs import StreamStrata
 
 
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:

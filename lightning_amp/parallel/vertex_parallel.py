@@ -38,7 +38,7 @@ from lightning_amp.parallel.same_function import mismatch
 from lightning_amp.parallel.sharded_parameter import shard_parameter
 from lightning_amp.parallel.vertex_leaves import AlikeRows, OwnRows, SharedVertices
 from lightning_amp.parallel.vertex_rows import VertexRows, deal_vertices, own_edges
-from lightning_amp.planning.specs import VertexParallel
+from lightning_amp.planning.plan.specs import VertexParallel
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:

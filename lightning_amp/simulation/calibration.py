@@ -23,12 +23,12 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.hardware import device_rates
 from lightning_amp.parallel.describe import describe
 from lightning_amp.parallel.install import install
-from lightning_amp.planning.alone import profile_of_module
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.rates import Rates, calibrated
-from lightning_amp.planning.report import WIDTH, table, techniques
-from lightning_amp.planning.shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import WIDTH, table, techniques
+from lightning_amp.planning.time.device_rates import Rates, calibrated
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.subject import DecoderAlone

@@ -14,8 +14,8 @@ from lightning_amp.parallel.channels import Channels
 from lightning_amp.parallel.gradients import GradientSync
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.specs import ShareBatchStatistics
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ShareBatchStatistics
 from lightning_amp.simulation.subject import Subject
 
 Sizes = tuple[object, ...]

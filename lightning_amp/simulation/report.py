@@ -6,11 +6,11 @@ from itertools import groupby, zip_longest
 from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
-from lightning_amp.planning.auto import NEEDS_ATTENTION
-from lightning_amp.planning.conflicts import conflicts
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.report import WIDTH, table
-from lightning_amp.planning.strategies import STRATEGIES, label
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES, label
+from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
+from lightning_amp.planning.reports.plan_report import WIDTH, table
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.meter import KINDS
 from lightning_amp.simulation.simulate import Simulation

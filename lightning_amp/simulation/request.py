@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning_amp.lightning.batch_parts import tensors_in
 from lightning_amp.parallel.describe import describe
-from lightning_amp.planning.alone import profile_of_module
-from lightning_amp.planning.plan import Plan
-from lightning_amp.planning.policy import plan
-from lightning_amp.planning.shape import LATENT_DIM, reference_shape
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.simulation.shape_text import ShapeRequest
 from lightning_amp.simulation.subject import Subject, decoder_subject, reference_subject

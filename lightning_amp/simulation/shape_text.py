@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.shape import LARGEST, WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.planning.plan.model_shape import LARGEST, WINDOW_PER_STRATUM, DecoderShape
 
 REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")

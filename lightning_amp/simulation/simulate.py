@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
 from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
 from lightning_amp.simulation.step import RankResult, measure_step

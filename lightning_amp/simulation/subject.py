@@ -20,7 +20,7 @@ from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.graph import GraphEncoder
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.planning.shape import DecoderShape, NetworkShape
+from lightning_amp.planning.plan.model_shape import DecoderShape, NetworkShape
 from lightning_amp.profiling.profile import Profile
 
 LEARNING_RATE = 2e-3

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.axes import MeshShape
+from lightning_amp.planning.plan.axes import MeshShape
 
 
 @contextmanager

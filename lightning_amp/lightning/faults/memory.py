@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 
 

@@ -27,7 +27,7 @@ from lightning_amp.lightning.faults.interrupt import InterruptibleLauncher, how_
 from lightning_amp.lightning.faults.link import Link, connect, listen
 from lightning_amp.lightning.faults.memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.faults.watch import Limits, Watch, say
-from lightning_amp.planning.plan import Plan
+from lightning_amp.planning.plan.plan import Plan
 
 CONNECT_S = 20.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM

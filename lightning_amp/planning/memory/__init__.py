@@ -1,0 +1,1 @@
+"""Memory model: kept tensors and temporaries -> peak bytes."""

@@ -1,0 +1,301 @@
+"""The memory model: EPM(K) = M_base + sum over strata of Delta M_k, from shapes alone (Zhang et al. 2026, Eq. 2).
+
+The paper writes K x Delta M; strata differ a little in their features, so Delta M_k is kept per stratum here and its
+mean is what the paper calls Delta M (stratum_memory.py). What stands between that and the peak of a training step are
+the tensors that a stratum makes and drops (stratum_peaks.py):
+
+    forward pass     M_base, strata before k, the most that stratum k holds
+                     M_base, all strata, other decoders
+    backward pass    the same without the last step's gradients, the most that stratum k holds in its backward pass
+    at its end       M_base, and the gradients at the border of the strata, or those of the sampled edges' ends
+
+M_base is weights, optimiser state, the last step's gradients and base activations. The optimiser step holds fewer.
+
+Where a CPU runs streamed strata side by side, others stand beside each one at their most: an upper bound, for their
+highest moments need not meet.
+
+Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
+divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted.
+Legend: stratum_sizes.py.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import isqrt
+
+from lightning_amp.planning.memory.kept_tensors import latent_terms
+from lightning_amp.planning.memory.memory_sizes import StratumSizes
+from lightning_amp.planning.memory.temporaries import (
+    CELLS,
+    KEY,
+    MAKING,
+    Cells,
+    Key,
+    Making,
+    backward_peak,
+    forward_peak,
+)
+from lightning_amp.planning.memory.vertex_memory import vertex_bytes
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.sizes.rank_sizes import widest
+from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
+from lightning_amp.planning.time.fill_settings import strata_ends
+
+NODE_BYTES = 8
+"""Of the anchor of a feature, int64."""
+FEATURES: Term[StratumSizes, int] = Term(lambda s: s.features, "placement", "features")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StratumBytes:
+    """Bytes of one stratum on the rank that runs it.
+
+    Attributes:
+        left: What there is of it when the next one starts: Delta M_k.
+        spine: What is kept of other strata's spine, in a chained decoder, when it runs.
+        alive: What there is of it right after its forward pass.
+        forward: The most that it holds in its forward pass, with what is alive after it.
+        backward: The same for its backward pass.
+    """
+
+    left: int
+    spine: int
+    alive: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Predicted bytes of one rank.
+
+    Attributes:
+        base_bytes: M_base: weights, optimiser state, gradients and base activations.
+        strata: Every stratum.
+        runs: Strata of every rank: one run, or under strata parallelism several.
+        activations: What is kept of a stratum: "retain", "recompute" or "stream".
+        other_decoder_bytes: The most that the decoders hold which come after the strata.
+        gradient_bytes: The last step's gradients, which are gone when the backward pass starts.
+        entered_bytes: Gradients of what enters the strata, whose memory under stream is there from the first one on.
+        beside_bytes: What other strata hold at most that run at the same time.
+        border_bytes: The most that these take at the end of the backward pass.
+        edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
+    """
+
+    base_bytes: int
+    strata: tuple[StratumBytes, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
+    activations: str = "retain"
+    other_decoder_bytes: int
+    gradient_bytes: int
+    entered_bytes: int = 0
+    beside_bytes: int = 0
+    border_bytes: int
+    edge_bytes: int
+
+    @property
+    def stratum_bytes(self) -> tuple[int, ...]:
+        """Delta M_k of every stratum."""
+        return tuple(s.left for s in self.strata)
+
+    @property
+    def strata_bytes(self) -> tuple[int, ...]:
+        """Bytes held right after every stratum of the forward pass, on the rank that runs it."""
+        return tuple(n + self.strata[k].alive for k, n in enumerate(self._before()))
+
+    @property
+    def mean_stratum_bytes(self) -> int:
+        """What the paper calls Delta M; 0 without strata."""
+        return sum(self.stratum_bytes) // max(1, len(self.stratum_bytes))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the step, of the rank that has most."""
+        before, left = self._before(), self.stratum_bytes
+        after = max((sum(left[slice(*run)]) for run in self.runs), default=0)
+        end = self.base_bytes + after + self.entered_bytes
+        forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
+        return max(
+            end + self.other_decoder_bytes,
+            max(forward, default=0) + self.beside_bytes,
+            max(self._backward(before), default=0) + self.beside_bytes,
+            (end if self.activations == "stream" else self.base_bytes)
+            + self.border_bytes
+            - self.entered_bytes,
+            self.base_bytes + self.edge_bytes,
+        )
+
+    def _backward(self, before: list[int]) -> list[int]:
+        """Peaks of the strata's backward passes."""
+        if self.activations == "stream":
+            # inside the loss, where the last step's gradients may still be there
+            return [n + s.backward for n, s in zip(before, self.strata, strict=True)]
+        if self.activations == "recompute":
+            # nothing reads what the last stratum hands on
+            left = self.stratum_bytes
+            kept = [sum(left[start : stop - 1]) for start, stop in self.runs for _ in range(start, stop)]
+            whole = [self.base_bytes + n for n in kept]
+            again = [max(s.forward, s.backward) for s in self.strata]
+            return [n + m - self.gradient_bytes for n, m in zip(whole, again, strict=True)]
+        return [n + s.backward - self.gradient_bytes for n, s in zip(before, self.strata, strict=True)]
+
+    def _before(self) -> list[int]:
+        """Bytes held by others when a stratum starts."""
+        found, every = [], self.stratum_bytes
+        for run in self.runs:
+            left = every[slice(*run)]
+            if self.activations == "stream":
+                # the memory of all gradients is there before the first stratum
+                before = [self.base_bytes + self.entered_bytes + sum(left)] * len(left)
+            else:
+                before = list(accumulate(left, initial=self.base_bytes))[:-1]
+            spines = (s.spine for s in self.strata[slice(*run)])
+            found += [n + spine for n, spine in zip(before, spines, strict=True)]
+        return found
+
+
+def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers: bool = False) -> Estimate:
+    """Predict the memory of a training step on one rank.
+
+    Args:
+        shape: The model, with the cells of one rank's batch.
+        axes: The decoder's choices.
+        model_ranks: Ranks of the model axis.
+        wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features alone.
+    """
+    sizes = _sizes(shape, axes, model_ranks)
+    parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, 0
+    vertices = vertex_bytes(shape, sizes)
+    parameters -= vertices.parameters
+    buffers += vertices.buffers
+    inputs -= vertices.kept
+    if axes.features == "sharded" or wide_layers:
+        parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
+        inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
+    if axes.features == "sharded" or axes.placement == "nodes":
+        buffers += NODE_BYTES * _own_features(sizes)
+    entered, border = _border(shape, axes, sizes)
+    runs = _runs(shape, axes, model_ranks)
+    found = _strata(sizes, runs)
+    return Estimate(
+        base_bytes=buffers
+        + parameters * (2 + shape.optimizer_slots)
+        + shape.base_activation_bytes
+        + inputs
+        + entered,
+        strata=found,
+        runs=runs,
+        activations=axes.activations,
+        other_decoder_bytes=shape.other_decoder_bytes,
+        gradient_bytes=parameters,
+        entered_bytes=_latents(sizes) if sizes is not None and sizes.streamed else 0,
+        beside_bytes=_beside(sizes, found),
+        border_bytes=border,
+        edge_bytes=shape.edge_bytes,
+    )
+
+
+def _sizes(shape: ModelShape, axes: Axes, model_ranks: int) -> StratumSizes | None:
+    """Those of the first stratum, for all that the strata have alike; None without a decoder."""
+    if shape.decoder is None:
+        return None
+    return StratumSizes(
+        decoder=shape.decoder,
+        axes=axes,
+        k=0,
+        cells=shape.batch_size,
+        ranks=model_ranks,
+        element=shape.element_bytes,
+    )
+
+
+def _column(term: Term[StratumSizes, Counted], s: StratumSizes) -> tuple[Counted, ...]:
+    strata = strata_of(StratumSizes, s.decoder, s.axes, ranks=s.ranks, cells=s.cells, element=s.element)
+    return strata.column(term, s.axes)
+
+
+def _own_features(sizes: StratumSizes | None) -> int:
+    return 0 if sizes is None else sum(_column(FEATURES, sizes))
+
+
+def _latents(s: StratumSizes) -> int:
+    """Gradients of u and v, for which stream makes room before the first stratum."""
+    return sum(latent_terms(s).values())
+
+
+def _beside(s: StratumSizes | None, found: tuple[StratumBytes, ...]) -> int:
+    """What strata hold beside another one: of all but one the most, and the gradients of one that waits to be added."""
+    if s is None or s.side_by_side == 1:
+        return 0
+    waiting = s.element * (s.rows * (1 + s.decoder.chained) + s.cells * s.width) + max(n.left for n in found)
+    return (s.side_by_side - 1) * max(max(n.forward, n.backward) for n in found) + waiting
+
+
+def _spines(s: StratumSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
+    """What is kept, in bytes, of other strata's rows of a chained decoder's spine when a stratum runs."""
+    distances = s.decoder.distances
+    if not s.decoder.chained:
+        return [0] * len(distances)
+    row = s.element * s.rows
+    if not s.streamed:
+        # of those before a rank's own strata the anchors, normalised and projected
+        return [
+            row * 2 * sum(k > 0 for k in distances[:start])
+            for start, stop in runs
+            for _ in range(start, stop)
+        ]
+    step, same = isqrt(len(distances) - 1) + 1, 1 - s.keyed
+    # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
+    waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(distances))]
+    # and the gradient that is handed down, which the last stratum of a run does not get
+    last = {stop - 1 for _, stop in runs}
+    return [row * (n + (k not in last)) for k, n in enumerate(waiting)]
+
+
+def _strata(s: StratumSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
+    if s is None:
+        return ()
+    columns = zip(_column(KEY, s), _column(MAKING, s), _column(CELLS, s), _spines(s, runs), strict=True)
+    return tuple(_stratum(s.axes.activations, *stratum) for stratum in columns)
+
+
+def _stratum(activations: str, key: Key, making: Making, cells: Cells, spine: int) -> StratumBytes:
+    kept = key.kept + making.kept + cells.kept
+    left = kept if activations == "retain" else making.left + cells.tables
+    return StratumBytes(
+        left=left,
+        spine=spine,
+        # under stream the cells have had their backward pass
+        alive=making.alive + cells.tables if activations == "stream" else left,
+        forward=forward_peak(key, making, cells),
+        backward=backward_peak(key, making, cells),
+    )
+
+
+def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, int], ...]:
+    """The strata of every rank, where ranks have strata of their own; else all of them."""
+    decoder = shape.decoder
+    if decoder is None:
+        return ()
+    if axes.placement != "strata":
+        return ((0, len(decoder.features)),)
+    return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
+
+
+def _border(shape: ModelShape, axes: Axes, sizes: StratumSizes | None) -> tuple[int, int]:
+    """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take."""
+    decoder = shape.decoder
+    if decoder is None or sizes is None:
+        return 0, 0
+    rows = shape.element_bytes * (decoder.anchors + shape.batch_size)
+    if axes.placement.startswith("hidden"):
+        own = rows * widest(decoder.dim, sizes.ranks)
+        # the gradients take the place of the copies, are gathered as [R, N + B, d], and joined
+        return own, 2 * sizes.ranks * own
+    if axes.placement == "nodes" and shape.vertices is not None:
+        # v's gradient is that of the own rows, and goes on as it is
+        return 0, shape.element_bytes * decoder.dim * (sizes.anchors + 3 * shape.batch_size)
+    # under S2 joined and summed, in copies
+    summed = axes.features == "sharded" or axes.placement in ("strata", "nodes")
+    return 0, rows * decoder.dim * (3 if summed else 1)

@@ -1,0 +1,228 @@
+"""The most that one stratum holds in its forward and in its backward pass, in bytes of one rank by name of the moment.
+
+A moment counts all that the stratum holds then, its kept tensors included, and nothing of other strata. Which is the
+highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
+products of the feed-forward layer, which are of all output channels. Moments that are never the highest are left out:
+the backward pass of decode, and the forward pass of attention that is recomputed in the backward pass.
+Legend: stratum_sizes.py.
+"""
+
+from typing import NamedTuple
+
+from lightning_amp.planning.memory.kept_tensors import (
+    attention_terms,
+    block_terms,
+    key_terms,
+    latent_terms,
+    likelihood_terms,
+    made_of_terms,
+    statistic_terms,
+    table_terms,
+)
+from lightning_amp.planning.memory.memory_sizes import StratumSizes
+from lightning_amp.planning.sizes.terms import Term
+
+FUSED_SCORES = 2**20
+"""Scores at a time of fused attention (parallel/banded_softmax.py)."""
+SPARSE_NUMBERS, SPARSE_COLUMNS = 2**16, 64
+"""Numbers of a chunk of a sparse likelihood, and the fewest columns (parallel/sparse_likelihood.py)."""
+
+
+class Key(NamedTuple):
+    """The key, as far as the features of its stratum matter.
+
+    Attributes:
+        kept: What is kept of it.
+        decoding: Scores on their way.
+    """
+
+    kept: int
+    decoding: int
+
+
+class Making(NamedTuple):
+    """How the key is made.
+
+    Attributes:
+        kept: What is kept of it, the key apart.
+        dropped: val, and under `gather` the own part of qk: dropped when the key is made.
+        feed_forward: What the feed-forward layer makes and drops beside them.
+        attention: All that there is in attention; 0 where it is never the highest.
+        feed_forward_back: What the backward pass of the feed-forward layer makes, None without attention.
+        back: All that there is in the backward pass of attention, or of a convolution.
+        left: What there is of the block when the next stratum starts, where not all is kept.
+        alive: What there is, the key and the tables apart, once the cells have had their backward pass.
+    """
+
+    kept: int
+    left: int
+    alive: int
+    dropped: int = 0
+    feed_forward: int = 0
+    attention: int = 0
+    feed_forward_back: int | None = None
+    back: int = 0
+
+
+class Cells(NamedTuple):
+    """From the key to the loss, of all cells; under stream there and back, block by block.
+
+    Attributes:
+        kept: What is kept for the backward pass.
+        forward: The most on the way to the loss.
+        backward: The most on the way back, 0 under stream.
+        tables: Gradients of the tables that are there before the backward pass of the key, under stream.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    tables: int
+
+
+def forward_peak(key: Key, making: Making, cells: Cells) -> int:
+    """The most that a stratum holds in its forward pass."""
+    made = key.kept + making.kept
+    beside = max(cells.forward, making.dropped + key.decoding, making.dropped + making.feed_forward)
+    return max(made + beside, making.attention)
+
+
+def backward_peak(key: Key, making: Making, cells: Cells) -> int:
+    """The most that it holds in its backward pass; under stream that of the cells is over before."""
+    made = key.kept + making.kept
+    of_key = making.back
+    if making.feed_forward_back is not None:
+        of_key = max(of_key, made + making.feed_forward_back)
+    return max(cells.tables + of_key, made + cells.backward if cells.backward else 0)
+
+
+def _key(s: StratumSizes) -> Key:
+    return Key(sum(key_terms(s).values()), s.element * _decoding(s))
+
+
+def _making(s: StratumSizes) -> Making:
+    kept = sum(made_of_terms(s).values())
+    # without stream v, which the next stratum of a chained decoder starts from
+    handed_on = s.element * s.rows if s.decoder.chained and s.keyed else 0
+    left = sum(block_terms(s).values()) if s.streamed else handed_on
+    alive = kept + sum(latent_terms(s).values())
+    if not s.attends:
+        # of a convolution; or the gradient of the key alone
+        return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.rows)
+    # the gated value; or the products of gate and value [R, N, 2 d], when GELU and key are still to come
+    gate = max(0 if s.paper else s.rows, 2 * s.products - 2 * s.rows)
+    # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
+    # products with the weights [R, N, d], when key, GELU, gate and value are gone
+    gate_back = max(2 * s.rows, 3 * s.products - 3 * s.rows)
+    statistics = sum(statistic_terms(s).values())
+    return Making(
+        kept,
+        left,
+        alive,
+        dropped=s.element * ((not s.decoder.chained) + s.gathered) * s.rows,
+        feed_forward=s.element * gate,
+        attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
+        feed_forward_back=s.element * gate_back,
+        back=statistics + _attending_back(s),
+    )
+
+
+def _cells(s: StratumSizes) -> Cells:
+    kept = sum(likelihood_terms(s).values())
+    forward, backward = kept + s.element * _passing(s), kept + s.element * _passing_back(s)
+    if not s.streamed:
+        return Cells(kept, forward, backward, 0)
+    # the gradients of the tables, and of the key: that of the block, and the sum so far
+    blocks = -(-s.cells // s.block)
+    keys = s.element * s.rows * min(2, blocks)
+    tables = sum(table_terms(s).values())
+    return Cells(kept, tables + max(forward + keys - s.element * s.rows, backward, keys), 0, tables)
+
+
+KEY = Term(_key, "placement", "features", "decode", "activations")
+MAKING = Term(_making, "placement", "attention", "activations", of_features=False)
+CELLS = Term(_cells, "placement", "features", "likelihood", "activations")
+
+
+def _passing(s: StratumSizes) -> int:
+    """What the sum of log-probabilities makes and drops."""
+    one = s.decoder.n_batches == 1
+    if s.sparse:
+        return (7 if one else 14) * s.scores // 4 + _entries(s) + (3 if one else 6) * _sparse_chunk(s)
+    return (5 if one else 7) * s.scores
+
+
+def _passing_back(s: StratumSizes) -> int:
+    """Gradients in the backward pass of the likelihood."""
+    one = s.decoder.n_batches == 1
+    if s.sparse:
+        return (2 if one else 3) * s.scores
+    return (7 if one else 6) * s.scores
+
+
+def _sparse_chunk(s: StratumSizes) -> int:
+    """Numbers of the columns that a sparse likelihood computes at a time (parallel/sparse_likelihood.py)."""
+    columns = max(SPARSE_COLUMNS, SPARSE_NUMBERS // max(1, s.block))
+    return s.block * min(s.features, columns)
+
+
+def _entries(s: StratumSizes) -> int:
+    """What a sparse likelihood makes for the counts that are not zero, taken as one in 20."""
+    return 15 * s.scores // 20
+
+
+def _decoding(s: StratumSizes) -> int:
+    """Scores on their way: without S4 of all anchors, and in copies where each goes to its owner."""
+    everything = s.block * s.anchors if s.axes.decode == "full" else 0
+    return everything + (3 if s.scattered else 1) * s.block * s.decoded
+
+
+def _attending(s: StratumSizes) -> int:
+    """Attention with its inputs and outputs, at its last chunk."""
+    p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
+    inputs = 3 * s.rows
+    if s.fused:
+        # the turned keys, and the output
+        return s.element * (inputs + 2 * s.near * a + s.rows + s.weights + _fused_work(s))
+    # of all channels, before the own ones are taken
+    products = r * a if s.gathered else 0
+    tensors = {
+        "p, qk, val [N, d]": inputs,
+        "queries, keys, values of the buckets [P, a]": 3 * p * a,
+        "scores [r, 3 w], or keys while they are rotated": max(3 * r * w + products, 2 * r * a),
+        "outputs [P, d]": p * s.width,
+    }
+    return sum(attention_terms(s).values()) + s.element * sum(tensors.values())
+
+
+def _attending_back(s: StratumSizes) -> int:
+    """Attention in its backward pass: the softmax's moment, or that of the sums over chunks, whichever holds more."""
+    p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
+    # p, qk, and the gradients of key and val
+    inputs = (4 - s.gathered) * s.rows
+    if s.fused:
+        # turned keys, and the gradients of queries, keys and values
+        # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
+        values = s.rows * (s.paper + (s.decoder.chained and s.streamed))
+        return s.element * (inputs + values + 3 * s.near * a + s.weights + _fused_work(s))
+    # gradients of queries, keys and values, from the chunks done before
+    so_far = 3 * p * a if s.chunks > 1 else 0
+    chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
+    summed = so_far + chunk + 2 * p * a
+    kept = sum(attention_terms(s).values())
+    if s.axes.attention == "chunked":
+        softmax = so_far + chunk + 3 * r * w
+        return kept + 3 * w * w + s.element * (inputs + max(softmax, summed))
+    return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))
+
+
+def _fused_work(s: StratumSizes) -> int:
+    """Scores and weights of some rows of a group of buckets, these rows, and tables of the rotation."""
+    w, a, buckets = s.decoder.window, s.attended, s.padded // s.decoder.window
+    at_once = max(1, FUSED_SCORES // (3 * w * w))
+    chunk = -(-w // -(-3 * w * w * at_once // FUSED_SCORES))
+    # buckets that meet neighbours on both sides; those of a group are three apart at least
+    inner = max(0, buckets - 2 + (s.near - s.anchors) // w)
+    group = max(1, -(-inner // max(3, -(-inner // at_once))))
+    scores = (1 if s.weights else 2) * group * chunk * (3 * w + 1)
+    return scores + 3 * group * w * a + (w + -(-s.near // w) + 1) * a

@@ -1,0 +1,1 @@
+"""The nouns: what a plan is, which strategies there are, what a model looks like to the planner."""

@@ -1,0 +1,61 @@
+"""A decoder by itself, as profile and as model: for a plan where there are no data, only sizes.
+
+Legend: shape.py.
+"""
+
+from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE, DecoderShape, ModelShape
+from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
+
+
+def profile_of_module(shape: ModelShape) -> Profile:
+    """A profile of what the module itself says, when no data directory is known.
+
+    Args:
+        shape: The module.
+    """
+    modalities = () if shape.decoder is None else (_modality(shape.decoder),)
+    return Profile(
+        data_dir="(no data directory: planned from the module alone)", modalities=modalities, graph=None
+    )
+
+
+def decoder_alone(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
+    """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors.
+
+    Args:
+        decoder: Its sizes.
+        batch_size: B.
+    """
+    features, strata = sum(decoder.features), len(decoder.features)
+    norms = 2 if decoder.variant == "paper" else 4
+    block = 4 * decoder.dim**2 + norms * decoder.dim if decoder.attention else 3 * decoder.dim
+    floats = TABLES_PER_FEATURE * decoder.n_batches * features
+    floats += block * sum(k > 0 for k in decoder.distances)
+    floats += strata
+    batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size
+    return ModelShape(
+        decoder=decoder,
+        batch_size=batch_size,
+        parameter_bytes=4 * floats,
+        buffer_bytes=8 * features,
+        base_activation_bytes=batch,
+    )
+
+
+def _modality(decoder: DecoderShape) -> ModalityProfile:
+    return ModalityProfile(
+        name=decoder.fqn.rpartition(".")[2],
+        file="",
+        probability_model="HiCZINB",
+        cells=0,
+        features=sum(decoder.features),
+        nonzero=None,
+        scale=None,
+        contact_spread=None,
+        decomposition=DecompositionProfile(
+            anchors=decoder.anchors,
+            features=decoder.features,
+            distances=decoder.distances,
+            attention=decoder.attention,
+        ),
+    )

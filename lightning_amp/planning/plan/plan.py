@@ -1,0 +1,250 @@
+"""A Plan is inert, frozen, JSON-round-trippable data: what to install where, why, and the memory it will take.
+
+Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after stratum k of the forward pass.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.candidate import Candidate
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
+from lightning_amp.planning.plan.strategies import STRATEGIES, specs_by_name
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One transformation: which modules, what, and why.
+
+    Attributes:
+        fqn: Name of the module, or a pattern in the sense of fnmatch; "" is the whole LightningModule.
+        spec: What to install there.
+        strategy: The strategy of the library that the rule belongs to, such as "S3".
+        why: The finding that asked for it.
+        saves_bytes: Predicted bytes per rank that it saves, 0 when it saves time or exactness.
+    """
+
+    fqn: str
+    spec: Spec
+    strategy: str
+    why: str
+    saves_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the strategy will do.
+
+    Attributes:
+        policy: Policy that made it: "auto", "paper" or "strategies" when the user named them.
+        signals: Raised bottleneck signals.
+        evidence: One sentence per signal looked for, raised or not.
+        strategies: Strategy ids; empty means single-device execution.
+        mesh: Ranks per axis.
+        axes: The decoder's choices.
+        rules: Transformations, in the order of installation.
+        batch_size: Cells per rank and modality that the prediction is for.
+        predicted_base_bytes: M_base of the EPM: all but the strata.
+        predicted_stratum_bytes: Mean Delta M of the EPM, per stratum.
+        predicted_peak_bytes: Predicted peak per rank of a training step.
+        strata_bytes: Predicted bytes held after each stratum of the forward pass.
+        budget_bytes: Memory of one device, None when unknown.
+        balance_cells: Whether to balance contacts over the ranks.
+        notes: Everything else a person should know, one sentence each.
+        predicted_step_seconds: Predicted time of the decoder's part of a step, None without a decoder.
+        predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.
+        rates_device: Whose rates that time is predicted with, "" without a decoder.
+        candidates: What policy "auto" has compared, the chosen one first.
+    """
+
+    policy: str
+    signals: tuple[str, ...]
+    evidence: tuple[str, ...]
+    strategies: tuple[str, ...]
+    mesh: MeshShape
+    axes: Axes
+    rules: tuple[Rule, ...]
+    batch_size: int
+    predicted_base_bytes: int
+    predicted_stratum_bytes: int
+    predicted_peak_bytes: int
+    strata_bytes: tuple[int, ...]
+    budget_bytes: int | None
+    balance_cells: bool = False
+    notes: tuple[str, ...] = ()
+    predicted_step_seconds: float | None = None
+    predicted_rest_seconds: float | None = None
+    rates_device: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that contradicts itself.
+
+        Raises:
+            PlanError: It would train something else than it says.
+        """
+        _check_consistency(self)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the predicted peak is within the budget; None when the budget is unknown, or when activations are
+        and the rest is within it.
+        """
+        if self.budget_bytes is None:
+            return None
+        if self.predicted_peak_bytes > self.budget_bytes:
+            return False
+        return True if self.strata_bytes else None
+
+    @property
+    def fails_at_stratum(self) -> int | None:
+        """The first stratum after which the prediction exceeds the budget, None when the forward pass fits."""
+        if self.budget_bytes is None:
+            return None
+        return next((k for k, n in enumerate(self.strata_bytes) if n > self.budget_bytes), None)
+
+    def to_json(self) -> str:
+        """The plan as indented JSON; each rule's spec is tagged with its type."""
+        plain = asdict(self)
+        for rule, row in zip(self.rules, plain["rules"], strict=True):
+            row["spec"] = {"type": type(rule.spec).__name__, **row["spec"]}
+        return json.dumps(plain | {"fits": self.fits}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the plan") -> "Plan":
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: Not JSON, another schema, or fields that are missing or unknown.
+        """
+        try:
+            plain = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"a plan as JSON was asked for, {source} is not JSON: {error}") from error
+        if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
+            found = plain.get("schema") if isinstance(plain, dict) else plain
+            raise PlanError(
+                f"a plan of schema {SCHEMA} was asked for, {source} has schema {found!r}; write it again with"
+                " `lightning-amp plan ... --format json`"
+            )
+        plain.pop("fits", None)
+        try:
+            return cls(**_typed(plain))
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            names = sorted(f.name for f in fields(cls))
+            raise PlanError(f"{source} does not read as a plan: {error}; its fields are {names}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Plan":
+        """Read a plan file.
+
+        Raises:
+            PlanError: The file cannot be read, or is not a plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan={str(path)!r} was asked for and cannot be read: {error}") from error
+        return cls.from_json(text, source=str(path))
+
+
+def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values back to tuples and dataclasses."""
+    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    typed["mesh"] = MeshShape(**plain["mesh"])
+    typed["axes"] = Axes(**plain["axes"])
+    candidates = plain.get("candidates", ())
+    typed["candidates"] = tuple(Candidate(**c | {"strategies": tuple(c["strategies"])}) for c in candidates)
+    typed["rules"] = tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain["rules"])
+    return typed
+
+
+def _spec(plain: Mapping[str, Any]) -> Spec:
+    kind, known = plain["type"], specs_by_name()
+    if kind not in known:
+        raise PlanError(
+            f"a rule asks for {kind!r}; this version can install {sorted(known)}. If a package of yours registers"
+            " it, import that package before the plan is read"
+        )
+    return known[kind](**{name: value for name, value in plain.items() if name != "type"})
+
+
+def _check_consistency(plan: Plan) -> None:
+    """Refuse values of the wrong kind, and parts that do not belong together.
+
+    Raises:
+        PlanError: Names every contradiction.
+    """
+    problems = list(_kinds(plan)) or list(_contradictions(plan))
+    if problems:
+        raise PlanError(
+            f"a plan was asked for that contradicts itself: {'; '.join(problems)}. Make the plan with"
+            " `lightning-amp plan`, or edit all parts alike"
+        )
+
+
+def _kinds(plan: Plan) -> Iterator[str]:
+    counts = {name: getattr(plan, name) for name in ("predicted_base_bytes", "predicted_stratum_bytes")}
+    counts |= {"predicted_peak_bytes": plan.predicted_peak_bytes, "batch_size": plan.batch_size}
+    counts |= {f"strata_bytes[{k}]": n for k, n in enumerate(plan.strata_bytes)}
+    counts |= {f"candidates[{i}].peak_bytes": c.peak_bytes for i, c in enumerate(plan.candidates)}
+    if plan.budget_bytes is not None:
+        counts["budget_bytes"] = plan.budget_bytes
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            yield f"{name}={value!r} is not a whole number of 0 or more"
+    seconds = [c.step_seconds for c in plan.candidates] + [c.cell_seconds for c in plan.candidates]
+    seconds += [n for n in (plan.predicted_step_seconds, plan.predicted_rest_seconds) if n is not None]
+    yield from (f"a time of {n!r} is not a number above 0" for n in seconds if not _is_time(n))
+    if type(plan.balance_cells) is not bool:
+        yield f"balance_cells={plan.balance_cells!r} is neither true nor false"
+    for name in ("signals", "evidence", "strategies", "notes"):
+        if not all(isinstance(text, str) for text in getattr(plan, name)):
+            yield f"{name}={getattr(plan, name)!r} holds something other than text"
+    for name, texts in (
+        ("rates_device", [plan.rates_device]),
+        ("verdict", [c.verdict for c in plan.candidates]),
+    ):
+        yield from (f"{name}={text!r} is not text" for text in texts if not isinstance(text, str))
+    yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+
+
+def _contradictions(plan: Plan) -> Iterator[str]:
+    unknown = sorted(set(plan.strategies) - set(STRATEGIES))
+    if unknown:
+        yield (
+            f"strategies={unknown!r} are not of {', '.join(STRATEGIES)} (a package that registers them has to be"
+            " imported first)"
+        )
+        return
+    yield from conflicts(plan.strategies)
+    ruled = {rule.strategy for rule in plan.rules}
+    if ruled != set(plan.strategies):
+        yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
+    for rule in plan.rules:
+        owner = next((s for s, info in STRATEGIES.items() if type(rule.spec) in info.specs), "of no strategy")
+        if rule.strategy != owner:
+            yield f"a rule of {rule.strategy} asks for {type(rule.spec).__name__}, which is {owner}"
+    allowed = type(plan.axes).of(plan.strategies, (rule.spec for rule in plan.rules))
+    for axis, choice in asdict(allowed).items():
+        if getattr(plan.axes, axis) != choice:
+            yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {choice!r}"
+    together = plan.axes.features == "sharded" or plan.axes.placement not in ("replicated", "strata")
+    for rule in plan.rules:
+        if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
+            yield f"workers={rule.spec.workers!r}, where ranks compute each stratum together, in one order: it is 1"
+    if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
+        yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

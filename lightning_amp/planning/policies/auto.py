@@ -1,0 +1,161 @@
+"""policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest with memory to spare.
+
+    1. every combination of a choice on each axis of the decoder, for every split of the devices into data and model
+    2. without those that contradict each other, the model or the number of ranks
+    3. without those whose predicted peak exceeds the memory of a device (memory.py)
+    4. the least predicted time per cell (work.py); within `TIE` of it those that need no more than `SPARE` of the
+       memory, if there are any: a prediction has not all of a run in it, and a job that dies after hours costs more
+       than a technique; of these the fewest techniques, then the library's order
+
+Nothing is drawn and nothing is measured, so the same request gets the same plan. If none fits, the one that needs the
+least memory is taken, and the plan says that it does not fit.
+
+The batch of a rank is given, so more ranks of the data axis mean more cells in a step; plans are compared by the time
+of a cell. Keys cost the same for one cell as for many: ranks of the model axis share them, ranks of the data axis
+repeat them.
+
+Known limit: the time is that of the decoder; what lies outside of it is the same in all candidates with as many ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.candidate import Candidate
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
+from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.planning.time.step_seconds import step_seconds
+from lightning_amp.quantities import format_bytes
+
+PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
+ATTENTIONS = ((), ("S3",), ("fused",))
+DECODES = ((), ("S4",))
+LIKELIHOODS = ((), ("sparse",))
+ACTIVATIONS = ((), ("recompute",), ("stream",))
+NEEDS_ATTENTION = {"S3", "fused", "nodes"}
+TIE = 1.02
+"""Times this much apart count as the same: the model is no better than that."""
+SPARE = 0.5
+"""Part of a device's memory up to which a plan has memory to spare."""
+
+
+def candidates(
+    shape: ModelShape,
+    *,
+    devices: int,
+    budget: int | None,
+    rates: Rates,
+    own: frozenset[str] = frozenset(),
+    model_parallel_size: int | None = None,
+    node_devices: int | None = None,
+) -> tuple[Candidate, ...]:
+    """All legal plans, the chosen one first, then by what speaks for them; none where the model axis is too long.
+
+    Args:
+        shape: A model with a decoder.
+        devices: Ranks in all.
+        budget: Memory of one device in bytes, None when unknown.
+        rates: What a device reaches.
+        own: Strategies that every plan has: S1 on several devices, and those from outside whose signal is raised.
+        model_parallel_size: Ranks of the model axis, None for any number that a node has.
+        node_devices: Devices of a node, None when all are on one.
+    """
+    node = node_devices or devices
+    lengths = [n for n in range(1, node + 1) if node % n == 0]
+    found = [
+        _candidate(shape, chosen, MeshShape(data=devices // model, model=model), rates)
+        for model in (lengths if model_parallel_size is None else [model_parallel_size])
+        if devices % model == 0
+        for chosen in _legal(shape, own, model)
+    ]
+    if not found:
+        return ()
+    fitting = [c for c in found if budget is None or c.peak_bytes <= budget]
+    if not fitting:
+        best = min(found, key=lambda c: (c.peak_bytes, _simplicity(c)))
+    else:
+        fastest = min(c.cell_seconds for c in fitting)
+        level = [c for c in fitting if c.cell_seconds <= TIE * fastest]
+        best = min([c for c in level if _spares(c, budget)] or level, key=_simplicity)
+    found.sort(key=lambda c: _order(c, best, budget, nothing_fits=not fitting))
+    return tuple(replace(c, verdict=_verdict(c, best, budget)) for c in found)
+
+
+def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple[str, ...]]:
+    decoder = shape.decoder
+    assert decoder is not None, "without a decoder there is nothing to choose"
+    placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
+    for choices in product(placements, ATTENTIONS, DECODES, LIKELIHOODS, ACTIVATIONS):
+        chosen = own.union(*choices)
+        splits = any(STRATEGIES[s].model_axis for s in chosen)
+        if splits == (model > 1) and not _problem(decoder, shape, chosen, model):
+            yield in_order(chosen)
+
+
+def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
+    """Whether strategies cannot be together, in this decoder or on so many ranks of the model axis."""
+    # whole copies of the scores are chunked where they cannot be fused
+    pointless = "S3" in chosen and "S5" not in chosen and "fused" not in decoder.unsupported
+    return (
+        pointless
+        or bool(chosen & set(decoder.unsupported))
+        or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
+        or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
+        or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
+        or any(conflicts(chosen))
+    )
+
+
+def _candidate(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> Candidate:
+    assert shape.decoder is not None, "without a decoder there is nothing to choose"
+    seconds = step_seconds(
+        shape.decoder,
+        Axes.of(chosen),
+        mesh,
+        cells=shape.batch_size,
+        rates=rates,
+        element_bytes=shape.element_bytes,
+    )
+    return Candidate(
+        strategies=chosen,
+        data=mesh.data,
+        model=mesh.model,
+        peak_bytes=predict(shape, chosen, model_ranks=mesh.model).peak_bytes,
+        step_seconds=seconds,
+        cell_seconds=seconds / (mesh.data * shape.batch_size),
+    )
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, tuple[int, ...], int]:
+    order = list(STRATEGIES)
+    places = tuple(order.index(s) for s in candidate.strategies)
+    return len(candidate.strategies), places, candidate.model
+
+
+def _spares(candidate: Candidate, budget: int | None) -> bool:
+    return budget is None or candidate.peak_bytes <= SPARE * budget
+
+
+def _verdict(candidate: Candidate, best: Candidate, budget: int | None) -> str:
+    if candidate == best:
+        return "chosen"
+    if budget is not None and candidate.peak_bytes > budget:
+        return f"exceeds {format_bytes(budget)}"
+    ratio = candidate.cell_seconds / best.cell_seconds
+    if ratio < TIE and _spares(best, budget) and not _spares(candidate, budget):
+        return "over half the memory"
+    if ratio < TIE:
+        return f"within {100 * (TIE - 1):.0f} %, no simpler"
+    return f"{ratio:.2f} x the time"
+
+
+def _order(
+    candidate: Candidate, best: Candidate, budget: int | None, *, nothing_fits: bool
+) -> tuple[object, ...]:
+    exceeds = budget is not None and candidate.peak_bytes > budget
+    merit = candidate.peak_bytes if nothing_fits else candidate.cell_seconds
+    return candidate != best, exceeds, merit, _simplicity(candidate)

@@ -1,0 +1,122 @@
+"""Strategies -> rules: which modules each chosen strategy changes, why, and what it is predicted to save."""
+
+from dataclasses import replace
+
+from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import (
+    BalanceCells,
+    DataParallel,
+    FeatureParallel,
+    ShareBatchStatistics,
+    Spec,
+)
+from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
+from lightning_amp.planning.time.fill_settings import settle
+
+_SHARED = Rule(
+    fqn="*",
+    spec=ShareBatchStatistics(),
+    strategy="S1",
+    why="batch statistics over all ranks, or the result would depend on the number of ranks",
+)
+
+
+def build_rules(
+    chosen: tuple[str, ...],
+    shape: ModelShape,
+    mesh: MeshShape,
+    diagnosis: Diagnosis,
+    *,
+    balance: bool,
+    policy: str,
+) -> tuple[Rule, ...]:
+    """The rules of a plan in the order of installation: data axis first, then modules, by the strategies' numbers.
+
+    Args:
+        chosen: Strategy ids, in order.
+        shape: The model.
+        mesh: Ranks per axis.
+        diagnosis: The findings that asked for the strategies.
+        balance: Whether contacts are balanced over the ranks.
+        policy: Who chose them: "auto", "paper", or "strategies" when the user did.
+
+    Raises:
+        PlanError: A strategy finds nothing to change in a model of this shape.
+    """
+    rules = _data_rules(mesh, balance=balance, shared=shape.batch_norms) if "S1" in chosen else []
+    axes = Axes.of(chosen)
+    for strategy in (s for s in chosen if s != "S1"):
+        finding = diagnosis.finding(STRATEGIES[strategy].signal)
+        why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
+        if policy == "auto" and STRATEGIES[strategy].install is None:
+            why = "part of the fastest plan that fits"
+        targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
+        if not targets:
+            raise PlanError(
+                f"{strategy} ({STRATEGIES[strategy].title}) was asked for and finds nothing to change in this model;"
+                f" leave {strategy} out"
+            )
+        saved = _saved(strategy, chosen, shape, mesh)
+        for n, (fqn, spec) in enumerate(targets):
+            rules.append(
+                Rule(
+                    fqn=fqn,
+                    spec=settle(spec, shape, axes, mesh),
+                    strategy=strategy,
+                    why=f"asked for by the user ({why})" if policy == "strategies" else why,
+                    # of the strategy as a whole, shown once
+                    saves_bytes=0 if n else saved,
+                )
+            )
+    return tuple(rules)
+
+
+def _belongs(spec: Spec, axes: Axes) -> bool:
+    """Whether a rule has work to do: where strata or anchors are split, a decoder's features are not dealt again."""
+    return not isinstance(spec, FeatureParallel) or axes.features == "sharded"
+
+
+def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:
+    """Predicted bytes per rank that a strategy saves beside the others."""
+    others = tuple(s for s in chosen if s != strategy)
+    peaks = [predict(shape, s, model_ranks=mesh.model).peak_bytes for s in (others, chosen)]
+    return max(0, peaks[0] - peaks[1])
+
+
+def with_balance(plan: Plan, *, balance: bool) -> Plan:
+    """The same plan with cells balanced over the ranks, or not."""
+    if balance == plan.balance_cells:
+        return plan
+    rules = tuple(rule for rule in plan.rules if not isinstance(rule.spec, BalanceCells))
+    if balance and "S1" in plan.strategies:
+        rules = (*rules, Rule(fqn="", spec=BalanceCells(), strategy="S1", why="asked for by the user"))
+    return replace(plan, rules=rules, balance_cells=balance and "S1" in plan.strategies)
+
+
+def without_shared_statistics(plan: Plan) -> Plan:
+    """The same plan with batch statistics per rank."""
+    return replace(plan, rules=tuple(r for r in plan.rules if not isinstance(r.spec, ShareBatchStatistics)))
+
+
+def with_shared_statistics(plan: Plan) -> Plan:
+    """The same plan with batch statistics over all ranks of the data axis; for a model that has them."""
+    shared = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
+    if shared or plan.mesh.data == 1 or "S1" not in plan.strategies:
+        return plan
+    return replace(plan, rules=(*plan.rules, _SHARED))
+
+
+def _data_rules(mesh: MeshShape, *, balance: bool, shared: bool) -> list[Rule]:
+    noun = "rank" if mesh.data == 1 else "ranks"
+    rules = [Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} {noun} on the data axis")]
+    if mesh.data > 1 and shared:
+        rules.append(_SHARED)
+    if balance:
+        why = "contacts per cell vary, and the slowest rank sets the pace"
+        rules.append(Rule(fqn="", spec=BalanceCells(), strategy="S1", why=why))
+    return rules

@@ -1,0 +1,343 @@
+"""Diagnosis and hardware -> Plan.
+
+Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping (paper.py). Where auto takes something
+else than the mapping would, a note says what both need.
+"""
+
+from dataclasses import dataclass
+
+from lightning_amp.diagnosis.diagnose import diagnose
+from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.candidate import Candidate
+from lightning_amp.planning.plan.check_request import check_request
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
+from lightning_amp.planning.policies.build_rules import build_rules
+from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+from lightning_amp.planning.time.rest_of_step import rest_seconds
+from lightning_amp.planning.time.step_seconds import step_seconds
+from lightning_amp.profiling.profile import Profile
+from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
+
+
+def plan(
+    profile: Profile,
+    *,
+    devices: int = 1,
+    device_memory: str | int | None = None,
+    policy: str = "auto",
+    strategies: str | list[str] | tuple[str, ...] | None = None,
+    batch_size: int = 64,
+    model_parallel_size: int | str = "auto",
+    shape: ModelShape | None = None,
+    rates: Rates = CPU_CORE,
+    node_devices: int | None = None,
+) -> Plan:
+    """Decide what to install.
+
+    Args:
+        profile: The data.
+        devices: Ranks in all, over all nodes.
+        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown.
+        policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
+        strategies: The user's own choice from the library instead of the policy's; still checked and predicted.
+        batch_size: Cells per rank and modality.
+        model_parallel_size: Ranks of the model axis, or "auto".
+        shape: The model; None means the reference model with its default sizes.
+        rates: What one device reaches, for the predicted times.
+        node_devices: Devices of one node; the model axis stays inside it unless `model_parallel_size` is longer. None
+            when all devices are on one node.
+
+    Raises:
+        PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
+    """
+    check_request(
+        devices=devices,
+        device_memory=device_memory,
+        policy=policy,
+        strategies=strategies,
+        batch_size=batch_size,
+        model_parallel_size=model_parallel_size,
+    )
+    budget = None if device_memory is None else parse_bytes(device_memory)
+    request = Request(
+        diagnosis=diagnose(profile),
+        shape=shape or reference_shape(profile, batch_size=batch_size),
+        devices=devices,
+        budget=budget,
+        rates=rates.on_nodes_of(node_devices),
+        model_parallel_size=model_parallel_size,
+        node_devices=node_devices,
+    )
+    asked = policy if strategies is None else "strategies"
+    choice = _choose(request, asked, strategies)
+    return _carried_out(request, choice, profile, asked=asked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be decided on; as in `plan`, read and completed."""
+
+    diagnosis: Diagnosis
+    shape: ModelShape
+    devices: int
+    budget: int | None
+    rates: Rates
+    model_parallel_size: int | str
+    node_devices: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What was decided.
+
+    Attributes:
+        strategies: In the order of the library.
+        model_parallel_size: Ranks of the model axis, or "auto".
+        compared: All plans that were compared, the chosen one first; none unless the policy compares.
+        notes: What a person should know of it.
+    """
+
+    strategies: tuple[str, ...]
+    model_parallel_size: int | str
+    compared: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[str, ...] | None) -> Choice:
+    size = request.model_parallel_size
+    if strategies is not None:
+        return Choice(strategies=parse_strategies(strategies), model_parallel_size=size)
+    if asked == "paper" or request.shape.decoder is None:
+        chosen, notes = mapped(
+            request.diagnosis,
+            request.shape,
+            devices=request.devices,
+            budget=request.budget,
+            model_parallel_size=size,
+            node_devices=request.node_devices,
+        )
+        return Choice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
+    own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
+    compared = _compare(request, own=frozenset(own | ({"S1"} if request.devices > 1 else set())))
+    best = compared[0]
+    if size == "auto":
+        notes = notes + _of_paper(best, request)
+    return Choice(
+        strategies=best.strategies, model_parallel_size=best.model, compared=compared, notes=tuple(notes)
+    )
+
+
+def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: str) -> Plan:
+    shape, chosen = request.shape, choice.strategies
+    mesh = _mesh(
+        chosen,
+        shape,
+        devices=request.devices,
+        model_parallel_size=choice.model_parallel_size,
+        node_devices=request.node_devices,
+    )
+    _check_decoder(chosen, shape)
+    predicted = predict(shape, chosen, model_ranks=mesh.model)
+    balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
+    return Plan(
+        policy=asked,
+        signals=request.diagnosis.signals,
+        evidence=tuple(f"{f.signal}: {f.evidence}" for f in request.diagnosis.findings),
+        strategies=chosen,
+        mesh=mesh,
+        axes=Axes.of(chosen),
+        rules=build_rules(chosen, shape, mesh, request.diagnosis, balance=balance, policy=asked),
+        batch_size=shape.batch_size,
+        predicted_base_bytes=predicted.base_bytes,
+        predicted_stratum_bytes=predicted.mean_stratum_bytes,
+        predicted_peak_bytes=predicted.peak_bytes,
+        strata_bytes=predicted.strata_bytes,
+        budget_bytes=request.budget,
+        balance_cells=balance,
+        notes=(
+            *choice.notes,
+            *_notes(chosen, shape),
+            *_across_nodes(mesh, request.node_devices),
+            *balance_note,
+            *too_few_cells(profile, mesh, shape.batch_size),
+        ),
+        predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
+        predicted_rest_seconds=rest_seconds(shape, mesh, request.rates),
+        rates_device="" if shape.decoder is None else request.rates.device,
+        candidates=choice.compared,
+    )
+
+
+def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
+    """Predicted time of the decoder's part of a step, None for a model without a decoder.
+
+    Args:
+        shape: The model, with the cells of one rank's batch.
+        axes: The decoder's choices.
+        mesh: Ranks per axis.
+        rates: What a device reaches.
+    """
+    if shape.decoder is None:
+        return None
+    return step_seconds(
+        shape.decoder,
+        axes,
+        mesh,
+        cells=shape.batch_size,
+        rates=rates,
+        element_bytes=shape.element_bytes,
+    )
+
+
+def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
+    asked = request.model_parallel_size
+    _check_divides(asked, request.devices)
+    found = candidates(
+        request.shape,
+        devices=request.devices,
+        budget=request.budget,
+        rates=request.rates,
+        own=own,
+        model_parallel_size=asked if isinstance(asked, int) else None,
+        node_devices=request.node_devices,
+    )
+    if not found:
+        raise PlanError(
+            f"model_parallel_size={asked!r} was asked for, and no strategies can share this model among so many ranks;"
+            ' choose fewer, or model_parallel_size="auto"'
+        )
+    return found
+
+
+def _of_paper(best: Candidate, request: Request) -> list[str]:
+    """What AMP's mapping would need instead, where that is not the same."""
+    shape, devices, node = request.shape, request.devices, request.node_devices
+    chosen, _ = mapped(
+        request.diagnosis,
+        shape,
+        devices=devices,
+        budget=request.budget,
+        model_parallel_size="auto",
+        node_devices=node,
+    )
+    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto", node_devices=node)
+    mesh = MeshShape(data=devices // model, model=model)
+    seconds = decoder_seconds(shape, Axes.of(chosen), mesh, request.rates)
+    if (chosen, model) == (best.strategies, best.model) or seconds is None:
+        return []
+    cell = format_seconds(seconds / (mesh.data * shape.batch_size))
+    peak = format_bytes(predict(shape, chosen, model_ranks=model).peak_bytes)
+    return [
+        f"policy paper would take {', '.join(chosen) or 'none of them'} on {mesh.data} x {model}: a peak of {peak} and"
+        f" {cell} per cell in the decoder, here {format_bytes(best.peak_bytes)} and"
+        f" {format_seconds(best.cell_seconds)}"
+    ]
+
+
+def _check_divides(model_parallel_size: int | str, devices: int) -> None:
+    if isinstance(model_parallel_size, int) and devices % model_parallel_size:
+        raise PlanError(
+            f"model_parallel_size={model_parallel_size!r} was asked for with {devices} devices; it must divide them,"
+            f" choose one of {[n for n in range(1, devices + 1) if devices % n == 0]}"
+        )
+
+
+def _mesh(
+    chosen: tuple[str, ...],
+    shape: ModelShape,
+    *,
+    devices: int,
+    model_parallel_size: int | str,
+    node_devices: int | None,
+) -> MeshShape:
+    """All ranks of a node on the model axis where a strategy needs it, else on data."""
+    sharding = [s for s in chosen if STRATEGIES[s].model_axis]
+    model = model_ranks_of(
+        chosen, shape, devices=devices, model_parallel_size=model_parallel_size, node_devices=node_devices
+    )
+    _check_divides(model, devices)
+    if sharding and model < 2 <= devices and node_devices == 1 and model_parallel_size == "auto":
+        raise PlanError(
+            f"{', '.join(sharding)} split a module over the model axis, which stays inside a node, and a node has"
+            f" {node_devices} device; set model_parallel_size={devices} to let it cross nodes, or leave these"
+            " strategies out"
+        )
+    if sharding and model < 2:
+        raise PlanError(
+            f"{', '.join(sharding)} split a module over the model axis, which has {model} rank with devices={devices};"
+            " use two devices or more, or leave these strategies out"
+        )
+    if model > 1 and not sharding:
+        raise PlanError(
+            f"model_parallel_size={model} was asked for, but {', '.join(chosen)} split nothing over the model axis;"
+            ' use model_parallel_size="auto", or add one of'
+            f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
+        )
+    if shape.decoder is not None:
+        _check_parts(chosen, shape.decoder, model)
+    return MeshShape(data=devices // model, model=model)
+
+
+def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
+    """Whether there is a part for every rank of the model axis; of strata, placement.py asks."""
+    wholes = {"S5": f"D={decoder.dim!r}"}
+    if decoder.attention:
+        wholes["nodes"] = f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}"
+    for strategy, whole in wholes.items():
+        most = decoder.parts[strategy]
+        if strategy in chosen and model > most:
+            raise PlanError(
+                f"{strategy} was asked for with {model!r} ranks on the model axis, and {whole} can be dealt to"
+                f" {most!r} at most; choose a smaller model_parallel_size, or leave {strategy} out"
+            )
+
+
+def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
+    needing = [s for s in chosen if STRATEGIES[s].choice is not None]
+    if shape.decoder is None and needing:
+        one = len(needing) == 1
+        raise PlanError(
+            f"{', '.join(needing)} {'was' if one else 'were'} asked for and {'changes' if one else 'change'} how a"
+            " decomposed decoder is computed, and none was recognised in the module; use S1, or"
+            " give the module a decoder with the protocol in docs/architecture.md"
+        )
+    attending = [s for s in ("S3", "fused", "nodes") if s in chosen]
+    if shape.decoder is not None and attending and not shape.decoder.attention:
+        raise PlanError(
+            f"{', '.join(attending)} change attention, but {shape.decoder.fqn!r} builds its keys without attention;"
+            f" leave {', '.join(attending)} out"
+        )
+    found = list(conflicts(chosen))
+    if found:
+        raise PlanError(
+            f"strategies {', '.join(chosen)} were asked for: {'; '.join(found)}. Leave one of them out"
+        )
+
+
+def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
+    if node_devices is None or node_devices % mesh.model == 0:
+        return []
+    return [
+        f"the model axis of {mesh.model} ranks crosses nodes of {node_devices}: what its ranks send each other passes"
+        " the slower network between nodes"
+    ]
+
+
+def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
+    notes = [
+        f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}"
+        for strategy, row in STRATEGIES.items()
+        if strategy in chosen and row.from_outside and row.shape_after is None
+    ]
+    if shape.decoder is None:
+        notes.append("activations of a module without a recognised decoder cannot be predicted")
+    return notes

@@ -1,0 +1,102 @@
+"""Policy "paper": AMP's fixed mapping from signals to strategies (Zhang et al. 2026, Section 3.3 and Table 4).
+
+    one device                     single-device execution, nothing is installed
+    no 3D modality                 S1
+    it fits under S1               S1 (Section 4.1: lightweight configurations run under S1 only)
+    HIGH_INPUT_DIMENSIONALITY      S2 and S4
+    ATTENTION_DECODER              S3
+    HEAVY_DECOMPOSITION            S5, when the EPM under the strategies above still exceeds the memory of a device
+    a signal from outside          its strategies, whatever the memory and on one device too
+
+The paper maps signals independently of memory, yet its lightweight configurations, which raise the same signals, run
+under S1 only (Table 6); the third row is how both can be true. Which signal asks for which strategy stands in
+`strategies.py`. Registered strategies count as chosen before the memory is looked at.
+"""
+
+from collections.abc import Collection
+
+from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, targets_of
+from lightning_amp.quantities import format_bytes
+
+
+def mapped(
+    diagnosis: Diagnosis,
+    shape: ModelShape,
+    *,
+    devices: int,
+    budget: int | None,
+    model_parallel_size: int | str,
+    node_devices: int | None = None,
+) -> tuple[tuple[str, ...], list[str]]:
+    """The mapping's strategies, with a sentence that says which row of it applied."""
+
+    def peak(chosen: set[str]) -> int:
+        ranks = model_ranks_of(
+            chosen,
+            shape,
+            devices=devices,
+            model_parallel_size=model_parallel_size,
+            node_devices=node_devices,
+        )
+        return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
+
+    own, notes = registered(diagnosis, shape, devices=devices)
+    if devices == 1:
+        first = "one device: single-device execution (the paper's mapping prescribes nothing)"
+        return in_order(own), [first, *notes]
+    base = {"S1", *own}
+    under = ", ".join(in_order(base))
+    if shape.decoder is None:
+        only = under if own else "data parallelism (S1)"
+        return in_order(base), [f"no decomposed decoder was recognised: {only} only", *notes]
+    whole = peak(base)
+    if budget is None or whole <= budget:
+        limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
+        first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
+        return in_order(base), [first, *notes]
+    asked = {s for s, row in STRATEGIES.items() if row.signal in diagnosis.signals and not row.from_outside}
+    chosen = base | (asked - {"S5"})
+    if "S5" in asked and peak(chosen) > budget:
+        chosen.add("S5")
+    first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
+    return in_order(chosen), [first, *notes]
+
+
+def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tuple[set[str], list[str]]:
+    """Strategies from outside whose signal is raised, and a sentence for each that is left out all the same."""
+    own, notes = set(), []
+    for strategy, row in STRATEGIES.items():
+        if not row.from_outside or row.signal not in diagnosis.signals:
+            continue
+        if row.model_axis and devices == 1:
+            notes.append(f"{strategy} is left out: it splits over the model axis, which one device has not")
+        elif not targets_of(strategy, shape):
+            notes.append(f"{strategy} is left out: it finds nothing to change in this model")
+        else:
+            own.add(strategy)
+    return own, notes
+
+
+def model_ranks_of(
+    chosen: Collection[str],
+    shape: ModelShape,
+    *,
+    devices: int,
+    model_parallel_size: int | str,
+    node_devices: int | None = None,
+) -> int:
+    """Ranks of the model axis, unless the user says how many: all of a node (the paper's same-batch execution), or as
+    many as there are channels, buckets of anchors, or strata for.
+    """
+    if isinstance(model_parallel_size, int):
+        return model_parallel_size
+    if not any(STRATEGIES[s].model_axis for s in chosen):
+        return 1
+    node = node_devices or devices
+    most = node
+    if shape.decoder is not None:
+        most = min(node, *(shape.decoder.parts.get(strategy, node) for strategy in chosen))
+    return max(n for n in range(1, most + 1) if node % n == 0)

@@ -1,0 +1,1 @@
+"""What a person asks beyond one plan: what if, how many devices."""

@@ -1,0 +1,243 @@
+"""How many devices are worth having: the best plan for 1, 2, 4, ... devices, with the cells of a step fixed.
+
+    B cells in a step, shared by the ranks of the data axis: ceil(B / data) each      (strong scaling)
+    speed-up(n)   = seconds(n0) / seconds(n)          n0 = the fewest devices on which the model fits
+    efficiency(n) = speed-up(n) * n0 / n
+
+A step with B cells takes an optimiser as far on any number of devices, so the times of steps can be compared: of whole
+steps (rest_of_step.py), for where most of a step is spent outside of the decoder more devices change little. Keys cost
+the same for one cell as for many: ranks of the data axis repeat them, ranks of the model axis share them. As in a plan,
+the model axis stays inside a node; beyond one node's devices what the data axis sends passes the slower links.
+
+Recommended is the largest number up to which every doubling, from n0 on, gives at least `WORTH` x. The list ends at the
+second doubling that does not, or where there are neither cells nor parts for more devices.
+
+Known limits: powers of two.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from math import floor
+from typing import Any
+
+from lightning_amp.diagnosis.diagnose import diagnose
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.candidate import Candidate
+from lightning_amp.planning.plan.model_shape import LARGEST, ModelShape
+from lightning_amp.planning.policies.auto import TIE, candidates
+from lightning_amp.planning.policies.paper import registered
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.planning.time.rest_of_step import rest_seconds
+from lightning_amp.profiling.profile import Profile
+from lightning_amp.progress import track
+
+SCHEMA = 1
+WORTH = 1.5
+"""What a doubling has to give: two thirds of the time. Half of the new devices' work is then saved time."""
+MOST_DEVICES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """The best plan on some number of devices.
+
+    Attributes:
+        devices: Ranks in all.
+        best: The fastest that fits, else the one that needs the least memory.
+        cells: Cells of a rank.
+        step_seconds: Predicted time of a step, that of the decoder and the rest.
+        fits: Whether it fits; None where the memory is unknown.
+        speed_up: Over the fewest devices on which it fits, None before them.
+        efficiency: Speed-up by devices, 1 where every device adds as much as the first.
+        gain: Speed-up over half as many devices, None where those do not fit.
+        worth: "yes" and "no", of a doubling no after one that was not; "the fewest" that fit, "does not fit".
+    """
+
+    devices: int
+    best: Candidate
+    cells: int
+    step_seconds: float
+    fits: bool | None
+    speed_up: float | None = None
+    efficiency: float | None = None
+    gain: float | None = None
+    worth: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """How many devices are worth having.
+
+    Attributes:
+        cells: B, in all.
+        budget_bytes: Memory of one device, None when unknown.
+        rates_device: Whose rates the times are predicted with.
+        node_devices: Devices of a node, beyond which links are slower.
+        devices: The recommended number, None where the model fits on none of them.
+        why: The reason, as a sentence.
+        scales: What was compared, by the number of devices.
+    """
+
+    cells: int
+    budget_bytes: int | None
+    rates_device: str
+    node_devices: int
+    devices: int | None
+    why: str
+    scales: tuple[Scale, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"schema": SCHEMA, **asdict(self), "worth_from_gain": WORTH}
+
+
+def recommend_devices(
+    profile: Profile,
+    shape_of: Callable[[int], ModelShape],
+    *,
+    cells: int,
+    budget: int | None,
+    rates: Rates,
+) -> Recommendation:
+    """Compare numbers of devices.
+
+    Args:
+        profile: The data.
+        shape_of: Cells of a rank -> the model.
+        cells: B, of a step in all.
+        budget: Memory of one device in bytes, None when unknown.
+        rates: What one device reaches.
+
+    Raises:
+        PlanError: Cells outside what is allowed, or a model without a decoder, of which no time is known.
+    """
+    if isinstance(cells, bool) or not isinstance(cells, int) or not 1 <= cells <= LARGEST:
+        raise PlanError(
+            f"batch_size={cells!r} was asked for; allowed is a whole number of cells from 1 to {LARGEST:,}"
+        )
+    if shape_of(cells).decoder is None:
+        raise PlanError(
+            "a recommendation of devices was asked for, and the data have no modality with strata (Hi-C), whose decoder"
+            " it is about; name a directory with one, or use as many devices as there are cells for"
+        )
+    scales: list[Scale] = []
+    total = MOST_DEVICES.bit_length()
+    every = _scales(profile, shape_of, cells=cells, budget=budget, rates=rates)
+    for found in track(every, description="comparing", total=total):
+        scales.append(_judged(found, scales))
+        if sum(s.gain is not None and s.gain < WORTH for s in scales) == 2:
+            break
+    best = _recommended(scales)
+    return Recommendation(
+        cells=cells,
+        budget_bytes=budget,
+        rates_device=rates.device,
+        node_devices=rates.links.ranks_per_node,
+        devices=None if best is None else best.devices,
+        why=_why(best, scales),
+        scales=tuple(scales),
+    )
+
+
+def _scales(
+    profile: Profile,
+    shape_of: Callable[[int], ModelShape],
+    *,
+    cells: int,
+    budget: int | None,
+    rates: Rates,
+) -> Iterator[Scale]:
+    diagnosis, devices = diagnose(profile), 1
+    while devices <= MOST_DEVICES:
+        found: list[Scale] = []
+        for model in (2**i for i in range(min(devices, rates.links.ranks_per_node).bit_length())):
+            data = devices // model
+            if data > cells:
+                continue
+            shape = shape_of(-(-cells // data))
+            own, _ = registered(diagnosis, shape, devices=devices)
+            rest = rest_seconds(shape, MeshShape(data=data, model=model), rates) or 0.0
+            best = candidates(
+                shape,
+                devices=devices,
+                budget=budget,
+                rates=rates,
+                own=frozenset(own | ({"S1"} if devices > 1 else set())),
+                model_parallel_size=model,
+            )[:1]
+            found += [_scale(c, shape.batch_size, c.step_seconds + rest, budget) for c in best]
+        if not found:
+            return
+        yield _best(found)
+        devices *= 2
+
+
+def _scale(best: Candidate, cells: int, seconds: float, budget: int | None) -> Scale:
+    fits = None if budget is None else best.peak_bytes <= budget
+    return Scale(devices=best.data * best.model, best=best, cells=cells, step_seconds=seconds, fits=fits)
+
+
+def _best(found: list[Scale]) -> Scale:
+    """Of the best of every mesh the fastest step that fits; of those as fast the one with the fewest techniques."""
+    fitting = [s for s in found if s.fits is not False]
+    if not fitting:
+        return min(found, key=lambda s: s.best.peak_bytes)
+    fastest = min(s.step_seconds for s in fitting)
+    level = [s for s in fitting if s.step_seconds <= TIE * fastest]
+    return min(level, key=lambda s: (len(s.best.strategies), s.best.model))
+
+
+def _judged(found: Scale, before: list[Scale]) -> Scale:
+    """With what it gains over fewer devices, and whether that is worth it."""
+    return _with_gain(found, before) if found.fits is not False else _with(found, "does not fit")
+
+
+def _with_gain(found: Scale, before: list[Scale]) -> Scale:
+    first = next((s for s in before if s.fits is not False), None)
+    if first is None:
+        return _with(found, "the fewest", speed_up=1.0, efficiency=1.0)
+    speed_up = first.step_seconds / found.step_seconds
+    gain = before[-1].step_seconds / found.step_seconds
+    lost = any(s.gain is not None and s.gain < WORTH for s in before)
+    return _with(
+        found,
+        "no" if lost or gain < WORTH else "yes",
+        speed_up=speed_up,
+        efficiency=speed_up * first.devices / found.devices,
+        gain=gain,
+    )
+
+
+def _with(found: Scale, worth: str, **numbers: Any) -> Scale:
+    return replace(found, worth=worth, **numbers)
+
+
+def _recommended(scales: list[Scale]) -> Scale | None:
+    best = None
+    for scale in scales:
+        if scale.fits is False:
+            continue
+        if scale.gain is not None and scale.gain < WORTH:
+            break
+        best = scale
+    return best
+
+
+def _why(best: Scale | None, scales: list[Scale]) -> str:
+    if best is None:
+        return f"it does not fit on {scales[-1].devices} devices either; use fewer cells in a step, or larger devices"
+    after = next((s for s in scales if s.devices == 2 * best.devices), None)
+    if after is None and 2 * best.devices > MOST_DEVICES:
+        return f"every doubling up to here gives at least {WORTH} x; more were not looked at"
+    if after is None:
+        return "there are neither cells nor parts of the decoder for more devices"
+    return (
+        f"{after.devices} devices would be {ratio(after.gain or 0.0)} as fast as {best.devices}; a doubling is worth"
+        f" it from {WORTH} x on"
+    )
+
+
+def ratio(gain: float) -> str:
+    """A gain as text, rounded down: what is just below the bound must not read like it."""
+    return f"{floor(100 * gain) / 100:.2f} x"

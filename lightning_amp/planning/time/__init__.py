@@ -1,0 +1,1 @@
+"""Cost model: operators and collectives -> seconds."""

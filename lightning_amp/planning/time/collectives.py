@@ -1,0 +1,156 @@
+"""The collectives of a training step over the model axis: what a rank hands in, and how often.
+
+Of one stratum, forward and backward; those of S5 stand in the docstring of parallel/hidden_parallel.py:
+
+    S5         scores of attention C x [p, 3 w] in all, norms, products and gradients of the Linear layers, decode
+    S2         normaliser: all-gather [B] forward, all-reduce [B] backward; with S5 decode is scattered and gathered
+    nodes      qk and p of w anchors to either neighbour, 4 w D, and their gradients back; the normaliser of S2
+    strata     nothing
+
+A forward pass that is recomputed runs its collectives again, and so do chunks of scores under S3. With stream, decode
+and normaliser come once per block of cells. Once per step:
+
+    S5         all-gather of the gradients of u and v, (B + N) d; with S2 the loss and the weights as there
+    S2         all-reduce of the loss; all-reduce of the gradients of u, v and the strata's weights, N D + B D + K
+    strata     the same
+    nodes      the same loss; all-gather of the gradients of the own anchors, of u and of the weights, n D + B D + K
+    all        gradients of the parameters that are computed in parts, over all ranks; of the others, over the data
+               axis
+
+Known limits: the strata's weights are taken as independent of the cell; copies for padding are not counted.
+Legend: work_sizes.py, rank_sizes.py; K strata.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE, DecoderShape
+from lightning_amp.planning.sizes.rank_sizes import widest
+from lightning_amp.planning.time.link_seconds import (
+    Links,
+    all_gather_seconds,
+    all_reduce_seconds,
+    exchange_seconds,
+    reduce_scatter_seconds,
+)
+from lightning_amp.planning.time.time_sizes import WorkSizes
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange"]
+SECONDS = {
+    "all_gather": all_gather_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_reduce": all_reduce_seconds,
+    "exchange": exchange_seconds,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """A collective over the model axis.
+
+    Attributes:
+        kind: Which one.
+        numbers: What a rank hands in, in all of its calls together.
+        calls: How often it is called.
+    """
+
+    kind: Kind
+    numbers: float
+    calls: int = 1
+
+    def seconds(self, ranks: int, links: Links, *, element_bytes: int = 4, inner: int = 1) -> float:
+        """Time of all calls.
+
+        Args:
+            ranks: Ranks of the group.
+            links: How they are connected.
+            element_bytes: Bytes per number.
+            inner: Ranks in the axes nested inside the group's.
+        """
+        each = element_bytes * self.numbers / self.calls
+        return self.calls * SECONDS[self.kind](each, ranks, links, inner=inner)
+
+
+Traffic = tuple[Collective, ...]
+
+
+def stratum_traffic(s: WorkSizes) -> Traffic:
+    """All collectives of one stratum in a training step."""
+    forward, backward = _normaliser(s)
+    if s.hidden:
+        for there, back in (_hidden_key(s), _hidden_decode(s)):
+            forward, backward = forward + there, backward + back
+    if s.by_nodes and s.attends:
+        rows = 2 * s.neighbours * s.decoder.window
+        halo: Traffic = (Collective(kind="exchange", numbers=rows * s.decoder.dim),)
+        forward, backward = forward + halo, backward + halo
+    return forward + backward + (forward if s.recomputed else ())
+
+
+def border_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int) -> Traffic:
+    """The collectives around all strata in a training step, parameters apart."""
+    if ranks == 1:
+        return ()
+    anchors, dim = decoder.anchors, decoder.dim
+    weights = len(decoder.features)
+    total = Collective(kind="all_reduce", numbers=1)
+    if axes.placement == "nodes":
+        own = WorkSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).anchors
+        return total, Collective(kind="all_gather", numbers=(own + cells) * dim + weights)
+    if axes.placement in ("hidden", "hidden-gathered"):
+        entered = Collective(kind="all_gather", numbers=(cells + anchors) * widest(dim, ranks))
+        if axes.features == "all":
+            return (entered,)
+        return total, entered, Collective(kind="all_reduce", numbers=weights)
+    if axes.placement == "strata" or axes.features == "sharded":
+        return total, Collective(kind="all_reduce", numbers=(cells + anchors) * dim + weights)
+    return ()
+
+
+def gradient_numbers(decoder: DecoderShape, axes: Axes) -> tuple[int, int]:
+    """Numbers of the strata's parameters: those whose gradients are computed in parts, and the others."""
+    keyed = sum(k > 0 for k in decoder.distances)
+    norms = 2 if decoder.variant == "paper" else 4
+    block = 4 * decoder.dim**2 + norms * decoder.dim if decoder.attention else 3 * decoder.dim
+    keys, tables = keyed * block, TABLES_PER_FEATURE * decoder.n_batches * sum(decoder.features)
+    if axes.features == "sharded" or axes.placement in ("strata", "nodes"):
+        return keys + tables, 0
+    return (0, keys + tables) if axes.placement == "replicated" else (keys, tables)
+
+
+def _normaliser(s: WorkSizes) -> tuple[Traffic, Traffic]:
+    if not (s.by_features or s.by_nodes):
+        return (), ()
+    gathered = Collective(kind="all_gather", numbers=s.cells, calls=s.blocks)
+    return (gathered,), (replace(gathered, kind="all_reduce"),)
+
+
+def _hidden_decode(s: WorkSizes) -> tuple[Traffic, Traffic]:
+    if not s.by_features:
+        return (Collective(kind="all_reduce", numbers=s.cells * s.decoded, calls=s.blocks),), ()
+    scattered = Collective(kind="reduce_scatter", numbers=s.ranks * s.scores, calls=s.blocks)
+    return (scattered,), (Collective(kind="all_gather", numbers=s.scores, calls=s.blocks),)
+
+
+def _hidden_key(s: WorkSizes) -> tuple[Traffic, Traffic]:
+    if not s.attends:
+        return (), ()
+    rows, norms = s.anchors * s.width, 1 if s.paper else 2
+    forward = [
+        Collective(kind="all_gather", numbers=norms * (2 * s.anchors + 1), calls=norms),
+        Collective(kind="reduce_scatter", numbers=4 * s.ranks * rows, calls=3),
+    ]
+    backward = [
+        Collective(kind="all_reduce", numbers=norms * 2 * s.anchors, calls=norms),
+        Collective(kind="all_gather", numbers=4 * rows, calls=3),
+    ]
+    if s.gathered:
+        forward.append(Collective(kind="all_gather", numbers=2 * rows))
+        backward.append(Collective(kind="reduce_scatter", numbers=2 * s.ranks * rows))
+    else:
+        lengths = Collective(kind="all_reduce", numbers=s.anchors)
+        scores = Collective(kind="all_reduce", numbers=s.pairs, calls=s.chunks)
+        forward += [lengths, scores]
+        backward += [lengths, scores, *([scores] if s.axes.attention == "chunked" else [])]
+    return tuple(forward), tuple(backward)

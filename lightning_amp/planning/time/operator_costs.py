@@ -1,0 +1,188 @@
+"""Floating point operations, numbers moved and kernels of the parts of a stratum, forward and backward.
+
+Products, with a multiplication and an addition counted as two operations; backward is twice forward everywhere, the
+gradients of both factors:
+
+    linear       2 n D (D + D + 2 D)        qk, value, feed-forward: 8 n D d under S5
+    attention    2 units of 2 pairs a       scores, values; backward 4 units, under S3 5, and fused without kept weights
+    decode       2 B N D                    2 B F_k D with S4
+    convolution  4 n D                      two taps per channel
+
+The numbers moved are those that every operator reads and writes; they were counted operator by operator in the
+reference decoder, and tests count them again. Smaller tensors than the ones named are left out. Of attention S3 copies
+slices, and its backward adds gradients of all rows for every chunk. The likelihood with several experimental batches
+copies rows of the tables. What fused attention and the sparse likelihood do a chunk at a time stays in the cache: their
+numbers are those that would take as long as was measured, the latter with 2 % of the counts not zero.
+
+Known limits: what S5 and nodes add is counted to a few per cent, for eager attention; a Bernoulli likelihood counts as
+ZINB.
+Legend: work_sizes.py.
+"""
+
+from typing import NamedTuple
+
+from lightning_amp.planning.sizes.terms import Term
+from lightning_amp.planning.time.time_sizes import WorkSizes
+
+FUSED_SCORES, SPARSE_SCORES = 2**23, 2**20
+"""Scores at a time in the fused attention and in the sparse likelihood, on a GPU, where launching kernels counts."""
+
+
+class Pass(NamedTuple):
+    """One direction of one part.
+
+    Attributes:
+        flops: Operations of matrix products.
+        numbers: Numbers that all operators read and write.
+        kernels: Operators.
+    """
+
+    flops: float = 0.0
+    numbers: float = 0.0
+    kernels: float = 0.0
+
+
+Part = tuple[Pass, Pass]
+NOTHING: Part = (Pass(), Pass())
+
+
+def parts(s: WorkSizes) -> dict[str, Part]:
+    """Forward and backward pass of every part, by name; of the backward pass without what `recompute` runs again."""
+    found = {name: term.count(s) for name, term in PARTS.items()}
+    return {name: part for name, part in found.items() if part is not NOTHING}
+
+
+def spine(s: WorkSizes) -> Part:
+    """What a chained decoder needs to go past a stratum: a norm and a projection."""
+    if not (s.attends and s.decoder.chained):
+        return NOTHING
+    rows, square = s.anchors * s.width, s.decoder.dim * s.width
+    flops = 2.0 * s.anchors * square
+    return Pass(flops, 4 * rows + square, 2), Pass(2 * flops, 7 * rows + 2 * square, 3)
+
+
+def _linear(s: WorkSizes) -> Part:
+    if not s.attends:
+        return NOTHING
+    rows, square = s.anchors * s.width, s.decoder.dim * s.width
+    flops = 8.0 * s.anchors * square
+    forward, backward = (17, 36) if s.paper else (22, 42)
+    return (
+        Pass(flops, forward * rows + 4 * square, 7 if s.paper else 9),
+        Pass(2 * flops, backward * rows + 8 * square, 13 if s.paper else 15),
+    )
+
+
+def _attention(s: WorkSizes) -> Part:
+    if not s.attends:
+        return NOTHING
+    unit = 2.0 * s.pairs * s.attended
+    if s.axes.attention == "fused":
+        return _fused(s, unit)
+    rows, bucketed = s.anchors * s.attended, s.padded * s.attended
+    chunks, window, near = s.chunks, s.decoder.window, s.decoder.window * s.attended
+    if s.axes.attention == "eager":
+        return (
+            Pass(2 * unit, 8 * rows + 51 * bucketed + 25.5 * near + 8 * s.pairs + 3 * window**2, 49),
+            Pass(4 * unit, 30 * rows + 78 * bucketed + 16 * near + 11 * s.pairs + window**2, 49),
+        )
+    masked = 16 * near + 3 * window**2
+    forward = 8 * rows + 53 * bucketed + 9.5 * near + 8 * s.pairs + chunks * masked
+    backward = 30 * rows + 78 * bucketed + 11 * s.pairs + chunks * (12 * (bucketed + near) + window**2)
+    kept = Pass(4 * unit, backward, 16 + 33 * chunks)
+    if s.axes.attention == "chunked":
+        again = 44 * bucketed + 7 * s.pairs + chunks * masked
+        kept = Pass(5 * unit, backward + again, 16 + 63 * chunks)
+    return Pass(2 * unit, forward, 19 + 31 * chunks), kept
+
+
+def _fused(s: WorkSizes, unit: float) -> Part:
+    rows, buckets = s.anchors * s.attended, s.padded // s.decoder.window
+    groups = -(-buckets // max(1, FUSED_SCORES // (3 * s.decoder.window**2)))
+    again = not s.keeps_weights
+    return Pass(2 * unit, 21 * rows, 23 + 22 * groups), Pass((4 + again) * unit, 54 * rows, 26 + 53 * groups)
+
+
+def _convolution(s: WorkSizes) -> Part:
+    if s.attends or not s.keyed:
+        return NOTHING
+    rows = s.anchors * s.width
+    return Pass(4 * rows, 6 * rows, 3), Pass(8 * rows, 13 * rows, 5)
+
+
+def _decode(s: WorkSizes) -> Part:
+    rows, scores, blocks = s.anchors * s.width, s.cells * s.decoded, s.blocks
+    # every block but the first adds its gradient of the key to that of the ones before
+    adding = (blocks - 1) * 3 * rows
+    if s.axes.decode == "key-first":
+        chosen = s.decoded * s.width
+        flops = 2.0 * s.cells * chosen
+        forward, backward = scores + 3 * blocks * chosen, 2 * scores + blocks * (3 * chosen + rows)
+    else:
+        every = s.cells * s.anchors
+        flops = 2.0 * every * s.width
+        forward, backward = scores + 2 * every + blocks * rows, 2 * scores + 5 * every + 2 * blocks * rows
+    return Pass(flops, forward, 3 * blocks), Pass(2 * flops, backward + adding, 4 * blocks)
+
+
+def _likelihood(s: WorkSizes) -> Part:
+    blocks, table = s.blocks, s.decoder.n_batches * s.features
+    single = s.decoder.n_batches == 1
+    if s.axes.likelihood == "sparse":
+        forward, backward = (43, 13) if single else (76, 27)
+        chunks = -(-s.scores // (blocks * SPARSE_SCORES))
+        return (
+            Pass(0, forward * s.scores, (80 + 34 * chunks) * blocks),
+            Pass(0, backward * s.scores, 14 * blocks),
+        )
+    if single:
+        return (
+            Pass(0, 55.5 * s.scores + 21 * blocks * table, 33 * blocks),
+            Pass(0, 75.5 * s.scores + 43 * blocks * table, 51 * blocks),
+        )
+    return (
+        Pass(0, 80.5 * s.scores + 4 * blocks * table, 37 * blocks),
+        Pass(0, 110.5 * s.scores + 12 * blocks * table, 51 * blocks),
+    )
+
+
+def _channels(s: WorkSizes) -> Part:
+    """What S5 adds: statistics of norms and keys, products of all output channels, copies of scores to be summed."""
+    if not (s.attends and s.hidden):
+        return NOTHING
+    rows, whole, square = s.anchors * s.width, s.anchors * s.decoder.dim, s.decoder.dim * s.width
+    scores = 0 if s.gathered else 4 * s.pairs
+    return (
+        Pass(0, 24 * rows + 8 * whole + 100 * s.anchors + 32 * square + scores, 71 + 4 * s.ranks),
+        Pass(0, 30 * rows + 28 * whole + 160 * s.anchors + 104 * square + scores, 71 + 14 * s.ranks),
+    )
+
+
+def _halo(s: WorkSizes) -> Part:
+    """What nodes adds: rows for the neighbours, and attention of three more buckets at either end, for one of them."""
+    if not (s.attends and s.by_nodes):
+        return NOTHING
+    rows, near = s.anchors * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
+    back = (4 + 15 * s.neighbours) * rows
+    return (
+        Pass(0, 3 * rows + 109 * near, 12 + 52 * s.neighbours),
+        Pass(0, back + 195 * near, 20 + 64 * s.neighbours),
+    )
+
+
+def _sums(s: WorkSizes) -> Part:
+    """The stratum's gradients of u, v and its weight, added to those of the strata before."""
+    return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4)
+
+
+PARTS: dict[str, Term[WorkSizes, Part]] = {
+    "convolution": Term(_convolution, "placement", of_features=False),
+    "decode": Term(_decode, "placement", "features", "decode", "activations"),
+    "likelihood": Term(_likelihood, "placement", "features", "likelihood", "activations"),
+    "sums": Term(_sums, "placement", of_features=False),
+    "linear": Term(_linear, "placement", of_features=False),
+    "attention": Term(_attention, "placement", "attention", "activations", of_features=False),
+    "channels": Term(_channels, "placement", "attention", of_features=False),
+    "halo": Term(_halo, "placement", of_features=False),
+}
+"""In the order in which their times are added up."""

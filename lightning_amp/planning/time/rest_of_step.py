@@ -1,0 +1,45 @@
+"""What a training step takes outside of the decoder: encoders, graph, other decoders, optimiser, Lightning's own loop.
+
+    activations   `PASSES` times the bytes that are alive outside of the strata
+    update        weights, gradients and optimiser state, read and written
+    the rest      `KERNELS` operators with the Python between them, whatever the sizes
+    data axis     the gradients of all parameters outside of the decoder, averaged
+
+Known of the reference model alone: what other models have outside of their decoder, nobody has counted. Measured on one
+core of a shared machine with five sizes of data, the whole step took 0.8 to 1.9 times what is predicted so.
+
+Known limits: S2 and nodes, which split some of it, count like any other plan; loading of data is not counted.
+Legend: B cells of a rank.
+"""
+
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.time.collectives import gradient_numbers
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.planning.time.link_seconds import all_reduce_seconds
+
+PASSES = 8
+KERNELS = 3000
+
+
+def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | None:
+    """Predicted time of a step outside of the decoder; None where that is not the reference model's.
+
+    Args:
+        shape: The model, with the cells of one rank's batch.
+        mesh: Ranks per axis.
+        rates: What a device reaches.
+    """
+    if shape.decoder is None or not (shape.wide_layers and shape.base_activation_bytes):
+        return None
+    alive = shape.base_activation_bytes + shape.other_decoder_bytes + shape.edge_bytes
+    update = (6 + 4 * shape.optimizer_slots) * shape.parameter_bytes
+    # forward, and backward to the weights alone: of the input nobody asks for a gradient
+    flops = 4 * shape.batch_size * shape.wide_weight_bytes / shape.element_bytes
+    outside = shape.parameter_bytes - shape.element_bytes * sum(gradient_numbers(shape.decoder, Axes()))
+    return (
+        (PASSES * alive + update) / rates.memory_bytes
+        + flops / rates.matmul_flops
+        + KERNELS * rates.overhead_seconds
+        + all_reduce_seconds(max(0, outside), mesh.data, rates.links, inner=mesh.model)
+    )
