@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.parallel.chunked_attention import chunk_attention
-from lightning_amp.parallel.freed_memory import keep_freed_memory
-from lightning_amp.parallel.fused_attention import fuse_attention
+from lightning_amp.parallel.attention.fused import fuse_attention
+from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.strata.keep_freed_memory import keep_freed_memory
 from lightning_amp.quantities import format_bytes
 
 SIZES = ((5400, 64, 200), (5400, 128, 640))

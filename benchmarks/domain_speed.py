@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.models.decoder import StratifiedDecoder
-from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.gradients import GradientSync
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from lightning_amp.planning.policies.make_plan import plan
 
 ANCHORS, WINDOW, STRATA, DIM, CELLS = 6400, 320, 4, 128, 16

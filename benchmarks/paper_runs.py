@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.full_matrix import register
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import DecoderShape

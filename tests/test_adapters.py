@@ -21,10 +21,10 @@ from lightning_amp.adapters.lazy import LazyDistribution, LazyLogProb
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models.stratum import ZINB
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.contract.stand_in import named_parts, part
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.protocol import find_decoders
-from lightning_amp.parallel.stand_in import named_parts, part
 from tests import foreign_cases
 from tests.foreign_cases import every_plan, everything, example, plans, trained
 from tests.higlue_shaped import Copy, Foreign

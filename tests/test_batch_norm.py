@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.batch_norm import SharedBatchNorm, share_batch_statistics
+from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}

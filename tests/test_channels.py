@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.channels import Channels, deal_channels, gather_channels, take_channels
+from lightning_amp.parallel.ranks.channel_shards import (
+    Channels,
+    deal_channels,
+    gather_channels,
+    take_channels,
+)
 from tests.ranks import run_ranks
 from tests.sharded_cases import model_mesh
 

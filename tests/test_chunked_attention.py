@@ -12,8 +12,8 @@ from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.blocks import AttentionKey
 from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.parallel.chunked_attention import ChunkedAttention, chunk_attention
-from lightning_amp.parallel.protocol import BucketedAttention, find_decoders, is_decomposed
+from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention, chunk_attention
+from lightning_amp.parallel.contract.protocol import BucketedAttention, find_decoders, is_decomposed
 
 DOUBLE = 8
 

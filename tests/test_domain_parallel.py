@@ -21,12 +21,12 @@ from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.decoder import Region, StratifiedDecoder
 from lightning_amp.models.local_attention import LocalAttention
 from lightning_amp.models.stratum import AllFeatures
-from lightning_amp.parallel import halo
-from lightning_amp.parallel.anchor_features import AnchorFeatures
-from lightning_amp.parallel.anchor_rows import AnchorRows, deal_rows
-from lightning_amp.parallel.domain_parallel import share_anchors
-from lightning_amp.parallel.halo_attention import HaloAttention
 from lightning_amp.parallel.install import change_of, install
+from lightning_amp.parallel.nodes import halo_exchange as halo
+from lightning_amp.parallel.nodes.decoder import share_anchors
+from lightning_amp.parallel.nodes.features import AnchorFeatures
+from lightning_amp.parallel.nodes.halo_attention import HaloAttention
+from lightning_amp.parallel.ranks.anchor_shards import AnchorRows, deal_rows
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.specs import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.simulation.simulate import simulate_plan

@@ -17,9 +17,9 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.decoder import Region, StratifiedDecoder
 from lightning_amp.models.stratum import AllFeatures
-from lightning_amp.parallel.feature_parallel import ShardedFeatures, share_features
 from lightning_amp.parallel.install import change_of, install
-from lightning_amp.parallel.sharded_softmax import log_softmax
+from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
+from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, share_features
 from lightning_amp.planning.plan.specs import FeatureParallel
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import (

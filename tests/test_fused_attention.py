@@ -18,11 +18,11 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.blocks import AttentionKey
 from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.parallel import banded_softmax
-from lightning_amp.parallel.band import Band
-from lightning_amp.parallel.chunked_attention import chunk_attention
-from lightning_amp.parallel.fused_attention import FusedAttention, fuse_attention, fused_rows
-from lightning_amp.parallel.protocol import BucketedAttention, ShardableAttention
+from lightning_amp.parallel.attention import banded_softmax
+from lightning_amp.parallel.attention.bucket_groups import Band
+from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention, fused_rows
+from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.contract.protocol import BucketedAttention, ShardableAttention
 
 DIM, WINDOW = 8, 5
 DOUBLE = 8

@@ -15,12 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.blocks import AttentionKey
 from lightning_amp.models.decoder import Decode
-from lightning_amp.parallel.channels import deal_channels
-from lightning_amp.parallel.hidden_decode import HiddenDecode
+from lightning_amp.parallel.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.key_first import KeyFirstDecode
-from lightning_amp.parallel.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
-from lightning_amp.parallel.sharded_norm import ShardedLayerNorm
+from lightning_amp.parallel.ranks.channel_shards import deal_channels
+from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
+from lightning_amp.parallel.s5_hidden.layer_norm import ShardedLayerNorm
+from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
 from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import (

@@ -10,11 +10,11 @@ from torch import nn
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.models.decoder import StratifiedDecoder
 from lightning_amp.parallel import install as installer
-from lightning_amp.parallel.change import Change
-from lightning_amp.parallel.chunked_attention import ChunkedAttention
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import Installed, install
-from lightning_amp.parallel.key_first import KeyFirstDecode
+from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.make_plan import plan

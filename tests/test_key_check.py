@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
 from lightning_amp.models.blocks import AttentionKey, ConvolutionKey
-from lightning_amp.parallel.capabilities import _needed
-from lightning_amp.parallel.domain_parallel import share_anchors
-from lightning_amp.parallel.hidden_parallel import share_hidden
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.nodes.decoder import share_anchors
+from lightning_amp.parallel.s5_hidden.decoder import share_hidden
+from lightning_amp.parallel.supported import _needed
 from lightning_amp.planning.plan.specs import DomainParallel, HiddenParallel
 from tests.sharded_cases import Case, Model, make_plan, model_mesh
 

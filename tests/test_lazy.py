@@ -17,7 +17,7 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.lazy import LazyLogProb
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.lightning.finite import FiniteCheck
-from lightning_amp.parallel.protocol import find_decoders
+from lightning_amp.parallel.contract.protocol import find_decoders
 from tests.foreign_cases import example
 from tests.higlue_shaped import Copy, Decoder, Foreign
 

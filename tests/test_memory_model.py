@@ -7,9 +7,9 @@ import torch
 
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.decoder import StratifiedDecoder
-from lightning_amp.parallel.chunked_attention import chunk_attention
-from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.key_first import key_first
+from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.scores.s4_key_first import key_first
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.block_sizes import chunk_buckets

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import RowParallelLinear
 from lightning_amp.planning.policies.make_plan import plan as make_plan

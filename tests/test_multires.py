@@ -19,10 +19,10 @@ from lightning_amp.adapters.multires import MultiResDecoder
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.parallel.capabilities import with_unsupported
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.protocol import find_decoders
+from lightning_amp.parallel.supported import with_unsupported
 from tests.foreign_cases import differences
 from tests.multires_shaped import Bands, Decoder, Several, batches
 from tests.ranks import run_ranks

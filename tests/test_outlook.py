@@ -14,7 +14,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.batch_parts import tensors_in
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.candidate import Candidate
 from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module

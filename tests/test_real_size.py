@@ -19,7 +19,7 @@ from lightning_amp.adapters.real_size import needed_bytes
 from lightning_amp.errors import ModelError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.parallel.stand_in import in_place_of
+from lightning_amp.parallel.contract.stand_in import in_place_of
 from tests import foreign_cases
 from tests.higlue_shaped import Copy, Decoder, Foreign
 

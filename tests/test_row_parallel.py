@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.install import Installed, change_of, install
-from lightning_amp.parallel.row_parallel import share_rows
+from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import RowParallelLinear
 from tests.ranks import CountCollectives, run_ranks

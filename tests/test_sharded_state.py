@@ -19,8 +19,8 @@ from lightning_amp.lightning.sharded_state import (
     whole_optimizer_state,
     whole_state,
 )
-from lightning_amp.parallel.runs import Runs
-from lightning_amp.parallel.sharded_parameter import ShardedParameter, shard_parameter
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, shard_parameter
+from lightning_amp.parallel.ranks.even_runs import Runs
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import differences, model_mesh
 from tests.test_feature_parallel import fake_mesh

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.side_by_side import run_in_order, workers_for
+from lightning_amp.parallel.strata.thread_pool import run_in_order, workers_for
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape

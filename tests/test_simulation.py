@@ -18,9 +18,9 @@ from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.planner import profile_of_module
-from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.gradients import GradientSync
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan

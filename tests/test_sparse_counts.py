@@ -36,7 +36,7 @@ from lightning_amp.models.encoders import Encoder
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.plain import NBDecoder
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.row_parallel import share_rows
+from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.planning.plan.specs import RowParallelLinear
 from tests.model_axis_cases import ALL, trainer_of
 from tests.ranks import run_ranks

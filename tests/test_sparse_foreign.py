@@ -18,9 +18,9 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.stratum import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.parallel.capabilities import with_unsupported
-from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.supported import with_unsupported
 from tests.foreign_cases import batches, differences, trained
 from tests.higlue_shaped import Copy, Foreign, ZeroInflated
 from tests.test_adapters import COPIES, RTOL
@@ -139,7 +139,7 @@ def test_trains_as_without_it(strategies: str) -> None:
 
 
 def test_one_probe_for_all_strata_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_amp.parallel import probes
+    from lightning_amp.parallel.checks import cached_check as probes
 
     seen: dict[Any, str] = {}
     monkeypatch.setattr(probes, "_FOUND", seen)

@@ -19,8 +19,8 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.models.stratum import ZINB
-from lightning_amp.parallel import sparse_likelihood as technique
-from lightning_amp.parallel.sparse_likelihood import SparseLikelihood, sparse_likelihood
+from lightning_amp.parallel.scores import sparse_likelihood as technique
+from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood, sparse_likelihood
 from tests.ranks import run_ranks
 from tests.sharded_cases import (
     Case,

@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.parallel.autograd.precomputed_gradients import gradients, leaf
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.ready_gradients import gradients, leaf
 from lightning_amp.planning.plan.specs import StreamStrata
 from tests.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
 

@@ -12,9 +12,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.stratum import AllCells
 from lightning_amp.models.units import UnitDecoder
-from lightning_amp.parallel.capabilities import with_unsupported
-from lightning_amp.parallel.describe import describe, unpredicted
+from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.plan.specs import StreamStrata
 from tests.foreign_cases import units
 from tests.sharded_cases import assert_same, make_plan

@@ -22,12 +22,12 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models import vertices
 from lightning_amp.models.glue import GLUE
-from lightning_amp.parallel import vertex_leaves
-from lightning_amp.parallel.anchor_rows import deal_rows
 from lightning_amp.parallel.install import change_of, install
-from lightning_amp.parallel.vertex_leaves import SharedVertices
-from lightning_amp.parallel.vertex_parallel import share_vertices
-from lightning_amp.parallel.vertex_rows import deal_vertices, own_edges
+from lightning_amp.parallel.nodes import sharded_vertices as vertex_leaves
+from lightning_amp.parallel.nodes.graph_encoder import share_vertices
+from lightning_amp.parallel.nodes.sharded_vertices import SharedVertices
+from lightning_amp.parallel.nodes.vertex_shards import deal_vertices, own_edges
+from lightning_amp.parallel.ranks.anchor_shards import deal_rows
 from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.specs import VertexParallel
 from lightning_amp.planning.policies.make_plan import plan

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_amp.lightning.planner import profile_of_module
 from lightning_amp.models.blocks import ConvolutionKey
-from lightning_amp.parallel.chunked_attention import chunk_attention
-from lightning_amp.parallel.describe import describe
-from lightning_amp.parallel.key_first import key_first
+from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.scores.s4_key_first import key_first
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
 from lightning_amp.planning.plan.model_shape import DecoderShape

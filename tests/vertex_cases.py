@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.parallel.borders import check_borders
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import Installed, install
+from lightning_amp.parallel.ranks.check_region import check_borders
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import FeatureParallel

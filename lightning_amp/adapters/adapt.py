@@ -30,7 +30,7 @@ from lightning_amp.adapters.probe import adapted
 from lightning_amp.adapters.real_size import FirstBatch
 from lightning_amp.adapters.snapshot import Snapshot
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.parallel.stand_in import StandIn
+from lightning_amp.parallel.contract.stand_in import StandIn
 from lightning_amp.planning.plan.plan import Plan
 
 INPUTS = ("u", "v", "b", "l")

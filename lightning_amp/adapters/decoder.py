@@ -17,7 +17,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.blocks import Variant
 from lightning_amp.models.decoder import Region, StratifiedDecoder
 from lightning_amp.models.walk import EveryStratum
-from lightning_amp.parallel.region import SharedRegion
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion
 
 
 class AdaptedDecoder(StratifiedDecoder):

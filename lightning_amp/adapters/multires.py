@@ -31,7 +31,7 @@ from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.local_attention import LocalAttention
 from lightning_amp.models.stratum import ZINB
-from lightning_amp.parallel.region import SharedRegion
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion
 
 ATTENTION = {
     "prenorm": "prenorm_layers_by_res",

@@ -29,7 +29,7 @@ from lightning_amp.adapters.probe import CLOSE, SHOWN, kind_of
 from lightning_amp.adapters.replaced import hooked
 from lightning_amp.adapters.small import LARGE, NEAR_ONE, Sizes, parameter_values
 from lightning_amp.errors import AmpError
-from lightning_amp.parallel.hooks import KINDS
+from lightning_amp.parallel.contract.hooks import KINDS
 
 CELLS, WINDOW = 3, 3
 MORE_ANCHORS = (7, 8)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp.parallel.hooks import KINDS
+from lightning_amp.parallel.contract.hooks import KINDS
 
 WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
 """Packages whose hooks change nothing: the check for finite numbers, profilers, summaries."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.higlue import TABLES, dim_of
 from lightning_amp.adapters.layout import LISTS, Layout, columns_list, layout_of
-from lightning_amp.parallel.hooks import KINDS
+from lightning_amp.parallel.contract.hooks import KINDS
 
 WINDOW = 3
 

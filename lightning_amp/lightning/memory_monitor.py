@@ -22,7 +22,7 @@ from torch import nn
 from lightning_amp.data.writing import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.meters import CudaMeter, Meter, TensorMeter
-from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
+from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (
     "rank",

@@ -11,8 +11,8 @@ from lightning_amp.lightning.replicas import decide_on_rank_zero
 from lightning_amp.lightning.same_plan import make_sure_of_same_plan
 from lightning_amp.lightning.step_cells import Cells, cells_per_step
 from lightning_amp.models.glue import GLUE
-from lightning_amp.parallel.capabilities import with_unsupported
-from lightning_amp.parallel.describe import describe, unpredicted
+from lightning_amp.parallel.describe_module import describe, unpredicted
+from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.memory.predict import predict
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import (

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.parallel.batch_norm import SharedBatchNorm
+from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
 
 T = TypeVar("T")
 Broadcast = Callable[[Any], Any]

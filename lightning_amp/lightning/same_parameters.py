@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.parallel.batch_norm import is_local
+from lightning_amp.parallel.s1_data.batch_norm import is_local
 
 TOLERANCE = 1e-5
 """Largest difference that is not told, relative to the tensor's largest entry; of half precision, `ROUNDINGS`."""

@@ -27,8 +27,8 @@ from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoint_directory import Stored
 from lightning_amp.lightning.parts import Part, part_of
-from lightning_amp.parallel import collectives
-from lightning_amp.parallel.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.ranks import collectives
 
 COUPLED = ("LBFGS", "Adafactor", "Muon")
 """Optimisers of torch.optim whose update of an element depends on other elements of the parameter."""

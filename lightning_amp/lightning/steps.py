@@ -19,7 +19,7 @@ from lightning_amp.lightning.cells import CellWeight
 from lightning_amp.lightning.conflicts import RAW_BACKWARD
 from lightning_amp.lightning.finite import FiniteCheck
 from lightning_amp.lightning.state import WholeState
-from lightning_amp.parallel.gradients import GradientSync
+from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What torch says of a batch of one cell."""

@@ -65,8 +65,8 @@ from lightning_amp.lightning.same_parameters import warn_of_differences
 from lightning_amp.lightning.shards import Shards
 from lightning_amp.lightning.step_time import time_steps
 from lightning_amp.lightning.steps import WeightedSteps
-from lightning_amp.parallel.batch_norm import share_batch_statistics
-from lightning_amp.parallel.gradients import MIB, GradientSync
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
+from lightning_amp.parallel.s1_data.gradient_sync import MIB, GradientSync
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ShareBatchStatistics
 

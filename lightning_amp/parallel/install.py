@@ -16,23 +16,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.parallel.change import Change
-from lightning_amp.parallel.chunked_attention import chunk_attention
-from lightning_amp.parallel.domain_parallel import share_anchors
-from lightning_amp.parallel.feature_parallel import share_features
-from lightning_amp.parallel.fused_attention import fuse_attention
-from lightning_amp.parallel.hidden_parallel import share_hidden
-from lightning_amp.parallel.hooks import hooks_within
-from lightning_amp.parallel.key_first import key_first
-from lightning_amp.parallel.protocol import is_decomposed
-from lightning_amp.parallel.recompute import recompute_strata
-from lightning_amp.parallel.row_parallel import share_rows
-from lightning_amp.parallel.sharded_parameter import ShardedParameter
-from lightning_amp.parallel.sparse_likelihood import sparse_likelihood
-from lightning_amp.parallel.stand_in import named_parts, part
-from lightning_amp.parallel.strata_parallel import share_strata
-from lightning_amp.parallel.stream import stream_strata
-from lightning_amp.parallel.vertex_parallel import share_vertices
+from lightning_amp.parallel.attention.fused import fuse_attention
+from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.protocol import is_decomposed
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.contract.stand_in import named_parts, part
+from lightning_amp.parallel.nodes.decoder import share_anchors
+from lightning_amp.parallel.nodes.graph_encoder import share_vertices
+from lightning_amp.parallel.s2_features.decoder import share_features
+from lightning_amp.parallel.s2_features.wide_linear import share_rows
+from lightning_amp.parallel.s5_hidden.decoder import share_hidden
+from lightning_amp.parallel.scores.s4_key_first import key_first
+from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.strata.recompute import recompute_strata
+from lightning_amp.parallel.strata.strata_parallel import share_strata
+from lightning_amp.parallel.strata.stream import stream_strata
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import (
     BalanceCells,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.hardware import device_rates
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape

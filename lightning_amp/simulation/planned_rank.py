@@ -8,12 +8,12 @@ from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_amp.parallel.anchor_rows import AnchorRows
-from lightning_amp.parallel.batch_norm import share_batch_statistics
-from lightning_amp.parallel.channels import Channels
-from lightning_amp.parallel.gradients import GradientSync
+from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.protocol import DecomposedDecoder, find_decoders
+from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.parallel.ranks.channel_shards import Channels
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
+from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ShareBatchStatistics
 from lightning_amp.simulation.subject import Subject

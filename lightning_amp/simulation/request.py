@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_amp.lightning.batch_parts import tensors_in
-from lightning_amp.parallel.describe import describe
+from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape
 from lightning_amp.planning.plan.plan import Plan

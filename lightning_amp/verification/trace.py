@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_amp.lightning.batch_parts import tensors_in
-from lightning_amp.parallel.protocol import is_decomposed
+from lightning_amp.parallel.contract.protocol import is_decomposed
 from lightning_amp.verification.comparison import FLOOR
 
 

@@ -23,9 +23,9 @@ from lightning_amp.planning.memory.memory_sizes import StratumSizes
 from lightning_amp.planning.sizes.terms import Term
 
 FUSED_SCORES = 2**20
-"""Scores at a time of fused attention (parallel/banded_softmax.py)."""
+"""Scores at a time of fused attention (parallel/attention/banded_softmax.py)."""
 SPARSE_NUMBERS, SPARSE_COLUMNS = 2**16, 64
-"""Numbers of a chunk of a sparse likelihood, and the fewest columns (parallel/sparse_likelihood.py)."""
+"""Numbers of a chunk of a sparse likelihood, and the fewest columns (parallel/scores/sparse_likelihood.py)."""
 
 
 class Key(NamedTuple):
@@ -161,7 +161,7 @@ def _passing_back(s: StratumSizes) -> int:
 
 
 def _sparse_chunk(s: StratumSizes) -> int:
-    """Numbers of the columns that a sparse likelihood computes at a time (parallel/sparse_likelihood.py)."""
+    """Numbers of the columns that a sparse likelihood computes at a time (parallel/scores/sparse_likelihood.py)."""
     columns = max(SPARSE_COLUMNS, SPARSE_NUMBERS // max(1, s.block))
     return s.block * min(s.features, columns)
 

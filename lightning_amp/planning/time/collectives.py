@@ -1,6 +1,6 @@
 """The collectives of a training step over the model axis: what a rank hands in, and how often.
 
-Of one stratum, forward and backward; those of S5 stand in the docstring of parallel/hidden_parallel.py:
+Of one stratum, forward and backward; those of S5 stand in the docstring of parallel/s5_hidden/decoder.py:
 
     S5         scores of attention C x [p, 3 w] in all, norms, products and gradients of the Linear layers, decode
     S2         normaliser: all-gather [B] forward, all-reduce [B] backward; with S5 decode is scattered and gathered

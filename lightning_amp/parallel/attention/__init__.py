@@ -1,0 +1,1 @@
+"""Local attention in chunks (S3) and fused."""

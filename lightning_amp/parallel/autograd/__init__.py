@@ -1,0 +1,1 @@
+"""Two tools of autograd that know nothing of strata."""

@@ -1,0 +1,117 @@
+"""Whether a key, beside what its children compute, needs channels or rows that another rank has.
+
+Under S5 and nodes a key's own forward runs on a part of v. It is tried on one: a copy of the key, with stand-ins for
+its children that scale single numbers, has to give
+
+    forward(v)[part] = forward(v[part])      and the same of spine, where there is one
+
+Then all that mixes channels or rows lies in the children, which the technique knows. Keys of any form pass that keep to
+protocol.py, whatever their class.
+
+Known limits: what a key does with other numbers than those of the example (normal, N(0, 1)), or with their gradients
+alone, is not seen.
+Legend: anchor (N), dim (D).
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.parallel.contract.hooks import KINDS
+
+Part = tuple[slice | list[int], ...]
+"""An index of v."""
+
+RTOL, ATOL = 1e-9, 1e-12
+ROWS = 7
+
+
+def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
+    """Why a key cannot run on the channels of some ranks alone; "" if it can.
+
+    Args:
+        key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
+        dim: D.
+        ranks: The channels of every rank that is tried; the same on all ranks, so that all find the same.
+    """
+    return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])
+
+
+def rows_problem(key: nn.Module, dim: int) -> str:
+    """Why a key with attention cannot run on some anchors alone, once attention sees the others; "" if it can."""
+    half = ROWS // 2
+    return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
+
+
+def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
+    hooks = [kind.strip("_") for kind in KINDS if getattr(key, kind)]
+    if hooks:
+        return f"has {hooks!r}, which would see a part of its values"
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(ROWS, dim, generator=generator, dtype=torch.float64, device="cpu")
+    alone = _alone(key)
+    for name in ("forward", "spine"):
+        run = getattr(alone, name, None)
+        try:
+            alike = run is None or all(_alike(run, v, part) for part in parts)
+        except Exception as error:
+            return f"has a {name!r} that fails on an example, with stand-ins for its children, with {error!r}"
+        if not alike:
+            return f"has a {name!r} that returns other values for some of the {things} than for all of them"
+    return ""
+
+
+@torch.no_grad()
+def _alike(run: Callable[[Tensor], Any], v: Float[Tensor, "anchor dim"], part: Part) -> bool:
+    """Whether what is made of a part is the part of what is made of all."""
+    expected = [whole[part] for whole in _tensors(run(v))]
+    found = _tensors(run(v[part]))
+    return [x.shape for x in found] == [x.shape for x in expected] and all(
+        torch.allclose(x, y, rtol=RTOL, atol=ATOL) for x, y in zip(found, expected, strict=True)
+    )
+
+
+def _tensors(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _alone(key: nn.Module) -> nn.Module:
+    """A copy in training mode, where dropout shows, without the key's children, which are not touched."""
+    alone = copy.copy(key)
+    stand_ins = _attention_stand_ins() if "attention" in key._modules else _convolution_stand_ins(key)
+    # a key may ask whether a norm is nn.Identity; activations work on single numbers as they are
+    kept = {n: child for n, child in key._modules.items() if n not in stand_ins or type(child) is nn.Identity}
+    replaced = {name: function for name, function in stand_ins.items() if name not in kept}
+    vars(alone).update(replaced, _modules=kept, training=True)
+    return alone
+
+
+def _attention_stand_ins() -> dict[str, Callable[..., Tensor]]:
+    def attention(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return 0.5 * q + 0.7 * k - 0.6 * values
+
+    return {
+        "prenorm": lambda x: 0.9 * x,
+        "qk": lambda x: 1.1 * x,
+        "value": lambda x: 1.3 * x,
+        "attention": attention,
+        "postnorm": lambda x: 1.7 * x,
+        "ff": lambda x: torch.cat((0.8 * x, -1.2 * x), dim=-1),
+    }
+
+
+def _convolution_stand_ins(key: nn.Module) -> dict[str, Callable[..., Tensor]]:
+    layer = cast(nn.Conv1d, key.pairs)
+
+    def pairs(x: Tensor) -> Tensor:
+        # the same kernel for every channel
+        taps = torch.linspace(1, 2, layer.kernel_size[0], dtype=x.dtype, device=x.device)
+        kernel = taps.expand(x.shape[-2], 1, -1)
+        return F.conv1d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups=x.shape[-2])
+
+    return {"pairs": pairs}

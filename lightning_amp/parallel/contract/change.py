@@ -1,0 +1,24 @@
+"""What a technique asks to be changed in a module; `install` carries it out, and can undo it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Replacements, and what the gradients' reduction and the checkpoint must know of them.
+
+    Attributes:
+        swaps: New modules by their name relative to the rule's module; "" is that module itself.
+        partial: Parameters of which every rank of the model axis computes a part of the gradient; the loss reaches them
+            through `collectives.leave`, or another node that says it is a border (borders.py).
+        sharded: Parameters that the new modules hold a shard of, in place of the whole.
+    """
+
+    swaps: Mapping[str, nn.Module]
+    partial: Sequence[nn.Parameter] = ()
+    sharded: Sequence[ShardedParameter] = ()

@@ -1,0 +1,229 @@
+"""What a module must look like to take part; the shapes are recognised, no base class is asked for.
+
+Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F_k of one stratum),
+own_feature and own_vertex (those that a rank holds).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeGuard, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from lightning_amp.parallel.contract.stand_in import named_parts
+
+
+class DecomposedDecoder(Protocol):
+    """A decoder whose loss is a sum over strata, each a function of the anchors and the cells.
+
+    `strata[k](v, u, ...)` returns the negative log-likelihood summed over cells and features, and v for the
+    next stratum. A stratum that reads a run of columns of a parameter may say so by `runs`, the parameter's name to a
+    slice; it then finds the parameter, or just these columns, under the name.
+
+    Test for it with `is_decomposed`: from Python 3.12 `isinstance` does not see the children of a module, so it is not
+    offered.
+    """
+
+    strata: nn.ModuleList
+    chained: bool
+    n_anchors: int
+    dim: int
+
+
+@runtime_checkable
+class BucketedAttention(Protocol):
+    """Attention between neighbouring buckets of anchors, bucket by bucket."""
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        ...
+
+    def prepare(
+        self,
+        q: Float[Tensor, "anchor dim"],
+        k: Float[Tensor, "anchor dim"],
+        values: Float[Tensor, "anchor dim"],
+    ) -> tuple[Tensor, ...]:
+        """What `attend` reads, made once for all buckets."""
+        ...
+
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
+        """Rows of the buckets [first, last)."""
+        ...
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """Inner products of cells with the keys of a stratum's features, called as `decode(u, key, nodes)`."""
+
+    def forward(
+        self,
+        u: Float[Tensor, "cell dim"],
+        key: Float[Tensor, "anchor dim"],
+        nodes: Int[Tensor, " feature"],
+    ) -> Float[Tensor, "cell feature"]:
+        """(u key^T)[:, nodes]."""
+        ...
+
+
+@runtime_checkable
+class HoldsFeatures(Protocol):
+    """What a device does with the features of a stratum: it holds all of them, or its own."""
+
+    def own(self, values: Shaped[Tensor, "*row feature"]) -> Shaped[Tensor, "*row own_feature"]:
+        """The columns of the features that this device holds."""
+        ...
+
+    def scores(
+        self,
+        decode: Callable[[Tensor, Tensor, Tensor], Tensor],
+        u: Float[Tensor, "cell dim"],
+        key: Float[Tensor, "anchor dim"],
+        nodes: Int[Tensor, " feature"],
+    ) -> Float[Tensor, "cell own_feature"]:
+        """Decoded scores of the own features; `nodes` are those of all."""
+        ...
+
+    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+        """Logarithm of the softmax over all features, for the own ones."""
+        ...
+
+    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell feature"]:
+        """All columns again."""
+        ...
+
+
+Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
+"""Makes source, target and coefficient of all edges of a graph."""
+
+
+@runtime_checkable
+class HoldsVertices(Protocol):
+    """What a graph encoder asks of the vertices of its graph: a device holds all of them, or its own."""
+
+    def propagate(
+        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
+    ) -> Float[Tensor, "own_vertex dim"]:
+        """Sum over edges of coefficient * x[source] at their targets."""
+        ...
+
+    def add_messages(
+        self,
+        out: Float[Tensor, "target dim"],
+        x: Float[Tensor, "source dim"],
+        *,
+        source: Int[Tensor, " edge"],
+        target: Int[Tensor, " edge"],
+        coefficient: Float[Tensor, " edge"],
+    ) -> None:
+        """Add coefficient * x[source] to out at the targets, without gradients."""
+        ...
+
+    def blocks(
+        self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
+    ) -> Iterator[tuple[int, Float[Tensor, "block dim"]]]:
+        """Noise of all vertices, some at a time: the first of them, and theirs."""
+        ...
+
+    def noise(
+        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
+    ) -> Float[Tensor, "own_vertex dim"]:
+        """Noise of the vertices that are here: their rows of `blocks`."""
+        ...
+
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
+        """Mean over all vertices."""
+        ...
+
+    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+        """Rows of any vertices, by their ids."""
+        ...
+
+
+class VertexEncoder(Protocol):
+    """An encoder of a graph's vertices, whose children `loc` and `std` work row by row.
+
+    `rows` has a child for every modality that takes v to what the modality's decoder gets: the rows of its vertices,
+    which are its buffer `ids` and, in the host's memory, its attribute `on_host`. `ends` are source and target of the
+    edges in both directions, in the host's memory too; `messages` has them on the device, with coefficients.
+    Test for it with `is_vertex_encoder`.
+    """
+
+    n_vertices: int
+    ends: tuple[Tensor, Tensor]
+    messages: Messages
+    embedding: nn.Parameter
+    loc: nn.Module
+    std: nn.Module
+    vertices: HoldsVertices
+    rows: nn.ModuleDict
+
+
+@runtime_checkable
+class ShardableAttention(BucketedAttention, Protocol):
+    """Bucketed attention that can also be computed for some of the channels."""
+
+    def shard(self, pairs: slice, total: Callable[[Tensor], Tensor]) -> nn.Module:
+        """The same for the channels i and i + D/2 of the given i, in this order.
+
+        Args:
+            pairs: The i, a run in [0, D/2).
+            total: Sums a tensor over all ranks' channels, forward and backward; every call is a collective.
+        """
+        ...
+
+
+@runtime_checkable
+class ScattersFeatures(Decodes, Protocol):
+    """A decode that can hand each feature's score, summed over the ranks, to the feature's owner alone."""
+
+    def scatter(
+        self,
+        u: Float[Tensor, "cell own_dim"],
+        key: Float[Tensor, "anchor own_dim"],
+        nodes: Int[Tensor, " feature"],
+        run: int,
+    ) -> Float[Tensor, "cell own_feature"]:
+        """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, nodes], as far as there are any."""
+        ...
+
+
+ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
+"""Children of an attention key. It computes with them, and with functions that do not mix channels (for nodes:
+anchors), which is tried (key_check.py),
+
+    p = prenorm(v),  q = qk(p),  val = value(p),  attention(q, q, p or val),  ff(postnorm(...))
+
+where ff gives 2 D channels that are cut in two halves of D, which meet channel by channel (GEGLU)."""
+
+CONVOLUTION_KEY = ("pairs", "activation")
+"""Children of a convolution key: a depthwise convolution over the anchors and a function of single numbers; the same is
+tried."""
+
+
+def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
+    """Whether a module is a decomposed decoder."""
+    has_all = all(hasattr(module, name) for name in ("chained", "n_anchors", "dim"))
+    return has_all and isinstance(getattr(module, "strata", None), nn.ModuleList)
+
+
+def is_vertex_encoder(module: object) -> TypeGuard[VertexEncoder]:
+    """Whether a module encodes the vertices of a graph, with the leaves that can be dealt to ranks."""
+    has_all = all(hasattr(module, name) for name in ("n_vertices", "ends", "messages", "loc", "std"))
+    return (
+        has_all
+        and isinstance(getattr(module, "embedding", None), nn.Parameter)
+        and isinstance(getattr(module, "vertices", None), HoldsVertices)
+        and isinstance(getattr(module, "rows", None), nn.ModuleDict)
+    )
+
+
+def find_decoders(module: nn.Module) -> dict[str, DecomposedDecoder]:
+    """The decomposed decoders in a module by name; what lies inside a decoder is not looked at."""
+    found: dict[str, DecomposedDecoder] = {}
+    for fqn, child in named_parts(module):
+        inside = any(not outer or fqn.startswith(f"{outer}.") for outer in found)
+        if not inside and is_decomposed(child):
+            found[fqn] = child
+    return found

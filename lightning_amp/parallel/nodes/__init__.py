@@ -1,0 +1,1 @@
+"""Domain parallel: anchors and graph vertices split over ranks, with a halo."""

@@ -1,0 +1,175 @@
+"""nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
+
+    region        own rows of v enter, losses are added up (region.py, anchor_rows.py); v has no others where the
+                  graph's vertices are dealt too (vertex_parallel.py)
+    attention     of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py)
+    features      those of the own anchors; the softmax runs over all ranks' features (anchor_features.py)
+
+Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
+sums over ranks. Anchors are dealt in whole buckets, as evenly as they go.
+
+    collectives of a step               forward                      backward
+    every stratum with attention        1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
+    every stratum (not binarized)       1 all-gather  B              1 all-reduce  B
+    the whole decoder                   1 all-reduce  1              1 all-gather  n D + B D + K
+    the same, v given by its own rows   1 all-reduce  1              1 all-reduce  B D + K
+    parameters of the strata                                         in the reduction of gradients, once
+
+The numbers are those that a rank puts in. Under `recompute` those of a forward pass come twice; under `stream` those of
+the softmax once for every block of cells. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
+time. Parameters stay whole; their gradients are parts (`Change.partial`).
+
+Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
+Known limits: second derivatives are refused; what a key does beside its children is tried on an example (key_check.py),
+what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder, unless the graph's
+vertices are dealt too; random draws inside of the strata are each rank's own.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.checks.key import rows_problem
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
+from lightning_amp.parallel.nodes.features import AnchorFeatures
+from lightning_amp.parallel.nodes.halo_attention import HaloAttention
+from lightning_amp.parallel.ranks.anchor_shards import deal_rows
+from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.s2_features.decoder import features_problem
+from lightning_amp.planning.plan.specs import DomainParallel
+
+ROW_BY_ROW = (nn.LayerNorm, nn.Linear, nn.Identity)
+EXAMPLE_WINDOW = 3
+
+
+def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: DeviceMesh) -> Change:
+    """Deal the anchors of a decoder to the ranks of the model axis.
+
+    Args:
+        decoder: A decomposed decoder with attention.
+        spec: Whether v will come with the own rows.
+        mesh: Device mesh with the axis "model".
+
+    Raises:
+        InstallError: Fewer buckets than ranks, or a part of a stratum that would not see all
+            that it needs.
+    """
+    found = [_attention(decoder, k) for k in range(len(decoder.strata))]
+    attentions = dict(one for one in found if one is not None)
+    windows = {_window(decoder, fqn, attention) for fqn, attention in attentions.items()}
+    if len(windows) != 1:
+        raise _refusal(
+            decoder, f"has buckets of {sorted(windows)!r} anchors", "strata with attention, all of one window"
+        )
+    rows = deal_rows(decoder.n_anchors, windows.pop(), mesh["model"])
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(
+            getattr(decoder, "region", None), rows.mesh, "nodes", summed=True, rows=rows, given=spec.vertices
+        )
+    }
+    swaps |= {fqn: HaloAttention(attention, rows) for fqn, attention in attentions.items()}
+    for k, stratum in enumerate(decoder.strata):
+        problem = features_problem(stratum)
+        if problem:
+            raise _refusal(
+                decoder,
+                f"has a stratum {k!r} that {problem}",
+                "`features` without state that hands all features on",
+            )
+        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("nodes"), rows)
+    return Change(swaps, partial=list(decoder.strata.parameters()))
+
+
+def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | None:
+    """Name and module of the outermost bucketed attention of a stratum, in which S3 may have wrapped it."""
+    fqn = f"strata.{k}.key"
+    key: Any = getattr(decoder.strata[k], "key", "missing")
+    if key is None:
+        return None
+    # not named_children: it leaves out a module that has two names
+    children = dict(key._modules) if isinstance(key, nn.Module) else {}
+    others = [child for name, child in children.items() if name != "attention"]
+    if set(children) != set(ATTENTION_KEY) or not all(map(_is_row_by_row, others)) or _has_state(key):
+        raise _refusal(
+            decoder,
+            f"has {fqn!r} {key!r}",
+            f"a key without state of its own, with the children {ATTENTION_KEY!r}, all but attention of the types"
+            f" {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
+        )
+    named = cast(nn.Module, children["attention"]).named_modules()
+    found = next(((name, module) for name, module in named if isinstance(module, BucketedAttention)), None)
+    if found is None:
+        raise _refusal(
+            decoder,
+            f"has '{fqn}.attention' {children['attention']!r}",
+            "attention with n_buckets, prepare and attend",
+        )
+    problem = rows_problem(key, decoder.dim)
+    if problem:
+        raise _refusal(
+            decoder,
+            f"has {fqn!r} {type(key).__name__!r} that {problem}",
+            "a key without hooks that, beside attention, computes row by row",
+        )
+    return ".".join(part for part in (fqn, "attention", found[0]) if part), cast(nn.Module, found[1])
+
+
+def _is_row_by_row(child: nn.Module | None) -> bool:
+    # not isinstance: a subclass may compute something else
+    known = type(child) in ROW_BY_ROW and len(getattr(child, "normalized_shape", "1")) == 1
+    return known and not hooks_within(cast(nn.Module, child))
+
+
+def _has_state(key: Any) -> bool:
+    return any(True for _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False)))
+
+
+def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
+    """Anchors of a bucket, if attention sees the two neighbouring buckets of a bucket and no others."""
+    window, buckets = getattr(attention, "window", None), cast(BucketedAttention, attention)
+    if not (isinstance(window, int) and window > 0) or _buckets(buckets, window) != [1, 2]:
+        raise _refusal(
+            decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
+        )
+    hooks = [kind.strip("_") for kind in hooks_within(attention)]
+    if hooks:
+        raise _refusal(decoder, f"has {fqn!r} with {hooks!r}, which would not run", "attention without hooks")
+    # with small buckets the example is small
+    small = cast(Any, copy.deepcopy(attention))
+    small.window = w = min(window, EXAMPLE_WINDOW)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 5 * w, decoder.dim, generator=generator, dtype=torch.float64, device="cpu")
+    try:
+        with torch.no_grad():
+            alone = small.attend(small.prepare(*rows[:, w : 4 * w]), 1, 2)
+            among = small.attend(small.prepare(*rows), 2, 3)
+        local = alone.shape == rows[0, :w].shape and torch.allclose(alone, among, rtol=1e-8)
+    except Exception as error:
+        raise _refusal(
+            decoder, f"has {fqn!r} that fails on an example with {error!r}", "bucketed attention"
+        ) from error
+    if not local:
+        raise _refusal(
+            decoder,
+            f"has {fqn!r} whose buckets depend on other buckets than their two neighbours, or on their place",
+            "attention between neighbouring buckets",
+        )
+    return window
+
+
+def _buckets(attention: BucketedAttention, window: int) -> list[int]:
+    """Buckets of so many anchors, and of one more."""
+    return [attention.n_buckets(n) for n in (window, window + 1)]
+
+
+def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
+    return InstallError(
+        f"nodes was asked for on {type(decoder).__name__!r}, which {found}; allowed is {allowed}: change it, or leave"
+        " 'nodes' out"
+    )

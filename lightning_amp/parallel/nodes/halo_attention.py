@@ -1,0 +1,143 @@
+"""Local attention of the own anchors, with one bucket of a neighbouring rank's rows on each side.
+
+    own buckets that see own ones only     attend(prepare(own q, k, values))
+    the first and the last own bucket      attend(prepare(three buckets, the neighbour's among them)), one bucket of it
+
+Exact: every bucket meets the rows that it meets on one device, in the same order (matrix products of other sizes may
+round their sums differently). No copy of all own keys with the neighbours' rows is made. The price: up to six buckets
+are prepared once more.
+
+Collectives: 1 all-to-all forward and 1 backward (halo.py), during which the inner buckets are attended. S3 asks for
+chunks of buckets in any order, so that under S3 the rows are waited for first.
+
+Legend: anchor (n, those of this rank), dim (D), w anchors of a bucket, own buckets 0 .. W - 1.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.parallel.contract.protocol import BucketedAttention
+from lightning_amp.parallel.nodes import halo_exchange as halo
+from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+
+State = tuple[Tensor, ...]
+
+
+class HaloAttention(nn.Module):
+    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`.
+
+    Args:
+        inner: Bucketed attention without parameters.
+        rows: The ranks' anchors.
+    """
+
+    def __init__(self, inner: nn.Module, rows: AnchorRows) -> None:
+        super().__init__()
+        self.inner = inner
+        self.rows = rows
+        # at an end of the sequence the border bucket has no other rank's rows to wait for
+        self.inside = range(rows.before, max(rows.n_buckets - rows.after, rows.before))
+        self.borders = [j for j in range(rows.n_buckets) if j not in self.inside]
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        own = self.rows.own
+        return f"anchors [{own.start}, {own.stop}) of {self.rows.bounds[-1]}, ranks={self.rows.mesh.size()}"
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return self._inner.n_buckets(n)
+
+    def forward(
+        self,
+        q: Float[Tensor, "anchor dim"],
+        k: Float[Tensor, "anchor dim"],
+        values: Float[Tensor, "anchor dim"],
+    ) -> Float[Tensor, "anchor dim"]:
+        """Attention of all own buckets; the inner ones while the neighbours' rows are under way."""
+        if not self.borders:
+            return cast(Tensor, self.inner(q, k, values))
+        near = self._near(q, k, values)
+        under_way = self._send(near)
+        inside = self._inside(self._inner.prepare(q, k, values), self.inside) if self.inside else []
+        pieces = self._pieces(near, under_way)
+        return self._in_order(dict(zip(self.borders, pieces, strict=True)), inside)[: len(q)]
+
+    def prepare(
+        self,
+        q: Float[Tensor, "anchor dim"],
+        k: Float[Tensor, "anchor dim"],
+        values: Float[Tensor, "anchor dim"],
+    ) -> State:
+        """What `attend` reads: that of the own rows, then that of every border bucket's surroundings."""
+        own = self._inner.prepare(q, k, values)
+        if not self.borders:
+            return own
+        near = self._near(q, k, values)
+        pieces = self._pieces(near, self._send(near))
+        return tuple(tensor for state in (own, *pieces) for tensor in state)
+
+    def attend(self, state: State, first: int, last: int) -> Float[Tensor, "row dim"]:
+        """Rows of the own buckets [first, last)."""
+        length = len(state) // (1 + len(self.borders))
+        own, *pieces = (state[i : i + length] for i in range(0, len(state), length))
+        asked = {j: piece for j, piece in zip(self.borders, pieces, strict=True) if first <= j < last}
+        buckets = range(max(first, self.inside.start), min(last, self.inside.stop))
+        return self._in_order(asked, self._inside(own, buckets))
+
+    @property
+    def _inner(self) -> BucketedAttention:
+        return cast(BucketedAttention, self.inner)
+
+    def _inside(self, state: State, buckets: range) -> list[Tensor]:
+        return [self._inner.attend(state, buckets.start, buckets.stop)] if buckets else []
+
+    def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
+        """Rows of the border buckets that are asked for, and of those between."""
+        rows = {j: self._inner.attend(piece, p := self._place(j), p + 1) for j, piece in pieces.items()}
+        first = self.inside.start
+        before, after = ([r for j, r in rows.items() if (j < first) == side] for side in (True, False))
+        return torch.cat([*before, *inside, *after])
+
+    def _place(self, j: int) -> int:
+        """Which bucket of its piece a border bucket is."""
+        return int(j > 0 or self.rows.before)
+
+    def _near(self, *own: Tensor) -> list[State]:
+        """Own rows of q, k and values around every border bucket.
+
+        Taken before the inner buckets are attended, so that backward they come after these: the gradient of each is one
+        of all own rows by then.
+        """
+        w = self.rows.window
+        around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.borders]
+        return [tuple(rows[part] for rows in own) for part in around]
+
+    def _send(self, near: list[State]) -> Tensor:
+        w, (_, *first), (_, *last) = self.rows.window, near[0], near[-1]
+        edges = [[x[:w] for x in first]] * self.rows.before + [[x[-w:] for x in last]] * self.rows.after
+        return halo.start(self.rows, [torch.cat(edge, dim=1) for edge in edges])
+
+    def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
+        """What `attend` reads of every border bucket and its neighbours; waits for the neighbours' rows."""
+        before, after = halo.finish(self.rows, under_way)
+        none = before[:0]
+        sides = [
+            (before if j == 0 else none, after if j == self.rows.n_buckets - 1 else none)
+            for j in self.borders
+        ]
+        return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
+
+    def _piece(self, own: State, before: Tensor, after: Tensor) -> State:
+        q, k, values = own
+        dim = k.shape[1]
+        # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
+        return self._inner.prepare(
+            F.pad(q, (0, 0, len(before), len(after))),
+            torch.cat((before[:, :dim].to(k.dtype), k, after[:, :dim].to(k.dtype))),
+            torch.cat((before[:, dim:].to(values.dtype), values, after[:, dim:].to(values.dtype))),
+        )

@@ -1,0 +1,1 @@
+"""S1, data parallel: averaged gradients and shared batch statistics."""

@@ -1,0 +1,161 @@
+"""S2: every rank decodes the features that it owns, and the softmax runs over all ranks' features.
+
+    logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
+
+The sum over ranks is the loss only because the normaliser is that of all features (sharded_softmax.py): softmax over
+the own features alone gives another model, silently.
+Exact up to the order of the sums. The features of a stratum are dealt in runs of ceil(F_k / R); a rank may have none
+and takes part all the same, for the others wait for it.
+
+    collectives of a step             forward                       backward
+    every stratum (not binarized)     1 all-gather [B]              1 all-reduce [B]
+    every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       instead of S5's own
+    the whole decoder                 1 all-reduce of the loss      1 all-reduce (region.py)
+
+What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]. Tables stay whole on every
+rank; each rank's gradient is a part that is zero outside the own columns.
+
+Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), R ranks.
+Known limits: second derivatives are refused; without S5 every rank computes every key.
+"""
+
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.checks.same_function import mismatch
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.contract.protocol import DecomposedDecoder, HoldsFeatures, ScattersFeatures
+from lightning_amp.parallel.ranks.even_runs import join_runs, own_run, run_length
+from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
+from lightning_amp.planning.plan.specs import FeatureParallel
+
+
+def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
+    """Deal the features of a decoder's strata to the ranks of the model axis.
+
+    Args:
+        decoder: A decomposed decoder.
+        spec: Has no settings.
+        mesh: Device mesh with the axis "model".
+
+    Raises:
+        InstallError: A leaf that would be replaced is missing or
+            does something of its own.
+    """
+    for k, stratum in enumerate(decoder.strata):
+        problem = features_problem(stratum)
+        if problem:
+            raise InstallError(
+                f"S2 was asked for on {type(decoder).__name__!r}, whose stratum {k!r} {problem}; S2 replaces a"
+                " child `features` without state that hands all features on (own, scores, log_softmax, whole):"
+                " move the rest to the stratum, or leave S2 out"
+            )
+    axis = mesh["model"]
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(getattr(decoder, "region", None), axis, "S2", summed=True)
+    }
+    for k, stratum in enumerate(decoder.strata):
+        swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("nodes"), axis)
+    return Change(swaps, partial=list(decoder.strata.parameters()))
+
+
+class ShardedFeatures(nn.Module):
+    """The part of a stratum's features that this rank holds; made by `share_features`.
+
+    Args:
+        nodes: Anchor of each of the stratum's features.
+        mesh: The mesh axis.
+    """
+
+    nodes: Tensor
+
+    def __init__(self, nodes: Int[Tensor, " stratum_feature"], mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.n_features = len(nodes)
+        self.run = own_run(len(nodes), mesh)
+        # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
+        self.register_buffer("nodes", self.own(nodes).clone(), persistent=False)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"features [{self.run.start}, {self.run.stop}) of {self.n_features}, ranks={self.mesh.size()}"
+
+    def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
+        """The columns of the own features; a view."""
+        assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
+        return values[..., self.run]
+
+    def scores(
+        self,
+        decode: nn.Module,
+        u: Float[Tensor, "cell dim"],
+        key: Float[Tensor, "anchor dim"],
+        nodes: Int[Tensor, " stratum_feature"],
+    ) -> Float[Tensor, "cell own_feature"]:
+        """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
+        if isinstance(decode, ScattersFeatures):
+            return decode.scatter(u, key, nodes, run_length(self.n_features, self.mesh))
+        scores: Tensor = decode(u, key, self.nodes)
+        return scores
+
+    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+        """Logarithm of the softmax over all features of the stratum, for the own ones."""
+        return log_softmax(logits, self.mesh)
+
+    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
+        """All columns; gradients reach the own ones, which is all of them over the ranks."""
+        return cast(Tensor, _AllColumns.apply(values, self.n_features, self.mesh))  # type: ignore[no-untyped-call]
+
+
+class _AllColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, n_features: int, mesh: DeviceMesh) -> Tensor:
+        ctx.run, ctx.behind = own_run(n_features, mesh), "inside"
+        return join_runs(own, n_features, mesh, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[:, ctx.run], None, None
+
+
+def features_problem(stratum: nn.Module) -> str:
+    """Why a stratum's features cannot be dealt, as what follows its name; "" if they can."""
+    features = getattr(stratum, "features", None)
+    if isinstance(features, ShardedFeatures):
+        return "has its features shared already"
+    if not (isinstance(features, nn.Module) and isinstance(features, HoldsFeatures)):
+        return f"has features={features!r}"
+    if "nodes" not in dict(stratum.named_buffers(recurse=False)):
+        return "has no buffer `nodes`"
+    values = torch.arange(6.0).view(2, 3)
+    with torch.no_grad():
+        expected = {
+            "own": values,
+            "scores": values[:, [2, 0, 1]],
+            "log_softmax": values.log_softmax(1),
+            "whole": values,
+        }
+        problem = mismatch(features, expected, _run, rtol=1e-6)
+    return f"has a leaf `features` that {problem}" if problem else ""
+
+
+def _run(features: Any) -> dict[str, Tensor]:
+    """What a leaf computes for 2 cells and 3 features."""
+    values, key = torch.arange(6.0).view(2, 3), torch.eye(3)
+    return {
+        "own": features.own(values),
+        "scores": features.scores(
+            lambda u, key, nodes: (u @ key.T)[:, nodes], values, key, torch.tensor([2, 0, 1])
+        ),
+        "log_softmax": features.log_softmax(values),
+        "whole": features.whole(values),
+    }

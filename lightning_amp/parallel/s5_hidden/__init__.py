@@ -1,0 +1,1 @@
+"""S5, hidden-dimension parallel: channels of the keys."""

@@ -1,0 +1,102 @@
+"""S5: the hidden dimension of a decoder is dealt to the ranks of the model axis; the strata run in step on all of them.
+
+    region                               own channels of u and v enter (region.py)
+    prenorm, postnorm                    own channels from own channels (sharded_norm.py)
+    qk, value, ff, or pairs              the same (sharded_layers.py)
+    attention                            scores of the own channels are summed, values stay (the model's `shard`);
+                                         or keys and values are gathered first (gathered_attention.py)
+    decode                               scores of the own channels are summed (hidden_decode.py)
+
+Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
+
+Collectives of one stratum with attention, and the numbers that a rank puts in; C chunks under S3, else 1:
+
+                  forward                            backward                           S3 recomputes, in backward
+    prenorm       all-gather         2 N + 1         all-reduce         2 N
+    qk            reduce-scatter     R N d           all-gather         N d
+    value         reduce-scatter     R N d           all-gather         N d
+    key norms     all-reduce         N               all-reduce         N
+    scores        C x all-reduce     3 w P in all    C x all-reduce     3 w P in all    C x all-reduce, 3 w P in all
+    postnorm      all-gather         2 N + 1         all-reduce         2 N
+    ff            reduce-scatter     2 R N d         all-gather         2 N d
+    decode        all-reduce         B F_k
+    together      7 + C              of which        6 + C                              + C
+
+The form "paper" has no postnorm. With `gather`, key norms and scores need none, and attention one all-gather (2 N d)
+and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0 and strata with a
+convolution have those of decode only. The border adds one all-gather of (B + N) d in the backward pass.
+For the same stratum, not chunked, the paper's Table 5 counts 9 all-reduces forward: 2 per LayerNorm, 1 each for qk,
+value, ff, attention and decode (here 8, with the key norms, which it does not have). An all-reduce of a Linear's
+products moves twice what the reduce-scatter moves.
+
+What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. What does not: the
+probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
+keys' parameters are parts (`Change.partial`).
+
+Known limits: no second derivative; what a key does beside its children is tried on an example (key_check.py), what a
+stratum does beside its parts is not.
+Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
+R ranks.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.parallel.checks.decode import decode_problem
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.contract.protocol import DecomposedDecoder
+from lightning_amp.parallel.ranks.channel_shards import Channels, deal_channels
+from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
+from lightning_amp.parallel.s5_hidden.key import refusal, share_key
+from lightning_amp.planning.plan.specs import HiddenParallel
+
+
+def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
+    """Deal the hidden dimension of a decoder to the ranks of the model axis.
+
+    Args:
+        decoder: A decomposed decoder whose keys have the children that protocol.py names.
+        spec: Whether keys and values are gathered.
+        mesh: Device mesh with an axis "model".
+
+    Raises:
+        InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
+            cannot be dealt.
+    """
+    region = getattr(decoder, "region", None)
+    channels = deal_channels(decoder.dim, mesh["model"])
+    swaps: dict[str, nn.Module] = {"region": share_region(region, channels.mesh, "S5", channels=channels)}
+    parameters: list[nn.Parameter] = []
+    for k, stratum in enumerate(decoder.strata):
+        fqn = f"strata.{k}"
+        swaps[f"{fqn}.decode"] = _share_decode(stratum, fqn, channels)
+        key = _key(stratum, fqn)
+        if key is not None:
+            swaps |= share_key(key, f"{fqn}.key", channels, gather=spec.gather)
+            parameters += key.parameters()
+    return Change(swaps, partial=parameters)
+
+
+def _key(stratum: nn.Module, fqn: str) -> nn.Module | None:
+    key = getattr(stratum, "key", "missing")
+    if key is None or isinstance(key, nn.Module):
+        return key
+    raise refusal(f"{fqn}.key", f"is {key!r}", "a module, or None where the anchors are the keys")
+
+
+def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:
+    decode = getattr(stratum, "decode", "missing")
+    if isinstance(decode, HiddenDecode):
+        problem = "which was dealt before"
+    elif isinstance(decode, nn.Module):
+        problem = decode_problem(decode)
+    else:
+        problem = "no module"
+    if problem or not isinstance(decode, nn.Module):
+        raise refusal(
+            f"{fqn}.decode",
+            f"is {decode!r}, {problem}",
+            "a module without state that returns (u @ key.T)[:, nodes] when called as decode(u, key, nodes)",
+        )
+    return HiddenDecode(decode, channels.mesh)

@@ -1,0 +1,1 @@
+"""Decode from keys first (S4) and the sparse likelihood."""

@@ -1,0 +1,329 @@
+"""sparse: the likelihood of all counts as if they were zero, and the terms of those that are not in their places.
+
+    r = log_mu - log_theta      n = -theta softplus(r)      s = zi_logits      l(p, q) = log(e^p + e^q)
+    x = 0     log p = l(n, q) - softplus(s)                               q = l(s, log least)
+              d / d log_mu = -a theta sigmoid(r)                          a = sigmoid(n - q)
+              d / d log_theta = a n - d / d log_mu                       d / d s = sigmoid(q - n) e^(s - q) - sigmoid(s)
+    x != 0    log p = lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + n + x log sigmoid(r) - softplus(s)
+              d / d log_mu = x sigmoid(-r) - theta sigmoid(r)             d / d s = -sigmoid(s)
+              d / d log_theta = theta (psi(x + theta) - psi(theta) - softplus(r)) - d / d log_mu
+
+`least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
+is found by trying, and 0 for most.
+
+Exact up to rounding, in value and gradients: a count that is not zero takes no part in the first, so nothing cancels.
+No collectives. What shrinks: lgamma and psi are computed for the counts that are not zero alone, and of all [B, F_k]
+that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
+pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
+
+In numbers, beside the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
+
+    kept for the backward pass    (B + 2 T) F_k
+    held in the forward pass      the same, and the larger of 16 M and 5 M + 3 chunks (6 if T = B)
+    held in the backward pass     what was kept and as much again, which is handed on
+
+Inputs below float32 are computed with, and added up, in float32.
+
+Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
+Known limits: no second derivative, and no gradient of the counts; those of entries.py. What a likelihood does with
+other numbers than those of EXAMPLES is not seen. Where it refuses counts that are no whole numbers, so does this one on
+the CPU; other devices are not waited for.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
+from lightning_amp.parallel.checks.cached_check import problem_of
+from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
+
+CACHED, LAUNCHED = 2**16, 2**20
+"""Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
+LEAST_COLUMNS = 64
+"""Columns of a chunk whose rows are still worth a loop."""
+RTOL = 1e-9
+CELLS = 3
+IMPOSSIBLE = 20.0, 8.0, -1000.0
+"""log_mu, log_theta and zi_logits for which exp says that a zero has no probability."""
+
+
+class _Example(NamedTuple):
+    """Counts of CELLS cells, and the first and the last number of every argument, between which the others lie."""
+
+    x: tuple[float, ...]
+    log_mu: tuple[float, float]
+    log_theta: tuple[float, float]
+    zi: tuple[float, float]
+
+
+EXAMPLES = (
+    _Example((0, 1, 0, 7, 2, 0, 0, 0, 0, 0, 3.5, 1), log_mu=(-2, 1), log_theta=(1, -2), zi=(-0.9, 0.8)),
+    _Example((1, 0, 3, 0, 0, 20, 0, 500, 4e3, 0, 0, 1e5), log_mu=(-40, 20), log_theta=(8, -8), zi=(-15, 15)),
+)
+"""A usual one, and one of numbers as far apart as training may meet: clamps, and what is added to a mean, show."""
+
+
+def sparse_likelihood(leaf: nn.Module) -> nn.Module:
+    """The same likelihood, whose costs are those of the counts that are not zero.
+
+    Raises:
+        InstallError: The module has state of its own, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
+            log-probabilities of a zero-inflated negative binomial.
+    """
+    problem = problem_of(leaf, _problem)
+    if problem:
+        raise InstallError(
+            f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"
+            " returns the summed log-probability of zero-inflated negative binomial counts, when called as"
+            " leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
+        )
+    return _like(leaf)
+
+
+class SparseLikelihood(nn.Module):
+    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`.
+
+    Args:
+        least: What is added to the probability of a zero.
+        whole: Whether other counts than whole numbers from 0 are refused.
+    """
+
+    def __init__(self, *, least: float = 0.0, whole: bool = False) -> None:
+        super().__init__()
+        self.least = least
+        self.whole = whole
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"least={self.least}, whole={self.whole}"
+
+    def forward(
+        self,
+        x: Float[Tensor, "cell own_feature"] | SparseCounts,
+        log_mu: Float[Tensor, "cell own_feature"],
+        log_theta: Float[Tensor, "#cell own_feature"],
+        zi_logits: Float[Tensor, "#cell own_feature"],
+    ) -> Float[Tensor, ""]:
+        """Sum over cells and features.
+
+        Raises:
+            ModelError: x has another shape than log_mu, or counts that the likelihood refuses.
+            InstallError: x needs a gradient.
+        """
+        if tuple(x.shape) != tuple(log_mu.shape):
+            raise ModelError(
+                f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape"
+                f" {tuple(log_mu.shape)!r}; hand in the stratum's own columns, or leave 'sparse' out"
+            )
+        if isinstance(x, Tensor) and wants_gradients((x,)):
+            raise InstallError(
+                "a sparse likelihood got counts that need a gradient, which it does not compute; detach them, or leave"
+                " 'sparse' out"
+            )
+        arguments = (log_mu, log_theta, zi_logits)
+        if not wants_gradients(arguments):
+            return _sum(x, arguments, self)
+        return cast(Tensor, _WithGradients.apply(x, self, *arguments))  # type: ignore[no-untyped-call]
+
+    def check(self, counts: Float[Tensor, " entry"]) -> None:
+        """Refuse what the likelihood in whose place this is refuses.
+
+        Raises:
+            ModelError: Some are no whole numbers from 0.
+        """
+        if not self.whole or counts.device.type != "cpu":
+            return
+        wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
+        if len(wrong):
+            raise ModelError(
+                f"a likelihood got counts such as {float(wrong[0])!r}; allowed are whole numbers from 0: hand in the"
+                " counts as they were read, not scaled ones"
+            )
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseLikelihood, *arguments: Tensor) -> Tensor:
+        dtype = _dtype(arguments)
+        gradients = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in arguments]
+        total = _sum(x, arguments, form, gradients)
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InstallError(
+                "a second derivative of a loss was asked for (create_graph=True), and its likelihood is sparse, whose"
+                " gradients are numbers by then; leave 'sparse' out"
+            )
+        return None, None, *(grad * own for own in ctx.saved_tensors)
+
+
+def _sum(
+    x: Tensor | SparseCounts,
+    arguments: Sequence[Tensor],
+    form: SparseLikelihood,
+    gradients: Sequence[Tensor] = (),
+) -> Tensor:
+    """The summed log-probability; fills the gradients if there are any."""
+    log_mu, dtype = arguments[0], _dtype(arguments)
+    runs = _runs(log_mu)
+    found = entries(x, runs, dtype=dtype)
+    form.check(found.value)
+    cells, widest = len(log_mu), runs[0].stop
+    work = torch.empty(3, cells * widest, dtype=dtype, device=log_mu.device)
+    totals = []
+    for k, run in enumerate(runs):
+        # a simulation: without values, whole chunks are alike
+        if log_mu.is_meta and 0 < k < len(runs) - 1:
+            continue
+        width = run.stop - run.start
+        chunk = work[:, : cells * width].view(3, cells, width)
+        own = [[t[:, run] for t in some] for some in (arguments, gradients)]
+        totals.append(_zeros(chunk, found.places(k), [t.to(dtype) for t in own[0]], form.least, own[1]))
+    del work, chunk
+    totals.append(_others(found, log_mu, [t.to(dtype) for t in arguments[1:]], gradients))
+    return torch.stack(totals).sum()
+
+
+def _runs(log_mu: Tensor) -> list[slice]:
+    cells, features = log_mu.shape
+    numbers = CACHED if log_mu.device.type in ("cpu", "meta") else LAUNCHED
+    width = max(LEAST_COLUMNS, numbers // max(cells, 1))
+    return [slice(first, min(first + width, features)) for first in range(0, features, width)] or [
+        slice(0, 0)
+    ]
+
+
+def _zeros(
+    work: Tensor, places: Tensor, arguments: Sequence[Tensor], least: float, gradients: Sequence[Tensor]
+) -> Tensor:
+    """Terms of the zeros of some columns; `places` are those of the others in the flat chunk."""
+    log_mu, log_theta, zi = arguments
+    r, n, p = work
+    q, inflated = _additional(zi, least)
+    theta = log_theta.exp()
+    torch.sub(log_mu, log_theta, out=r)
+    _softplus(r, out=n).mul_(-theta)
+    torch.sub(n, _softplus(zi), out=p)
+    torch.logaddexp(p, inflated, out=p).view(-1).index_fill_(0, places, 0.0)
+    total: Tensor = p.sum()
+    if gradients:
+        of_mu, of_theta, of_zi = gradients
+        # a sigmoid of -inf takes the others out of every gradient
+        torch.sub(n, q, out=p).view(-1).index_fill_(0, places, -torch.inf)
+        torch.mul(r.sigmoid_().mul_(-theta), p.sigmoid_(), out=of_mu)
+        torch.sub(q, n, out=r).view(-1).index_fill_(0, places, -torch.inf)
+        share = r.sigmoid_().mul_((zi - q).exp()) if least else r.sigmoid_()
+        _into(of_zi, share.sub_(zi.sigmoid()))
+        _into(of_theta, n.mul_(p).sub_(of_mu))
+    return total
+
+
+def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """q, and q - softplus(zi)."""
+    inflated = -_softplus(-zi)
+    if not least:
+        return zi, inflated
+    log_least = zi.new_tensor(math.log(least))
+    return torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
+
+
+def _others(found: Entries, log_mu: Tensor, tables: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Terms of the counts that are not zero; the gradients hold those of the zeros so far."""
+    log_theta, zi = tables
+    x, theta = found.value, found.function_at(torch.exp, log_theta)
+    r = found.at(log_mu) - found.at(log_theta)
+    softplus = _softplus(r)
+    choose = torch.lgamma(x + theta) - found.function_at(_lgamma_exp, log_theta) - torch.lgamma(x + 1)
+    total = (choose - theta * softplus + x * -_softplus(-r) - found.function_at(_softplus, zi)).sum()
+    if gradients:
+        of_mu = x * (-r).sigmoid() - theta * r.sigmoid()
+        psi = torch.digamma(x + theta) - found.function_at(_digamma_exp, log_theta)
+        found.add_to(gradients[0], of_mu)
+        found.add_to(gradients[1], theta * (psi - softplus) - of_mu)
+    return total
+
+
+def _into(table: Tensor, values: Tensor) -> None:
+    if len(table) == 1:
+        torch.sum(values, dim=0, keepdim=True, out=table)
+    else:
+        table.copy_(values)
+
+
+def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    # torch's softplus is the identity above 20, an error of 2e-9
+    found: Tensor = torch.logaddexp(x, x.new_zeros(()), out=out)
+    return found
+
+
+def _lgamma_exp(x: Tensor) -> Tensor:
+    return x.exp().lgamma()
+
+
+def _digamma_exp(x: Tensor) -> Tensor:
+    return x.exp().digamma()
+
+
+def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _problem(leaf: nn.Module) -> str:
+    names = sorted(leaf.state_dict())
+    if names:
+        return f"has the state {names!r}"
+    ours = _like(leaf)
+    for example in EXAMPLES:
+        for rows in (1, CELLS):
+            expected = _values(ours, example, rows, whole=ours.whole)
+            try:
+                found = _values(leaf, example, rows, whole=ours.whole)
+            except Exception as error:
+                return f"fails on a small example with {error!r}"
+            for what, own, other in zip(
+                ("value", "gradient", "gradient", "gradient"), found, expected, strict=True
+            ):
+                if not torch.allclose(own, other, rtol=RTOL, atol=RTOL):
+                    return f"returns the {what} {own.tolist()!r} for an example of {other.tolist()!r}"
+    return ""
+
+
+def _like(leaf: nn.Module) -> SparseLikelihood:
+    """Ours, with the settings that two counts of a likelihood tell; `_problem` looks whether it is one."""
+    impossible = [torch.full((1, 1), value, dtype=torch.float64, device="cpu") for value in IMPOSSIBLE]
+    with torch.no_grad():
+        try:
+            least = float(leaf(torch.zeros_like(impossible[0]), *impossible).exp())
+        except Exception:
+            return SparseLikelihood()
+        try:
+            leaf(torch.full_like(impossible[0], 0.5), *impossible)
+        except ValueError:
+            return SparseLikelihood(least=float(f"{least:.12g}"), whole=True)
+    return SparseLikelihood(least=float(f"{least:.12g}"))
+
+
+def _values(leaf: nn.Module, example: _Example, rows: int, *, whole: bool) -> list[Tensor]:
+    """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
+    x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
+    x = x.ceil() if whole else x
+    given = [
+        torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1).requires_grad_()
+        for ends, n in ((example.log_mu, CELLS), (example.log_theta, rows), (example.zi, rows))
+    ]
+    with torch.enable_grad():
+        value = leaf(x, *given)
+        return [value.detach(), *torch.autograd.grad(value, given)]

@@ -1,0 +1,1 @@
+"""The loop over strata: streamed, recomputed, or split over ranks."""

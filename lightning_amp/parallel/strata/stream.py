@@ -1,0 +1,321 @@
+"""stream: forward and backward pass of one stratum after the other, inside the loss; only one stratum is ever alive.
+
+    d loss / d v = sum over strata k of d nll_k / d v            the same for u, log_weights and library
+
+Exact: the loss is a sum over strata, so their gradients add up; only the order of the sums may differ. Nothing is
+computed twice, and no collective is added. What shrinks: all that K strata keep for the backward pass becomes what one
+keeps. The price: the new gradients of the strata's parameters exist while those of the last step may still be there.
+
+A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what hangs off it, and keeps every s-th v_k,
+s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
+before it, and the gradient of v_k, and hands down that of v_{k-1}.
+
+The cells of a stratum are taken in blocks (cell_blocks.py), so that [B, F_k] exists for one block only.
+
+On a CPU with several threads some strata run side by side, as many as the spec says (side_by_side.py), and so many are
+alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
+gradient is carried down between them: its norm and projection are computed once more for that.
+
+Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
+Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
+whose own hooks run once, in the outer backward pass, where a term made of what a stratum has read or computed is
+refused (ready_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks inside a spine run
+more often, at first without gradients, so that a term of what they keep may be a number; on a GPU random numbers on the
+spine are not noticed. Gradients are those of the sum over cells and features: where float16 overflows in them, loss
+scaling cannot help, and a warning says so (bfloat16 does not overflow).
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.autograd.functional_call import call_with, places
+from lightning_amp.parallel.autograd.precomputed_gradients import (
+    Gradients,
+    GradientSum,
+    add,
+    gradients,
+    leaf,
+    wants_gradients,
+    with_gradients,
+)
+from lightning_amp.parallel.checks.strata_loop import walk_of
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.contract.protocol import DecomposedDecoder
+from lightning_amp.parallel.strata.cell_microbatches import block_cells
+from lightning_amp.parallel.strata.keep_freed_memory import keep_freed_memory
+from lightning_amp.parallel.strata.thread_pool import run_in_order, workers_for
+from lightning_amp.planning.plan.specs import StreamStrata
+
+
+def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
+    """Run forward and backward pass of a decoder's strata one after the other.
+
+    Args:
+        decoder: A decomposed decoder whose loss is computed inside it.
+        spec: Cells of a block, and strata side by side.
+        mesh: Is not used.
+
+    Raises:
+        InstallError: The decoder's way through the strata, or what a stratum does with its cells, is its own; or
+            `spec.workers` is not positive.
+    """
+    if isinstance(spec.workers, bool) or not isinstance(spec.workers, int) or spec.workers < 1:
+        raise InstallError(
+            f"stream was asked for with workers={spec.workers!r}; that many strata run side by side, at least 1"
+        )
+    swaps: dict[str, nn.Module] = {
+        "walk": StreamedStrata(walk_of(decoder, "stream", once=True), workers=spec.workers)
+    }
+    for k, stratum in enumerate(decoder.strata):
+        swaps[f"strata.{k}.cells"] = block_cells(getattr(stratum, "cells", None), size=spec.cells)
+    return Change(swaps)
+
+
+class StreamedStrata(nn.Module):
+    """The way through the strata that leaves gradients behind; made by `stream_strata`.
+
+    Args:
+        inner: The way that is taken where no gradients are wanted.
+        workers: Most strata side by side.
+    """
+
+    is_technique = True
+
+    def __init__(self, inner: nn.Module, *, workers: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.workers = workers
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"workers={self.workers}"
+
+    def forward(
+        self,
+        strata: nn.ModuleList,
+        u: Float[Tensor, "cell dim"],
+        v: Float[Tensor, "anchor dim"],
+        log_weights: Float[Tensor, "#cell stratum"],
+        *,
+        own: range | None = None,
+        **cells: Tensor,
+    ) -> Float[Tensor, ""]:
+        """Negative log-likelihood summed over cells and features, with its gradients ready.
+
+        Raises:
+            InstallError: A stratum reads a tensor whose gradient would be lost.
+        """
+        own = range(len(strata)) if own is None else own
+        inputs = [u, v, log_weights, cells["library"]]
+        # a chained decoder's spine runs through the strata before the own ones
+        first = 0 if any(getattr(stratum, "chained", False) for stratum in strata) else own.start
+        parameters = list(strata[first : own.stop].parameters()) if len(own) else []
+        if not wants_gradients([*inputs, *parameters]):
+            return cast(Tensor, self.inner(strata, u, v, log_weights, own=own, **cells))
+        if not len(u):
+            # zero, and no number that the mean over no cells would divide by zero
+            return sum((t.flatten()[:0].sum() for t in (*inputs, *parameters)), u.new_zeros(()))
+
+        def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
+            leaves = [leaf(tensor, need) for tensor, need in zip(inputs, needed, strict=False)]
+            stream = _Stream(strata, leaves, cells, own)
+            keep_freed_memory(v.device)
+            workers = workers_for(strata[own.start : own.stop], v, asked=self.workers)
+            total = stream.run(own, workers=workers)
+            ready = [g.value for g in (*stream.shared, *(stream.ready[id(p)] for p in parameters))]
+            _warn_of_overflow(total, ready)
+            return total, ready
+
+        return with_gradients(compute, [*inputs, *parameters], home=parameters)
+
+
+class _Stream:
+    """One pass; `shared` are the gradients of u, v, log_weights and library so far, `ready` those of parameters."""
+
+    def __init__(
+        self,
+        strata: nn.ModuleList,
+        leaves: Sequence[Tensor],
+        cells: dict[str, Tensor],
+        own: range,
+    ) -> None:
+        self.strata = strata
+        self.chained = any(getattr(stratum, "chained", False) for stratum in strata[: own.stop])
+        self.u, self.v, self.log_weights, self.library = leaves
+        self.cells = cells | {"library": self.library}
+        # made before the first stratum: what outlives a stratum would split the memory that the next one needs whole
+        self.shared = [GradientSum(tensor) for tensor in leaves]
+        self.ready = {id(p): GradientSum(p) for p in strata[own.start : own.stop].parameters()}
+        # of the strata before, the spine's parameters get gradients, few of them
+        before = strata[: own.start].parameters()
+        self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
+        self.total = self.u.new_zeros(())
+
+    def run(self, own: range, *, workers: int) -> Tensor:
+        """All own strata; returns their negative log-likelihood."""
+        if not len(own):
+            return self.total
+        if not self.chained:
+            run_in_order(lambda k: self._pass(k, self.v, None), own, self._take, workers=workers)
+        elif workers == 1:
+            self._chain(own)
+        else:
+            self._chain_side_by_side(own, workers)
+        return self.total
+
+    def _take(self, passed: "_Passed") -> None:
+        self._add_v(self._add(passed))
+
+    def _add_v(self, grad: Tensor | None) -> None:
+        self.shared[1].add(grad)
+
+    def _chain(self, own: range) -> None:
+        """From the last stratum down to the first; those before the own ones hand the gradient down only."""
+        handed: Tensor | None = None
+        for k, v in self._spine_backwards(own.stop):
+            handed = self._add(self._pass(k, v, handed)) if k >= own.start else self._spine_back(k, v, handed)
+        self._add_v(handed)
+
+    def _chain_side_by_side(self, own: range, workers: int) -> None:
+        """The same, and the gradient is handed down the spine when a stratum's branch is done."""
+        handed: Tensor | None = None
+
+        def take(passed: _Passed) -> None:
+            nonlocal handed
+            below = self._spine_back(passed.k, passed.v, handed)
+            handed = add(self._add(passed), below)
+
+        steps = self._spine_backwards(own.stop)
+        branches = islice(steps, len(own))
+        run_in_order(lambda step: self._pass(*step, None), branches, take, workers=workers)
+        for k, v in steps:
+            handed = self._spine_back(k, v, handed)
+        self._add_v(handed)
+
+    def _spine_backwards(self, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """v of every stratum before `stop`, from the last on; every s-th is kept, the others computed again."""
+        step = math.isqrt(stop - 1) + 1
+        kept = [self.v]
+        with torch.no_grad():
+            for first in range(step, stop, step):
+                kept.append(self._along(kept[-1], range(first - step, first))[-1])
+        while kept:
+            first = (len(kept) - 1) * step
+            with torch.no_grad():
+                part = self._along(kept.pop(), range(first, min(first + step, stop) - 1))
+            while part:
+                k = first + len(part) - 1
+                yield k, part.pop()
+
+    def _along(self, v: Tensor, strata: range) -> list[Tensor]:
+        found = [v]
+        drawn = torch.get_rng_state()
+        for k in strata:
+            found.append(leaf(cast(Any, self.strata[k]).spine(found[-1]), True))
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise InstallError(
+                "strata were to be streamed, and what they hand on to each other draws random numbers (dropout), and is"
+                " computed more than once: it would be other numbers each time; move the draws off the spine, or leave"
+                " 'stream' out"
+            )
+        return found
+
+    def _pass(self, k: int, v: Tensor, handed: Tensor | None) -> "_Passed":
+        """Forward and backward pass of a stratum, given the gradient of the v that it hands on; adds up nothing."""
+        module = cast(Any, self.strata[k])
+        arguments = module.arguments(k, self.log_weights, **self.cells)
+        copies = _copies(module)
+        nll, v_next = call_with(copies, module, lambda: module(v, self.u, **arguments))
+        outputs, seeds = [nll], [torch.ones_like(nll)]
+        if handed is not None and v_next.requires_grad:
+            outputs, seeds = [nll, v_next], [seeds[0], handed]
+        if v_next is not v and not self.chained:
+            raise InstallError(
+                f"strata were to be streamed, and stratum {k} hands on another v than it was given, but none of them"
+                " has chained=True, so the next one would not get it; set `chained` on the strata that do so"
+            )
+        del v_next
+        return _Passed(k, v, nll.detach(), self._gradients(outputs, seeds, v, copies))
+
+    def _spine_back(self, k: int, v: Tensor, handed: Tensor | None) -> Tensor | None:
+        module = cast(Any, self.strata[k])
+        copies = _copies(module)
+        v_next = call_with(copies, module, lambda: module.spine(v))
+        if handed is None or v_next is v:
+            return handed
+        return self._add(_Passed(k, v, None, self._gradients([v_next], [handed], v, copies)))
+
+    def _gradients(
+        self, outputs: list[Tensor], seeds: list[Tensor], v: Tensor, copies: dict[str, Tensor]
+    ) -> Gradients:
+        parameters = {id(copy): copy for copy in copies.values()}.values()
+        return gradients(outputs, [self.u, v, self.log_weights, self.library, *parameters], seeds)
+
+    def _add(self, passed: "_Passed") -> Tensor | None:
+        """Add up a stratum's loss and the gradients of all but v; returns that of v."""
+        found = passed.gradients
+        if passed.nll is not None:
+            self.total = self.total + passed.nll
+        runs = _runs(self.strata[passed.k])
+        for (name, p), grad in zip(self.strata[passed.k].named_parameters(), found[4:], strict=True):
+            self.ready[id(p)].add(grad, runs.get(name))
+        for i in (0, 2, 3):
+            self.shared[i].add(found[i])
+        return found[1]
+
+
+class _Passed(NamedTuple):
+    """What a stratum has left: its loss, None of the spine alone, and gradients of u, v, log_weights, library and its
+    parameters.
+    """
+
+    k: int
+    v: Tensor
+    nll: Tensor | None
+    gradients: Gradients
+
+
+def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
+    """The scaling of the loss comes after these gradients: a step that it skips would be skipped again for ever."""
+    device = total.device.type
+    products = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    half = products and torch.get_autocast_dtype(device) == torch.float16
+    found = [gradient for gradient in ready if gradient is not None]
+    if not half:
+        found = [gradient for gradient in found if gradient.dtype == torch.float16]
+    if not found or not total.isfinite():
+        return
+    if not all(bool(gradient.isfinite().all()) for gradient in found):
+        warnings.warn(
+            "gradients of streamed strata are not finite, and their loss is: float16 has overflowed in them. They are"
+            " those of the sum over cells and features, before it is divided by their number or scaled, so that smaller"
+            " scales do not help, and steps may be skipped, or taken with them, without end: use bfloat16"
+            " (precision='bf16-mixed', 'bf16-true') or '32-true', fewer cells a step, or 'recompute' in place of"
+            " 'stream'",
+            stacklevel=2,
+        )
+
+
+def _copies(stratum: nn.Module) -> dict[str, Tensor]:
+    """The parameters as leaves of their own: hooks on the originals, such as those of the gradients' reduction, would
+    run here and in the outer backward pass. Of a table that strata share, a stratum gets its own columns; a parameter
+    in two places has one copy, in both.
+    """
+    runs = _runs(stratum)
+    copies = {
+        id(p): leaf(p[:, runs[name]] if name in runs else p, p.requires_grad)
+        for name, p in stratum.named_parameters()
+    }
+    return {name: copies[id(own)] for name, own in places(stratum).items() if id(own) in copies}
+
+
+def _runs(stratum: nn.Module) -> Mapping[str, slice]:
+    return cast(Mapping[str, slice], getattr(stratum, "runs", {}))
