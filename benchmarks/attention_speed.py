@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.strata.keep_freed_memory import keep_freed_memory

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.lightning.planner import profile_of_module
-from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync

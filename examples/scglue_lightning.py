@@ -34,7 +34,7 @@ import lightning_amp
 from lightning_amp.data.batch import Batch
 from lightning_amp.data.graph import Graph
 from lightning_amp.data.synthetic import synthesize
-from lightning_amp.models.draws import keyed_normal
+from lightning_amp.models.keyed_noise import keyed_normal
 
 LAM_GRAPH, LAM_ALIGN, LEARNING_RATE = 0.02, 0.05, 2e-3
 """g, a and the rate, as in the package."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_amp.models.blocks import Variant
-from lightning_amp.models.decoder import KeyKind, StratifiedDecoder
+from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule

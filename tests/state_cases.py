@@ -29,7 +29,7 @@ from lightning_amp.lightning.checkpoint_directory import fill, open_directory
 from lightning_amp.lightning.parts import Part, part_of
 from lightning_amp.lightning.sharded_checkpoint import write_directory
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.models.draws import KeyedDropout
+from lightning_amp.models.keyed_noise import KeyedDropout
 from tests.sharded_cases import Case, decoder
 from tests.strategy_cases import RunningRanks
 

@@ -20,7 +20,7 @@ from lightning_amp.adapters.decoder import AdaptedDecoder
 from lightning_amp.adapters.lazy import LazyDistribution, LazyLogProb
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.models.stratum import ZINB
+from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.contract.stand_in import named_parts, part
 from lightning_amp.parallel.describe_module import describe

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.blocks import AttentionKey
-from lightning_amp.models.decoder import StratifiedDecoder
-from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention, chunk_attention
 from lightning_amp.parallel.contract.protocol import BucketedAttention, find_decoders, is_decomposed
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.decoder import Region, StratifiedDecoder
-from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.models.stratum import AllFeatures
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
+from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.nodes import halo_exchange as halo
 from lightning_amp.parallel.nodes.decoder import share_anchors

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.draws import KeyedDropout, keyed_normal, keyed_uniform
+from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_uniform
 
 KEYS = torch.arange(20_000) * 97 + 5
 

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.decoder import Region, StratifiedDecoder
-from lightning_amp.models.stratum import AllFeatures
+from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
+from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, share_features

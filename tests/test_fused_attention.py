@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.blocks import AttentionKey
-from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.attention import banded_softmax
 from lightning_amp.parallel.attention.bucket_groups import Band
 from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention, fused_rows

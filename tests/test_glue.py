@@ -8,12 +8,12 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import ModelError
+from lightning_amp.models.decoders.per_feature import PLAIN_DECODERS
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.graph import GraphEncoder
+from lightning_amp.models.graph_encoder import GraphEncoder
+from lightning_amp.models.graph_vertices import propagate
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
 from lightning_amp.models.losses import alignment_loss, normal_kl
-from lightning_amp.models.plain import PLAIN_DECODERS
-from lightning_amp.models.vertices import propagate
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
@@ -187,7 +187,7 @@ def test_every_use_of_a_key_has_its_own_stream(monkeypatch):
         streams.append(stream)
         return torch.ones(len(draw), width)
 
-    monkeypatch.setattr("lightning_amp.models.draws.keyed_uniform", record)
+    monkeypatch.setattr("lightning_amp.models.keyed_noise.keyed_uniform", record)
     monkeypatch.setattr("lightning_amp.models.latent.keyed_normal", record)
     model = GLUE(**SMALL, hidden_depth=3).build(inputs())
     model.shown(batch(), model.latents(batch()))
@@ -392,7 +392,7 @@ def test_propagation_in_pieces(monkeypatch):
     source, target = torch.randint(20, (2, 101))
     coefficient, x = torch.rand(101, dtype=torch.float64), torch.rand(20, 3, dtype=torch.float64)
     whole = propagate(x, source, target=target, coefficient=coefficient)
-    monkeypatch.setattr("lightning_amp.models.vertices.EDGES_AT_A_TIME", 10)
+    monkeypatch.setattr("lightning_amp.models.graph_vertices.EDGES_AT_A_TIME", 10)
     torch.testing.assert_close(propagate(x, source, target=target, coefficient=coefficient), whole)
     x.requires_grad_()
     assert torch.autograd.gradcheck(

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.blocks import AttentionKey
-from lightning_amp.models.decoder import Decode
+from lightning_amp.models.decoders.stratified import Decode
+from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.ranks.channel_shards import deal_channels

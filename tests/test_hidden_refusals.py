@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
-from lightning_amp.models.decoder import Decode
-from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.parallel.install import change_of, install
 from lightning_amp.planning.plan.specs import HiddenParallel
 from tests.sharded_cases import Case, Model, make_plan, model_mesh

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel import install as installer
 from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention
 from lightning_amp.parallel.contract.change import Change

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
-from lightning_amp.models.blocks import AttentionKey, ConvolutionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.nodes.decoder import share_anchors
 from lightning_amp.parallel.s5_hidden.decoder import share_hidden

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.decoder import Decode
+from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode, key_first
 
 NODES = {

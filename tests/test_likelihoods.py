@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, LogNormal, NegativeBinomial, Normal
 
-from lightning_amp.models import likelihoods
+from lightning_amp.models.decoders import likelihoods
 
 COUNTS = torch.arange(0, 6, dtype=torch.float64)
 LOG_MU = torch.tensor([[-3.0], [0.0], [1.2]], dtype=torch.float64)

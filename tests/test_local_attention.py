@@ -5,7 +5,7 @@ import torch
 from local_attention import LocalAttention as PackageAttention
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.parallel.attention.fused import FusedAttention
 
 SHAPES = [(20, 5, 8), (37, 5, 6), (3, 5, 6), (41, 20, 16)]

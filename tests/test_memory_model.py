@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.scores.s4_key_first import key_first

@@ -24,7 +24,7 @@ from torch import nn
 from lightning_amp.diagnosis import diagnose as signals
 from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION, diagnose, register_signal
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.models.encoders import Encoder
+from lightning_amp.models.cell_encoder import Encoder
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.axes import MeshShape

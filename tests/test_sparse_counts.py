@@ -32,9 +32,9 @@ from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.cells import count_cells
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.same_batch import _print_of, make_sure_of_same_batch
-from lightning_amp.models.encoders import Encoder
+from lightning_amp.models.cell_encoder import Encoder
+from lightning_amp.models.decoders.per_feature import NBDecoder
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.plain import NBDecoder
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.planning.plan.specs import RowParallelLinear

@@ -20,7 +20,7 @@ from lightning_amp.data.datamodule import SingleCellDataModule
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.strategy import AMPStrategy
-from lightning_amp.models import vertices
+from lightning_amp.models import graph_vertices as vertices
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.nodes import sharded_vertices as vertex_leaves

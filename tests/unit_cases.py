@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp.models.units import Unit, UnitDecoder
+from lightning_amp.models.decoders.independent_units import Unit, UnitDecoder
 
 SIZES, DIM, STEPS = (5, 3, 4), 6, 5
 

@@ -3,7 +3,7 @@
 from local_attention import LocalAttention
 from torch import Tensor, nn
 
-from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 
 
 class PackageAttention(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.side_by_side.cases import Case, Size
 from benchmarks.side_by_side.package_attention import use_package
-from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.plan import Plan

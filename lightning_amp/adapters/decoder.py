@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_amp.adapters.layout import Layout
 from lightning_amp.adapters.stratum import AdaptedStratum
 from lightning_amp.errors import ModelError
-from lightning_amp.models.blocks import Variant
-from lightning_amp.models.decoder import Region, StratifiedDecoder
-from lightning_amp.models.walk import EveryStratum
+from lightning_amp.models.decoders.strata_loop import EveryStratum
+from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion
 
 

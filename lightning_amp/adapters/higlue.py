@@ -27,8 +27,8 @@ from lightning_amp.adapters.decoder import AdaptedDecoder
 from lightning_amp.adapters.keys import AdaptedAttentionKey, AdaptedConvolutionKey
 from lightning_amp.adapters.layout import LISTS, Layout, NotRecognised
 from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
-from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.models.stratum import ZINB
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum import ZINB
 
 BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
 COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}

@@ -1,4 +1,4 @@
-"""Keys of a stratum made of a foreign decoder's layers: those of models/blocks.py in every mixture that copies have.
+"""Keys of a stratum made of a foreign decoder's layers: those of models/decoders/stratum_keys.py in every mixture that copies have.
 
     attention      p = prenorm(v), qk = p W_qk^T, val = p W_val^T
                    key = val + LocalAttention(qk, qk, p or val)
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.models.blocks import geglu
+from lightning_amp.models.decoders.stratum_keys import geglu
 
 
 class AdaptedAttentionKey(nn.Module):

@@ -29,8 +29,8 @@ from lightning_amp.adapters.layout import Layout, NotRecognised
 from lightning_amp.adapters.paired_keys import PairedAttentionKey, RowsConvolutionKey
 from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.models.local_attention import LocalAttention
-from lightning_amp.models.stratum import ZINB
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion
 
 ATTENTION = {

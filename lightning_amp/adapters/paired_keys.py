@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.adapters.keys import AdaptedConvolutionKey
-from lightning_amp.models.blocks import geglu
+from lightning_amp.models.decoders.stratum_keys import geglu
 
 
 class RowsConvolutionKey(AdaptedConvolutionKey):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.keys import AdaptedAttentionKey
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.stratum import AllCells, AllFeatures, Decode, Stratum
-from lightning_amp.models.tables import table_rows
+from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode, Stratum
 
 
 class GivenDistribution(nn.Module):

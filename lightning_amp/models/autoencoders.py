@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models import networks
-from lightning_amp.models.built import BuiltFromData
+from lightning_amp.models.built_from_data import BuiltFromData
 from lightning_amp.models.inputs import ModelInputs
 from lightning_amp.models.latent import library_of
 from lightning_amp.models.losses import Discriminator

@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_amp.data.keys import hash_integers
 from lightning_amp.errors import ModelError
 from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
-from lightning_amp.models.blocks import Variant
-from lightning_amp.models.decoder import KeyKind
+from lightning_amp.models.decoders.stratified import KeyKind
+from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.latent import Latent, noise_for, sample
 from lightning_amp.models.losses import alignment_loss, normal_kl
 

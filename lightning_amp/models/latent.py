@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_amp.models.draws import keyed_normal
+from lightning_amp.models.keyed_noise import keyed_normal
 
 if TYPE_CHECKING:
     from lightning_amp.data.batch import CellBatch

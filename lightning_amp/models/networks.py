@@ -5,12 +5,12 @@ from typing import cast
 import torch
 from torch import nn
 
-from lightning_amp.models.blocks import Variant
-from lightning_amp.models.decoder import KeyKind, StratifiedDecoder
-from lightning_amp.models.encoders import Encoder
-from lightning_amp.models.graph import GraphEncoder
+from lightning_amp.models.cell_encoder import Encoder
+from lightning_amp.models.decoders.per_feature import PLAIN_DECODERS, PlainDecoder
+from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import Variant
+from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, LIKELIHOODS, TOTALS, ModelInputs
-from lightning_amp.models.plain import PLAIN_DECODERS, PlainDecoder
 
 STREAMS_PER_MODALITY = 64
 """Streams of random numbers: dropout layers from the first on, latent and burn-in noise at the end."""

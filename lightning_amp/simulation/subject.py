@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_amp.models.blocks import Variant
-from lightning_amp.models.decoder import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.graph import GraphEncoder
+from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
 from lightning_amp.planning.plan.model_shape import DecoderShape, NetworkShape
 from lightning_amp.profiling.profile import Profile

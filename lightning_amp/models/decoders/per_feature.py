@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_amp.models import likelihoods
-from lightning_amp.models.tables import table_rows
+from lightning_amp.models.decoders import likelihoods
+from lightning_amp.models.decoders.batch_tables import table_rows
 
 FIRST = {"log_theta": likelihoods.FIRST_LOG_THETA, "zi_logits": likelihoods.FIRST_ZI_LOGIT}
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
-from lightning_amp.models.blocks import AttentionKey, ConvolutionKey, Variant
-from lightning_amp.models.stratum import Decode as Decode
-from lightning_amp.models.stratum import KeyModule
-from lightning_amp.models.stratum import Stratum as Stratum
-from lightning_amp.models.walk import EveryStratum
+from lightning_amp.models.decoders.strata_loop import EveryStratum
+from lightning_amp.models.decoders.stratum import Decode as Decode
+from lightning_amp.models.decoders.stratum import KeyModule
+from lightning_amp.models.decoders.stratum import Stratum as Stratum
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, Variant
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

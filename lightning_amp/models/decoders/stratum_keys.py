@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import LocalAttention
 
 Variant = Literal["higlue", "paper"]
 LEAK = 0.2

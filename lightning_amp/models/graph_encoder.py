@@ -20,10 +20,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.encoders import LEAST_STD
+from lightning_amp.models.cell_encoder import LEAST_STD
+from lightning_amp.models.graph_vertices import AllVertices, FeatureVertices
 from lightning_amp.models.latent import Latent
 from lightning_amp.models.losses import divergence
-from lightning_amp.models.vertices import AllVertices, FeatureVertices
 
 
 class GraphEncoder(nn.Module):

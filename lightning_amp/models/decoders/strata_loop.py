@@ -5,7 +5,7 @@ from typing import cast
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.models.stratum import Stratum
+from lightning_amp.models.decoders.stratum import Stratum
 
 
 class EveryStratum(nn.Module):

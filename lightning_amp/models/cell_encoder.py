@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.draws import KeyedDropout
+from lightning_amp.models.keyed_noise import KeyedDropout
 
 LEAK = 0.2
 LEAST_STD = 1e-7

@@ -15,9 +15,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models import likelihoods
-from lightning_amp.models.blocks import AttentionKey, ConvolutionKey
-from lightning_amp.models.tables import table_rows
+from lightning_amp.models.decoders import likelihoods
+from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 
 KeyModule = AttentionKey | ConvolutionKey
 

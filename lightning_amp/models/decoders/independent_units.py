@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoder import Region
-from lightning_amp.models.stratum import AllCells
-from lightning_amp.models.walk import EveryStratum
+from lightning_amp.models.decoders.strata_loop import EveryStratum
+from lightning_amp.models.decoders.stratified import Region
+from lightning_amp.models.decoders.stratum import AllCells
 
 
 class UnitCells(AllCells):

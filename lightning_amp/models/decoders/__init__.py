@@ -1,0 +1,1 @@
+"""The stratified decoder: everything that a technique may replace, and its leaves."""
