@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributions import Bernoulli, NegativeBinomial
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.lazy import LazyDistribution, LazyLogProb
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.lazy_distribution import LazyDistribution, LazyLogProb
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.lazy import LazyLogProb
+from lightning_amp.adapters.lazy_distribution import LazyLogProb
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.lightning.finite import FiniteCheck
 from lightning_amp.parallel.contract.protocol import find_decoders

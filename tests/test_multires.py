@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.multires import MultiResDecoder
+from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy import AMPStrategy

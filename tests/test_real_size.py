@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.real_size import needed_bytes
+from lightning_amp.adapters.recognise.real_size import needed_bytes
 from lightning_amp.errors import ModelError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy import AMPStrategy

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import NegativeBinomial
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.stratum import GivenDistribution
+from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.describe_module import describe

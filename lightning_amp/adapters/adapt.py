@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.higlue import lacks, resembles
-from lightning_amp.adapters.layout import NotRecognised
-from lightning_amp.adapters.lazy import LazyDistribution
-from lightning_amp.adapters.multires import MultiResDecoder, resembles_multires
-from lightning_amp.adapters.multires_probe import adapted_multires
-from lightning_amp.adapters.probe import adapted
-from lightning_amp.adapters.real_size import FirstBatch
-from lightning_amp.adapters.snapshot import Snapshot
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.column_layout import NotRecognised
+from lightning_amp.adapters.forms.higlue import lacks, resembles
+from lightning_amp.adapters.forms.multires import MultiResDecoder, resembles_multires
+from lightning_amp.adapters.lazy_distribution import LazyDistribution
+from lightning_amp.adapters.recognise.find_form import adapted
+from lightning_amp.adapters.recognise.find_multires import adapted_multires
+from lightning_amp.adapters.recognise.module_snapshot import Snapshot
+from lightning_amp.adapters.recognise.real_size import FirstBatch
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.contract.stand_in import StandIn
 from lightning_amp.planning.plan.plan import Plan

@@ -27,9 +27,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.moment import Moment
-from lightning_amp.adapters.stratum import distribution
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_stratum import distribution
+from lightning_amp.adapters.unchanged_tensors import Moment
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 

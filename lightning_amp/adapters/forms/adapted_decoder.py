@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_amp.adapters.layout import Layout
-from lightning_amp.adapters.stratum import AdaptedStratum
+from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
+from lightning_amp.adapters.forms.column_layout import Layout
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.strata_loop import EveryStratum
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.small import no_hooks
-from lightning_amp.adapters.stratum import AdaptedStratum
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
+from lightning_amp.adapters.recognise.small_copy import no_hooks
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
 from lightning_amp.quantities import format_bytes

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.adapters.keys import AdaptedConvolutionKey
+from lightning_amp.adapters.forms.adapted_keys import AdaptedConvolutionKey
 from lightning_amp.models.decoders.stratum_keys import geglu
 
 

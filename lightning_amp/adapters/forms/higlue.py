@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.keys import AdaptedAttentionKey, AdaptedConvolutionKey
-from lightning_amp.adapters.layout import LISTS, Layout, NotRecognised
-from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey, AdaptedConvolutionKey
+from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.adapters.forms.column_layout import LISTS, Layout, NotRecognised
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
 

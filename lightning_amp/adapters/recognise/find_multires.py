@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.higlue import TABLES, Form
-from lightning_amp.adapters.layout import NotRecognised
-from lightning_amp.adapters.marks import changes, marks
-from lightning_amp.adapters.multires import MultiResDecoder, bands, dim_of, make_multires, read_bands
-from lightning_amp.adapters.probe import CLOSE, SHOWN, kind_of
-from lightning_amp.adapters.replaced import hooked
-from lightning_amp.adapters.small import LARGE, NEAR_ONE, Sizes, parameter_values
+from lightning_amp.adapters.forms.column_layout import NotRecognised
+from lightning_amp.adapters.forms.higlue import TABLES, Form
+from lightning_amp.adapters.forms.multires import MultiResDecoder, bands, dim_of, make_multires, read_bands
+from lightning_amp.adapters.recognise.find_form import CLOSE, SHOWN, kind_of
+from lightning_amp.adapters.recognise.module_attributes import changes, marks
+from lightning_amp.adapters.recognise.small_copy import LARGE, NEAR_ONE, Sizes, parameter_values
+from lightning_amp.adapters.recognise.unused_hooks import hooked
 from lightning_amp.errors import AmpError
 from lightning_amp.parallel.contract.hooks import KINDS
 

@@ -25,14 +25,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.higlue import Form, check_parts, forms, make_decoder
-from lightning_amp.adapters.layout import Layout, NotRecognised, read_layout
-from lightning_amp.adapters.marks import changes, marks
-from lightning_amp.adapters.real_size import difference, needed_bytes
-from lightning_amp.adapters.replaced import hooked
-from lightning_amp.adapters.settings import settings_problem
-from lightning_amp.adapters.small import LARGE, MORE, PAIR, Small, drawn_copy, small_copy
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised, read_layout
+from lightning_amp.adapters.forms.higlue import Form, check_parts, forms, make_decoder
+from lightning_amp.adapters.recognise.attention_settings import settings_problem
+from lightning_amp.adapters.recognise.module_attributes import changes, marks
+from lightning_amp.adapters.recognise.real_size import difference, needed_bytes
+from lightning_amp.adapters.recognise.small_copy import LARGE, MORE, PAIR, Small, drawn_copy, small_copy
+from lightning_amp.adapters.recognise.unused_hooks import hooked
 from lightning_amp.errors import AmpError
 
 CLOSE = 1e-9

@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.higlue import TABLES, dim_of
-from lightning_amp.adapters.layout import LISTS, Layout, columns_list, layout_of
+from lightning_amp.adapters.forms.column_layout import LISTS, Layout, columns_list, layout_of
+from lightning_amp.adapters.forms.higlue import TABLES, dim_of
 from lightning_amp.parallel.contract.hooks import KINDS
 
 WINDOW = 3

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.adapters.decoder import AdaptedDecoder
-from lightning_amp.adapters.higlue import BINARY_TABLES, COUNT_TABLES, Form, table_of
-from lightning_amp.adapters.layout import Layout, NotRecognised
-from lightning_amp.adapters.paired_keys import PairedAttentionKey, RowsConvolutionKey
-from lightning_amp.adapters.stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
+from lightning_amp.adapters.forms.higlue import BINARY_TABLES, COUNT_TABLES, Form, table_of
+from lightning_amp.adapters.forms.paired_keys import PairedAttentionKey, RowsConvolutionKey
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
