@@ -24,8 +24,8 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from benchmarks.side_by_side.report import machine
 from lightning_amp import GLUE, SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
-from lightning_amp.data.prepare import prepare
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.synthetic import synthesize
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "scglue_lightning.py"
 SIZES = {
@@ -223,7 +223,7 @@ ABOUT = f"""\
   {CELLS["scglue"]} cells (60 epochs of the small set), trained as in `examples/scglue_lightning.py`. *Seconds* are
   the processor's, of the training alone.
 - **Synthetic data**: contacts of active bins are more frequent near the diagonal, as gene bodies' are, so that a gene's
-  expression and its bin's contacts correlate over cell types (`lightning_amp/data/synthetic.py`).
+  expression and its bin's contacts correlate over cell types (`lightning_amp/data/prepare/synthetic.py`).
 - **Cortex**: nuclei of Lee et al. 2019 (chromosome 1 at 1 Mb) and RNA of Darmanis et al. 2015, of other people; Sst
   nuclei are compared with neurons. In these data a gene's expression and its bin's contacts at 0 and 1 Mb hardly
   correlate over the four types: 0.30 for genes of one type, 0.00 for all that vary. No goal.

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 import lightning_amp
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.model_shape import ModelShape
 
 FEWEST_ZEROS = 0.95

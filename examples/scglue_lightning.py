@@ -32,8 +32,8 @@ from torch.distributions import Normal, kl_divergence
 
 import lightning_amp
 from lightning_amp.data.batch import Batch
-from lightning_amp.data.graph import Graph
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.files.graphml import Graph
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.models.keyed_noise import keyed_normal
 
 LAM_GRAPH, LAM_ALIGN, LEARNING_RATE = 0.02, 0.05, 2e-3

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 
 import lightning_amp
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 
 
 def train(data: Path) -> None:

@@ -17,8 +17,8 @@ from lightning_amp.errors import ModelError as ModelError
 from lightning_amp.errors import PlanError as PlanError
 
 if TYPE_CHECKING:
-    from lightning_amp.data.datamodule import SingleCellDataModule as SingleCellDataModule
-    from lightning_amp.data.prepare import prepare as prepare
+    from lightning_amp.data.loading.datamodule import SingleCellDataModule as SingleCellDataModule
+    from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
     from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from lightning_amp.verification.verify import verify as verify
 
 _HOME = {
-    "SingleCellDataModule": "data.datamodule",
-    "prepare": "data.prepare",
+    "SingleCellDataModule": "data.loading.datamodule",
+    "prepare": "data.prepare.prepare",
     "diagnose": "diagnosis.diagnose",
     "register_signal": "diagnosis.diagnose",
     "StratumMemoryMonitor": "lightning.memory_monitor",

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.predictions import PredictionWriter

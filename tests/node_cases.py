@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 

@@ -20,9 +20,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_amp.data.dataset import StepIndices
-from lightning_amp.data.keys import draw_keys
-from lightning_amp.data.sampler import StepLoader, StepSampler
+from lightning_amp.data.cell_keys import draw_keys
+from lightning_amp.data.loading.dataset import StepIndices
+from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.checkpoint_conversion import convert_checkpoint
 from lightning_amp.lightning.checkpoint_directory import fill, open_directory

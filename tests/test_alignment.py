@@ -8,9 +8,9 @@ import yaml
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_amp.cli.demo import CONFIG, SYNTHETIC
-from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.models.glue import GLUE
 
 RANKS, EPOCHS = 2, 40

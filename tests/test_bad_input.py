@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.prepare import prepare
-from lightning_amp.data.scool import ScoolFile
+from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.errors import DataError
 from tests.tiny_data import (
     CELLS,
@@ -332,7 +332,7 @@ def test_the_same_files_unharmed_are_accepted(files: Files) -> None:
 def test_all_rna_cells_empty_in_the_genes_kept(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Genes without counts are never chosen, so this guard can only be reached when the choice changes."""
     monkeypatch.setattr(
-        "lightning_amp.data.gene_choice.most_variable", lambda counts, n_genes: np.full(10, True)
+        "lightning_amp.data.prepare.variable_genes.most_variable", lambda counts, n_genes: np.full(10, True)
     )
     write_rna(files.rna, sp.csr_matrix((8, 12), dtype=np.float32))
     with pytest.raises(DataError, match=r"rna\.h5ad: all 8 RNA cells are empty in the 10 genes kept"):

@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.directory import find
-from lightning_amp.data.genes import read_genes
-from lightning_amp.data.graph import count_graph, read_graph
-from lightning_amp.data.header import read_header
-from lightning_amp.data.layout import read_layout
-from lightning_amp.data.resolution import parse_resolution
-from lightning_amp.data.scool import ScoolFile
+from lightning_amp.data.files.directory import find
+from lightning_amp.data.files.graphml import count_graph, read_graph
+from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.resolution import parse_resolution
+from lightning_amp.data.files.strata_layout import read_layout
+from lightning_amp.data.prepare.gene_positions import read_genes
+from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.errors import DataError
 from tests.tiny_data import edit, make_pixels, write_scool
 

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_amp.cli.main import main
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning import hardware, step_time
 from lightning_amp.lightning.step_time import WARM_UP, StepTimer

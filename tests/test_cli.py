@@ -17,7 +17,7 @@ from rich.progress import Progress
 from lightning_amp.cli.demo import CONFIG, run_demo
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError
 from lightning_amp.lightning.terminal import BAR_WIDTH, NarrowBar, fit_the_terminal
 

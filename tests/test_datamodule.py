@@ -13,9 +13,9 @@ import pytest
 import torch
 from scipy import sparse
 
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.dataset import CellTable
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.dataset import CellTable
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 
 pytestmark = [

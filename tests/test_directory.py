@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.directory import DataDirectory, find
-from lightning_amp.data.graph import count_graph, read_graph
-from lightning_amp.data.header import read_header
-from lightning_amp.data.layout import read_layout
-from lightning_amp.data.writing import write_aside
+from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.graphml import count_graph, read_graph
+from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.strata_layout import read_layout
+from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.errors import DataError
 from lightning_amp.progress import track
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy import AMPStrategy

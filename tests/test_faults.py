@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError, PlanError
 from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.faults.doing import Doing

@@ -22,13 +22,13 @@ import pytest
 import torch
 
 from lightning_amp.cli.main import main
-from lightning_amp.data import new_hdf5 as module
-from lightning_amp.data.new_hdf5 import new_hdf5
-from lightning_amp.data.prepare import prepare
-from lightning_amp.data.results import write_embedding
-from lightning_amp.data.scool_writer import write_scool
-from lightning_amp.data.synthetic import synthesize
-from lightning_amp.data.writing import written_aside
+from lightning_amp.data.files import new_hdf5 as module
+from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.write_results import write_embedding
+from lightning_amp.data.files.write_scool import write_scool
+from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
 from lightning_amp.verification.trial import _keep

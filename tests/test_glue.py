@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.per_feature import PLAIN_DECODERS
 from lightning_amp.models.glue import GLUE
@@ -343,7 +343,7 @@ def test_imputed_contacts_are_expected_contacts():
 
 
 def test_networks_come_from_the_data_module(tmp_path):
-    from lightning_amp.data.datamodule import SingleCellDataModule
+    from lightning_amp.data.loading.datamodule import SingleCellDataModule
 
     synthesize(tmp_path / "data", cells=12, bins=12, strata=3, genes=8, chromosomes=1, depth=300)
     data = SingleCellDataModule(tmp_path / "data", batch_size=4)

@@ -13,14 +13,14 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.header import read_header
-from lightning_amp.data.layout import FeatureLayout, feature_name, read_layout
+from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.strata_layout import FeatureLayout, feature_name, read_layout
 
 STRINGS = h5py.string_dtype()
 # The peak is read from /proc: getrusage would show the one of the process that started this one.
 MEASURE = """
 import pathlib, sys, time
-from lightning_amp.data.layout import read_layout
+from lightning_amp.data.files.strata_layout import read_layout
 before = time.process_time()
 layout = read_layout(sys.argv[1])
 spent = time.process_time() - before
@@ -103,7 +103,7 @@ def test_names_split_over_blocks_give_the_same_layout(
 ) -> None:
     path = write_var(tmp_path / "names.h5ad", single_resolution()[0])
     whole = read_layout(path)
-    monkeypatch.setattr("lightning_amp.data.layout.BLOCK", 4)
+    monkeypatch.setattr("lightning_amp.data.files.strata_layout.BLOCK", 4)
     same(whole, read_layout(path))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from tests.model_axis_cases import ALL, CASE, CELLS, N_FEATURES, Maps, batches, everything
 from tests.ranks import run_ranks
 

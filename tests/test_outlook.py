@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from lightning_amp.cli.main import main
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.batch_parts import tensors_in
 from lightning_amp.parallel.describe_module import describe

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from lightning_amp import figures
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.layout import FeatureLayout, Stratum
+from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
+from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.write_results import write_imputed
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
-from lightning_amp.data.results import write_imputed
-from lightning_amp.data.synthetic import synthesize
-from lightning_amp.data.writing import written_aside
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning import predictions
 from lightning_amp.lightning.predictions import PredictionWriter, project

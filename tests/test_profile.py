@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 from lightning_amp.profiling.read import profile
 

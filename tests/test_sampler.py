@@ -10,10 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_amp.data.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.keys import draw_keys
-from lightning_amp.data.sampler import StepLoader, StepSampler, imbalance
-from lightning_amp.data.splitting import balance
+from lightning_amp.data.cell_keys import draw_keys
+from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
+from lightning_amp.data.loading.deal_cells import balance
+from lightning_amp.data.loading.sampler import StepLoader, StepSampler, imbalance
 from lightning_amp.errors import DataError
 
 pytestmark = [

@@ -23,8 +23,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
 from tests.ranks import run_ranks

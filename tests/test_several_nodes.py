@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_amp import figures
 from lightning_amp.cli.main import main
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.model_shape import check_model
 from lightning_amp.simulation.shape_text import parse_shape

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemoryMonitor
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.live_bytes import LiveBytes
 from lightning_amp.lightning.planner import profile_of_module

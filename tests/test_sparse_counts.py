@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_amp.data import sparse_product
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.dataset import CellTable
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.dataset import CellTable
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.cells import count_cells
 from lightning_amp.lightning.live_bytes import LiveBytes
@@ -396,8 +396,8 @@ def test_auto_is_sparse_where_it_pays_and_the_model_takes_it(
     assert dense == pytest.approx((table.counts.toarray() != 0).mean())
 
     def auto(model: Any, few: float, many: int) -> set[type]:
-        monkeypatch.setattr("lightning_amp.data.datamodule.FEW_ENTRIES", few)
-        monkeypatch.setattr("lightning_amp.data.datamodule.MANY_FEATURES", many)
+        monkeypatch.setattr("lightning_amp.data.loading.datamodule.FEW_ENTRIES", few)
+        monkeypatch.setattr("lightning_amp.data.loading.datamodule.MANY_FEATURES", many)
         data.trainer = SimpleNamespace(lightning_module=model, **given)  # type: ignore[assignment]
         return kinds(data)
 

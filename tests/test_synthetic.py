@@ -8,11 +8,11 @@ import anndata
 import numpy as np
 import pytest
 
-from lightning_amp.data.directory import DataDirectory
-from lightning_amp.data.graph import read_graph
-from lightning_amp.data.header import read_header
-from lightning_amp.data.layout import read_layout
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.files.directory import DataDirectory
+from lightning_amp.data.files.graphml import read_graph
+from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.strata_layout import read_layout
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 
 

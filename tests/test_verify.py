@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp.cli.main import main
-from lightning_amp.data.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.data.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import batches as cut

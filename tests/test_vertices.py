@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.strategy import AMPStrategy
 from lightning_amp.models import graph_vertices as vertices

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError
 
 MARK = ".lightning-amp-demo"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_amp.cli.convert import add_convert
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
-from lightning_amp.data.writing import FULL, cannot_write, written_aside
+from lightning_amp.data.files.write_aside import FULL, cannot_write, written_aside
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.verification.command import add_verify
 
@@ -228,7 +228,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     from lightning_amp.cli.prepared import prepared_report
-    from lightning_amp.data.prepare import prepare
+    from lightning_amp.data.prepare.prepare import prepare
 
     directory = prepare(
         hic=arguments.hic,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lightning_amp.data.directory import DataDirectory
-from lightning_amp.data.hdf5 import open_h5ad
+from lightning_amp.data.files.directory import DataDirectory
+from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.planning.reports.plan_report import table
 
 NAMED = 6

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_amp.data.writing import written_aside
+from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.meters import CudaMeter, Meter, TensorMeter
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders

@@ -21,19 +21,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_amp import figures
-from lightning_amp.data.datamodule import SingleCellDataModule
-from lightning_amp.data.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.keys import hash_integers
-from lightning_amp.data.layout import FeatureLayout
-from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
-from lightning_amp.data.results import (
+from lightning_amp.data.cell_keys import hash_integers
+from lightning_amp.data.files.strata_layout import FeatureLayout
+from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.write_results import (
     bin_table,
     celltypes,
     has_celltypes,
     write_embedding,
     write_imputed,
 )
-from lightning_amp.data.writing import written_aside
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
+from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
 from lightning_amp.errors import DataError, ModelError
 
 Embeddings = dict[str, NDArray[np.float32]]

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from lightning_amp.data.keys import hash_integers
+from lightning_amp.data.cell_keys import hash_integers
 from lightning_amp.errors import ModelError
 from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
 from lightning_amp.models.decoders.stratified import KeyKind

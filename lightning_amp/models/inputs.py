@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_amp.errors import ModelError
 
 if TYPE_CHECKING:
-    from lightning_amp.data.datamodule import SingleCellDataModule
+    from lightning_amp.data.loading.datamodule import SingleCellDataModule
 
 HIC = "hic"
 LIKELIHOODS = {HIC: "stratified", "rna": "nb", "atac": "zinb", "methyl": "ziln"}

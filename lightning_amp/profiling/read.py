@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_amp.data.directory import DataDirectory, find
-from lightning_amp.data.graph import count_graph
-from lightning_amp.data.header import ModalityHeader, read_header
-from lightning_amp.data.layout import FeatureLayout, read_layout
+from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.graphml import count_graph
+from lightning_amp.data.files.h5ad_header import ModalityHeader, read_header
+from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
 PROBABILITY_MODELS = {"rna": "NB", "atac": "ZINB", "methyl": "ZILN", "hic": "HiCZINB"}

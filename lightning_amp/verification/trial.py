@@ -21,7 +21,7 @@ from torch import Tensor
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_amp.data.writing import written_aside
+from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.atomic_checkpoint import write_state
 from lightning_amp.lightning.cells import count_cells

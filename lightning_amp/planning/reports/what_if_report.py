@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from textwrap import wrap
 
-from lightning_amp.data.resolution import format_resolution
+from lightning_amp.data.files.resolution import format_resolution
 from lightning_amp.planning.questions.what_if import MOST_DEVICES, Answer
 from lightning_amp.planning.reports.plan_report import WIDTH, table, techniques
 from lightning_amp.quantities import format_bytes

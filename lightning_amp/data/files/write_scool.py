@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.new_hdf5 import new_hdf5
+from lightning_amp.data.files.new_hdf5 import new_hdf5
 
 PACKED: dict[str, Any] = {"compression": "gzip", "compression_opts": 6, "shuffle": True}
 URL = "https://github.com/open2c/cooler"

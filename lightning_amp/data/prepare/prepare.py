@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from lightning_amp.data.chromosomes import choose_chromosomes
-from lightning_amp.data.directory import DataDirectory, find
-from lightning_amp.data.features import build_grid
-from lightning_amp.data.gene_choice import choose_genes
-from lightning_amp.data.genes import read_genes
-from lightning_amp.data.labels import label_cells, read_labels
-from lightning_amp.data.modalities import write_modalities
-from lightning_amp.data.resolution import format_resolution, parse_resolution
-from lightning_amp.data.rna import read_rna
-from lightning_amp.data.scool import ScoolFile
-from lightning_amp.data.writing import write_aside
+from lightning_amp.data.files.chromosome_names import choose_chromosomes
+from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.resolution import format_resolution, parse_resolution
+from lightning_amp.data.files.write_aside import write_aside
+from lightning_amp.data.prepare.cell_labels import label_cells, read_labels
+from lightning_amp.data.prepare.feature_grid import build_grid
+from lightning_amp.data.prepare.gene_positions import read_genes
+from lightning_amp.data.prepare.read_scool import ScoolFile
+from lightning_amp.data.prepare.rna_counts import read_rna
+from lightning_amp.data.prepare.variable_genes import choose_genes
+from lightning_amp.data.prepare.write_modalities import write_modalities
 from lightning_amp.errors import DataError
 
 

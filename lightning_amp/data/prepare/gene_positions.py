@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.streams import open_stream
+from lightning_amp.data.files.open_text import open_stream
 from lightning_amp.errors import DataError
 
 PROMOTER_BP = 2_000

@@ -23,11 +23,11 @@ import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.directory import DataDirectory, find
-from lightning_amp.data.features import FeatureGrid, build_grid
-from lightning_amp.data.modalities import write_modalities
-from lightning_amp.data.rna import RnaCounts
-from lightning_amp.data.writing import write_aside
+from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.write_aside import write_aside
+from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
+from lightning_amp.data.prepare.rna_counts import RnaCounts
+from lightning_amp.data.prepare.write_modalities import write_modalities
 from lightning_amp.errors import DataError
 
 LOOP_QUANTILE = 0.98

@@ -13,8 +13,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from lightning_amp.data.genes import promoters
-from lightning_amp.data.layout import feature_name
+from lightning_amp.data.files.strata_layout import feature_name
+from lightning_amp.data.prepare.gene_positions import promoters
 
 
 def bin_names(bins: pd.DataFrame) -> NDArray[Any]:

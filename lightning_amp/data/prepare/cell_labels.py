@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lightning_amp.data.resolution import strip_resolution
-from lightning_amp.data.streams import open_stream
+from lightning_amp.data.files.open_text import open_stream
+from lightning_amp.data.files.resolution import strip_resolution
 from lightning_amp.errors import DataError
 
 

@@ -13,8 +13,8 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.hdf5 import open_hdf5
-from lightning_amp.data.resolution import strip_resolution
+from lightning_amp.data.files.hdf5 import open_hdf5
+from lightning_amp.data.files.resolution import strip_resolution
 from lightning_amp.errors import DataError
 
 PIXELS = ["bin1_id", "bin2_id", "count"]

@@ -20,9 +20,9 @@ from scipy import sparse
 from torch.utils.data import Dataset
 
 from lightning_amp.data.batch import Batch, CellBatch, CellRows
-from lightning_amp.data.hdf5 import index_of, open_h5ad, read_strings
-from lightning_amp.data.header import read_header
-from lightning_amp.data.keys import draw_keys
+from lightning_amp.data.cell_keys import draw_keys
+from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.hdf5 import index_of, open_h5ad, read_strings
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 

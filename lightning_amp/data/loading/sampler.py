@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_amp.data.batch import Batch
-from lightning_amp.data.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.keys import hash_integers, hash_text
-from lightning_amp.data.splitting import balance as balance_cells
-from lightning_amp.data.splitting import deal
-from lightning_amp.data.splitting import imbalance as imbalance
+from lightning_amp.data.cell_keys import hash_integers, hash_text
+from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
+from lightning_amp.data.loading.deal_cells import balance as balance_cells
+from lightning_amp.data.loading.deal_cells import deal
+from lightning_amp.data.loading.deal_cells import imbalance as imbalance
 from lightning_amp.errors import DataError
 
 CellRowsOf = Mapping[str, NDArray[np.int64]]

@@ -9,9 +9,9 @@ import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.hdf5 import open_h5ad
-from lightning_amp.data.matrix_writer import write_annotations
-from lightning_amp.data.new_hdf5 import new_hdf5
+from lightning_amp.data.files.hdf5 import open_h5ad
+from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.prepare.h5ad_writer import write_annotations
 from lightning_amp.errors import DataError
 
 CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("batch",), "0")}

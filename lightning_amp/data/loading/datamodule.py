@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lightning_amp.data.batch import Batch
-from lightning_amp.data.dataset import CellTable, MultiModalDataset
-from lightning_amp.data.directory import DataDirectory, find
-from lightning_amp.data.graph import Graph, read_graph
-from lightning_amp.data.keys import hash_integers, hash_text
-from lightning_amp.data.layout import FeatureLayout, read_layout
-from lightning_amp.data.sampler import CellRowsOf, StepLoader, StepSampler
+from lightning_amp.data.cell_keys import hash_integers, hash_text
+from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.graphml import Graph, read_graph
+from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
+from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
+from lightning_amp.data.loading.sampler import CellRowsOf, StepLoader, StepSampler
 from lightning_amp.errors import DataError
 
 HIC = "hic"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_amp.data.directory import FOLDERS
+from lightning_amp.data.files.directory import FOLDERS
 from lightning_amp.errors import DataError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

@@ -9,10 +9,10 @@ import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.chromosomes import spell_as
-from lightning_amp.data.features import FeatureGrid
-from lightning_amp.data.guidance import overlap_bins
-from lightning_amp.data.rna import RnaCounts
+from lightning_amp.data.files.chromosome_names import spell_as
+from lightning_amp.data.prepare.feature_grid import FeatureGrid
+from lightning_amp.data.prepare.guidance_graph import overlap_bins
+from lightning_amp.data.prepare.rna_counts import RnaCounts
 from lightning_amp.errors import DataError
 
 N_TREND_BINS = 20

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.data.hdf5 import index_of, is_integer, open_h5ad, read_factor, read_strings
-from lightning_amp.data.names import parse_names
+from lightning_amp.data.files.feature_names import parse_names
+from lightning_amp.data.files.hdf5 import index_of, is_integer, open_h5ad, read_factor, read_strings
 from lightning_amp.errors import DataError
 
 BLOCK = 65_536

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.data.hdf5 import index_of, open_h5ad, read_factor
+from lightning_amp.data.files.hdf5 import index_of, open_h5ad, read_factor
 from lightning_amp.errors import DataError
 
 DEPTH_COLUMNS = ("depth", "read_depth", "n_counts")

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.features import FeatureGrid
-from lightning_amp.data.matrix_writer import MatrixWriter
-from lightning_amp.data.new_hdf5 import new_hdf5
-from lightning_amp.data.pseudobulk import Pseudobulk
+from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.prepare.feature_grid import FeatureGrid
+from lightning_amp.data.prepare.h5ad_writer import MatrixWriter
+from lightning_amp.data.prepare.pseudobulk import Pseudobulk
 from lightning_amp.errors import DataError
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.layout import feature_name
+from lightning_amp.data.files.strata_layout import feature_name
 from lightning_amp.errors import DataError
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from lightning_amp.data.features import FeatureGrid
-from lightning_amp.data.graph import write_graph
-from lightning_amp.data.guidance import build_graph
-from lightning_amp.data.hic import write_hic
-from lightning_amp.data.resolution import format_resolution
-from lightning_amp.data.rna import RnaCounts, write_rna
+from lightning_amp.data.files.graphml import write_graph
+from lightning_amp.data.files.resolution import format_resolution
+from lightning_amp.data.prepare.feature_grid import FeatureGrid
+from lightning_amp.data.prepare.guidance_graph import build_graph
+from lightning_amp.data.prepare.rna_counts import RnaCounts, write_rna
+from lightning_amp.data.prepare.write_hic import write_hic
 from lightning_amp.progress import track
 
 

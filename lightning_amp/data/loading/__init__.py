@@ -1,0 +1,1 @@
+"""Files -> batches: data module, dataset, sampler."""
