@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_amp.lightning.planner import profile_of_module
+from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install

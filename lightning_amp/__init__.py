@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
-    from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
-    from lightning_amp.lightning.predictions import PredictionWriter as PredictionWriter
-    from lightning_amp.lightning.strategy import AMPStrategy as AMPStrategy
+    from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
+    from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.planning.plan.plan import Plan as Plan
     from lightning_amp.planning.plan.register_technique import register_technique as register_technique
@@ -37,9 +37,9 @@ _HOME = {
     "prepare": "data.prepare.prepare",
     "diagnose": "diagnosis.diagnose",
     "register_signal": "diagnosis.diagnose",
-    "StratumMemoryMonitor": "lightning.memory_monitor",
-    "PredictionWriter": "lightning.predictions",
-    "AMPStrategy": "lightning.strategy",
+    "StratumMemoryMonitor": "lightning.callbacks.memory_monitor",
+    "PredictionWriter": "lightning.callbacks.prediction_writer",
+    "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Plan": "planning.plan.plan",
     "plan": "planning.policies.make_plan",
@@ -66,13 +66,13 @@ def __dir__() -> list[str]:
 
 @wrapt.when_imported("lightning.pytorch.strategies")
 def _register(strategies: Any) -> None:
-    from lightning_amp.lightning.registration import register
+    from lightning_amp.lightning.strategy.registration import register
 
     register(strategies.StrategyRegistry)
 
 
 @wrapt.when_imported("pytorch_lightning.strategies")
 def _refuse(strategies: Any) -> None:
-    from lightning_amp.lightning.registration import refuse
+    from lightning_amp.lightning.strategy.registration import refuse
 
     refuse(strategies.StrategyRegistry)

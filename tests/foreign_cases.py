@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.install import install
 from tests import unit_cases
 from tests.higlue_shaped import Copy, Foreign, cells

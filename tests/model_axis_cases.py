@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
-from lightning_amp.lightning.predictions import PredictionWriter
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
+from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from tests.sharded_cases import Case, decoder
 from tests.strategy_cases import RunningRanks

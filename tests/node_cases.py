@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 
 GLOBAL_BATCH = 12

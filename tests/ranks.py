@@ -21,7 +21,7 @@ PRELOADED = (
     "pytest",
     "torch.distributed",
     "lightning.pytorch",
-    "lightning_amp.lightning.strategy",
+    "lightning_amp.lightning.strategy.strategy",
     "tests.sharded_cases",
 )
 """Imported once, by the process that ranks are forks of: seconds for each of them otherwise."""

@@ -19,7 +19,7 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.lazy_distribution import LazyDistribution, LazyLogProb
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.contract.stand_in import named_parts, part

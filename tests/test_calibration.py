@@ -15,9 +15,9 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning import hardware, step_time
-from lightning_amp.lightning.step_time import WARM_UP, StepTimer
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
+from lightning_amp.lightning.steps.weighted_steps import step_time
+from lightning_amp.lightning.strategy.strategy import AMPStrategy, hardware
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibration

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.cell_order import Dealt
+from lightning_amp.lightning.steps.cell_order import Dealt
 from tests.conformance_cases import CELLS, STRATA, WIDE, Site
 from tests.conformance_data import Cells
 from tests.order_cases import (

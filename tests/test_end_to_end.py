@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read import profile

@@ -30,19 +30,19 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning import save_guard
-from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
-from lightning_amp.lightning.faults.doing import Doing, doing_of_thread
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
+from lightning_amp.lightning.checkpoints.whole_state import WholeState
+from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
+from lightning_amp.lightning.faults.activity import Doing, doing_of_thread
+from lightning_amp.lightning.faults.ends_together import _requeues_on_sigterm
 from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
-from lightning_amp.lightning.faults.strategy import _requeues_on_sigterm
 from lightning_amp.lightning.faults.watch import Limits, Watch
-from lightning_amp.lightning.same_plan import facts_of_plan
-from lightning_amp.lightning.save_guard import wait_for_all
-from lightning_amp.lightning.sharded_checkpoint import replacing_directory
-from lightning_amp.lightning.state import WholeState
-from lightning_amp.lightning.steps import WeightedSteps
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.same_on_ranks import all_ranks_save as save_guard
+from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
+from lightning_amp.lightning.steps.weighted_steps import WeightedSteps
+from lightning_amp.lightning.strategy.same_plan import facts_of_plan
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.fault_cases import Case, run_group
 
 FAULT = Fault(rank=1, host="x", what="y")
@@ -247,7 +247,7 @@ def test_what_all_ranks_raise_is_said_by_the_error_alone_whoever_is_first(
     heard = Fault(rank=0, host="vm", what="failed in setup: PlanError: unlike")
     strategy._watch = SimpleNamespace(fault=heard)  # type: ignore[assignment]
     monkeypatch.setattr(AMPStrategy, "global_rank", 1)
-    monkeypatch.setattr("lightning_amp.lightning.faults.strategy.say", said.append)
+    monkeypatch.setattr("lightning_amp.lightning.faults.ends_together.say", said.append)
     strategy.on_exception(error)
     assert said == says
 

@@ -18,13 +18,13 @@ from torch import nn
 
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError, PlanError
-from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.faults.doing import Doing
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.faults.activity import Doing
 from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.faults.memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.faults.watch import Limits, Watch
-from lightning_amp.lightning.finite import FiniteCheck
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.steps.finite_check import FiniteCheck
+from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.candidate import Candidate
 from tests.fault_cases import Case, Outcome, run_group
 from tests.fault_table import ROWS, Row, cells, committed, run_all, said
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     def no_space(self: Any, data: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_amp.lightning.atomic_checkpoint._FirstError.write", no_space)
+    monkeypatch.setattr("lightning_amp.lightning.checkpoints.atomic_file._FirstError.write", no_space)
     with pytest.raises((DataError, OSError, RuntimeError)):
         io.save_checkpoint({"a": torch.zeros(3)}, path)
     monkeypatch.undo()

@@ -30,7 +30,7 @@ from lightning_amp.data.files.write_scool import write_scool
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
+from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.verification.trial import _keep
 from tests.tiny_data import Files, make_bins, make_pixels, write_all
 from tests.tiny_data import write_scool as cooler_writes
@@ -224,7 +224,7 @@ def test_a_full_disk_under_any_layer_of_training(
         except OSError as error:
             raise RuntimeError("unexpected pos 64 vs 0") from error
 
-    monkeypatch.setattr("lightning_amp.lightning.training_cli.train", train)
+    monkeypatch.setattr("lightning_amp.cli.train.train", train)
     assert main([verb]) == 2
     found = capsys.readouterr().err
     assert found.startswith(
@@ -239,7 +239,7 @@ def test_the_monitor_of_memory_lets_the_error_of_the_run_be_told(
     def full(*_: Any, **__: Any) -> None:
         raise FULL
 
-    monkeypatch.setattr("lightning_amp.lightning.memory_monitor.write_rows", full)
+    monkeypatch.setattr("lightning_amp.lightning.callbacks.memory_monitor.write_rows", full)
     monitor = StratumMemoryMonitor(dirpath=tmp_path)
     monitor.rows, monitor._target = [{"rank": 0}], tmp_path
     trainer = SimpleNamespace(is_global_zero=True)

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.cli.main import main as cli
-from lightning_amp.lightning.faults.doing import Doing
+from lightning_amp.lightning.faults.activity import Doing
 from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.interrupt import how_to_resume
 from lightning_amp.lightning.faults.watch import ASKED_GRACE_S, GRACE_S, Limits, Watch

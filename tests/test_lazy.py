@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.lazy_distribution import LazyLogProb
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.lightning.finite import FiniteCheck
+from lightning_amp.lightning.steps.finite_check import FiniteCheck
 from lightning_amp.parallel.contract.protocol import find_decoders
 from tests.foreign_cases import example
 from tests.higlue_shaped import Copy, Decoder, Foreign

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
+from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.ranks import run_ranks
 from tests.sharded_cases import Results, decoder, differences
 from tests.strategy_cases import RunningRanks

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 
 from lightning_amp.cli.main import main
+from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.batch_parts import tensors_in
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.candidate import Candidate

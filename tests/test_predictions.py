@@ -22,8 +22,8 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning import predictions
-from lightning_amp.lightning.predictions import PredictionWriter, project
+from lightning_amp.lightning.callbacks import prediction_writer as predictions
+from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter, project
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -238,7 +238,7 @@ def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("asked", ["tsne", "umap"])
 def test_projections_that_cannot_be_drawn(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_amp.lightning.predictions.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_amp.lightning.callbacks.prediction_writer.find_spec", lambda name: None)
     with pytest.raises(DataError, match=rf"projection='{asked}' was asked; allowed are \('pca', 'umap'\)"):
         PredictionWriter("out", projection=asked)
 

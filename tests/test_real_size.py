@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.recognise.real_size import needed_bytes
 from lightning_amp.errors import ModelError
-from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.contract.stand_in import in_place_of
 from tests import foreign_cases
 from tests.higlue_shaped import Copy, Decoder, Foreign

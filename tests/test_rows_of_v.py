@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.lightning.memory_monitor import StratumMemoryMonitor
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from tests.foreign_cases import batches, differences, trained
 from tests.higlue_shaped import Copy, Foreign, cells, randomise

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from lightning_amp.lightning.same_parameters import warn_of_differences
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.model_axis_cases import Batch, Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 from tests.verify_cases import RunningScale, Scaled, SharedScale, cells

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
 from tests.ranks import run_ranks
 from tests.strategy_cases import RunningRanks

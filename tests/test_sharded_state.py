@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.sharded_state import (
+from lightning_amp.lightning.checkpoints.sharded_state import (
     check_optimizers,
     clip_norm,
     own_optimizer_state,

@@ -29,9 +29,9 @@ from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.cells import count_cells
-from lightning_amp.lightning.live_bytes import LiveBytes
-from lightning_amp.lightning.same_batch import _print_of, make_sure_of_same_batch
+from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.lightning.same_on_ranks.same_batch import _print_of, make_sure_of_same_batch
+from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.models.cell_encoder import Encoder
 from lightning_amp.models.decoders.per_feature import NBDecoder
 from lightning_amp.models.glue import GLUE

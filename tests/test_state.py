@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.lightning.checkpoint_conversion import convert_checkpoint
-from lightning_amp.lightning.checkpoint_directory import Stored, open_directory, refuse_interrupted
-from lightning_amp.lightning.sharded_checkpoint import replacing_directory
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.checkpoints.convert import convert_checkpoint
+from lightning_amp.lightning.checkpoints.read_directory import Stored, open_directory, refuse_interrupted
+from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.ranks import run_ranks
 from tests.state_cases import CASE, KINDS, N_FEATURES, Job, Maps, several
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random_split
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.ranks import run_ranks
 from tests.strategy_cases import RunningRanks
 

@@ -18,10 +18,14 @@ from torch.utils.data import DataLoader
 
 import lightning_amp  # noqa: F401  registers the names
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.lightning.cells import count_cells
-from lightning_amp.lightning.registration import refuse, register
-from lightning_amp.lightning.replicas import check_replicas, decide_on_rank_zero, share_random_state
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.same_on_ranks.replicas import (
+    check_replicas,
+    decide_on_rank_zero,
+    share_random_state,
+)
+from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.strategy.registration import refuse, register
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_yaml_reads_every_option_and_none_of_ddps() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Strategy, "strategy")
     init = {"policy": "paper", "strategies": ["S1", "S3"], "plan": None, "balance_cells": True}
-    path = "lightning_amp.lightning.strategy.AMPStrategy"
+    path = "lightning_amp.lightning.strategy.strategy.AMPStrategy"
     parsed = parser.parse_object({"strategy": {"class_path": path, "init_args": init}}).strategy.init_args
     strategy = AMPStrategy(**vars(parsed))
     assert (strategy.policy, strategy.strategies, strategy.balance_cells) == ("paper", ["S1", "S3"], True)

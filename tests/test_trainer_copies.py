@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.model_axis_cases import Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.checkpoint_directory import fill, open_directory
+from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
 from tests.conformance_cases import QUIET
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)

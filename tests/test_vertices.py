@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models import graph_vertices as vertices
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.install import change_of, install

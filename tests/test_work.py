@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_amp.lightning.planner import profile_of_module
+from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.describe_module import describe

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks.epm_grid import in_forms
 from benchmarks.side_by_side.cases import Case
-from lightning_amp.lightning.planner import profile_of_module
+from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.side_by_side.cases import Case, Size
 from benchmarks.side_by_side.plans import plan_of
-from lightning_amp.lightning.live_bytes import tensors_of
+from lightning_amp.lightning.callbacks.live_bytes import tensors_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.meter import ACTIVATIONS, TEMPORARIES
 from lightning_amp.simulation.simulate import simulate

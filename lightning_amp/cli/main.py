@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         if words and words[0] in TRAINING:
-            from lightning_amp.lightning.training_cli import train
+            from lightning_amp.cli.train import train
 
             train(words)
         else:

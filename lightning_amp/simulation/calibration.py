@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.hardware import device_rates
+from lightning_amp.lightning.strategy.hardware import device_rates
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.decoder_only import profile_of_module

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.lightning.live_bytes import tensors_of
+from lightning_amp.lightning.callbacks.live_bytes import tensors_of
 from lightning_amp.simulation.communication import NAMESPACES, sent_bytes
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"

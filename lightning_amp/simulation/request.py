@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_amp.lightning.batch_parts import tensors_in
+from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_amp.data.batch_parts import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.batch_parts import parts_in
-from lightning_amp.lightning.cells import count_cells
+from lightning_amp.lightning.steps.cell_weight import count_cells
 
 Cells = Tensor | SparseCounts | np.ndarray
 """What has a first axis of cells."""

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_amp.lightning.command_line import CommandLine
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 HERE = (
     "accelerator=cpu",

@@ -15,10 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_amp.lightning.cells import count_cells
-from lightning_amp.lightning.same_parameters import common_buffers, differing
-from lightning_amp.lightning.sharded_state import whole_state
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.checkpoints.sharded_state import whole_state
+from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers, differing
+from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.draws import KeyedDraws
 from lightning_amp.verification.trace import Trace
 

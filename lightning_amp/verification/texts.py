@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_amp.lightning.same_parameters import SHARE_STATISTIC
+from lightning_amp.lightning.same_on_ranks.same_parameters import SHARE_STATISTIC
 from lightning_amp.verification.laboratory import Findings
 from lightning_amp.verification.verification import Culprit
 

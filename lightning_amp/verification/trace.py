@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_amp.lightning.batch_parts import tensors_in
+from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.parallel.contract.protocol import is_decomposed
 from lightning_amp.verification.comparison import FLOOR
 

@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.atomic_checkpoint import write_state
-from lightning_amp.lightning.cells import count_cells
-from lightning_amp.lightning.strategy import AMPStrategy
+from lightning_amp.lightning.checkpoints.atomic_file import write_state
+from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification import batches as cut
 from lightning_amp.verification.comparison import ALLOWED, DTYPES, Precision, errors, loss_errors
 from lightning_amp.verification.recorder import Recorder

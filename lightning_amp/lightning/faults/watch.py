@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from lightning_amp.lightning.faults.doing import Doing
+from lightning_amp.lightning.faults.activity import Doing
 from lightning_amp.lightning.faults.fault import Fault, text_of, this_host
 from lightning_amp.lightning.faults.link import Link
 

@@ -36,23 +36,10 @@ from lightning_amp.lightning._compat import (
     optimizers_to_device,
     trainer_of,
 )
-from lightning_amp.lightning.cell_order import CellOrder, with_same_draws
-from lightning_amp.lightning.cells import CellWeight
-from lightning_amp.lightning.conflicts import check_callbacks
-from lightning_amp.lightning.faults.strategy import EndsTogether
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.faults.ends_together import EndsTogether
 from lightning_amp.lightning.faults.watch import Limits
-from lightning_amp.lightning.finite import FiniteCheck
-from lightning_amp.lightning.meshes import Meshes
-from lightning_amp.lightning.metrics import count_replicas_once, counted_once, unrounded
-from lightning_amp.lightning.options import (
-    check_numbers,
-    check_paths,
-    check_plan,
-    check_seconds,
-    one_of,
-)
-from lightning_amp.lightning.registration import register
-from lightning_amp.lightning.replicas import (
+from lightning_amp.lightning.same_on_ranks.replicas import (
     check_replicas,
     random_state,
     seed_workers,
@@ -60,11 +47,24 @@ from lightning_amp.lightning.replicas import (
     share_random_state,
     take_buffers_of_first,
 )
-from lightning_amp.lightning.same_batch import make_sure_of_same_batch, share_draws
-from lightning_amp.lightning.same_parameters import warn_of_differences
-from lightning_amp.lightning.shards import Shards
-from lightning_amp.lightning.step_time import time_steps
-from lightning_amp.lightning.steps import WeightedSteps
+from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_batch, share_draws
+from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
+from lightning_amp.lightning.steps.cell_order import CellOrder, with_same_draws
+from lightning_amp.lightning.steps.cell_weight import CellWeight
+from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once, counted_once, unrounded
+from lightning_amp.lightning.steps.finite_check import FiniteCheck
+from lightning_amp.lightning.steps.step_time import time_steps
+from lightning_amp.lightning.steps.weighted_steps import WeightedSteps
+from lightning_amp.lightning.strategy.meshes import Meshes
+from lightning_amp.lightning.strategy.refusals import check_callbacks
+from lightning_amp.lightning.strategy.registration import register
+from lightning_amp.lightning.strategy.request import (
+    check_numbers,
+    check_paths,
+    check_plan,
+    check_seconds,
+    one_of,
+)
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from lightning_amp.parallel.s1_data.gradient_sync import MIB, GradientSync
 from lightning_amp.planning.plan.plan import Plan
@@ -264,8 +264,8 @@ class AMPStrategy(EndsTogether, WeightedSteps):
     def _plan_and_install(self, trainer: Trainer) -> None:
         # late, for they reach the reference model and every technique, which a Trainer does not need
         from lightning_amp.adapters.adapt import adapt
-        from lightning_amp.lightning.planner import announce, plan_in_force
-        from lightning_amp.lightning.replan import Planned
+        from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
+        from lightning_amp.lightning.strategy.replan import Planned
 
         assert self.model is not None, "the Trainer sets the model before setup"
         self.plan = None

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import trainer_of
-from lightning_amp.lightning.checkpoint_directory import fill, open_directory, refuse_interrupted
-from lightning_amp.lightning.save_guard import wait_for_all
-from lightning_amp.lightning.sharded_checkpoint import replacing_directory, write_directory
-from lightning_amp.lightning.shards import Shards
+from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory, refuse_interrupted
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
+from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
 
 
 class WholeState(DDPStrategy):

@@ -6,8 +6,8 @@ and torch without this package. Takes the host's memory for all of it once.
 
 from pathlib import Path
 
-from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.checkpoint_directory import fill, open_directory
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
 
 
 def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.lightning.batch_parts import tensors_in
 
 STRATUM = re.compile(r"\bstrata\.(\d+)\b")
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.shard_metadata import (
+from lightning_amp.lightning.checkpoints.shard_metadata import (
     TORCH_META,
     ShardReader,
     UnknownGlobalError,

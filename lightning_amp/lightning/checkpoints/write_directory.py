@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.checkpoint_directory import (
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.checkpoints.read_directory import (
     BULK,
     META,
     earlier_name,
@@ -41,8 +41,8 @@ from lightning_amp.lightning.checkpoint_directory import (
     open_directory,
     replaced,
 )
-from lightning_amp.lightning.parts import Box, Part
-from lightning_amp.lightning.replicas import Broadcast, decide_on_rank_zero
+from lightning_amp.lightning.checkpoints.tensor_parts import Box, Part
+from lightning_amp.lightning.same_on_ranks.replicas import Broadcast, decide_on_rank_zero
 from lightning_amp.quantities import format_bytes
 
 

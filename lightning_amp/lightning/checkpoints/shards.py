@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning import sharded_state
-from lightning_amp.lightning.checkpoint_directory import fill
+from lightning_amp.lightning.checkpoints import sharded_state
+from lightning_amp.lightning.checkpoints.read_directory import fill
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.ranks.check_region import check_borders
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.data.batch_parts import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.batch_parts import parts_in
-from lightning_amp.lightning.replicas import share_random_state
+from lightning_amp.lightning.same_on_ranks.replicas import share_random_state
 
 COMPARED = 4096
 """Entries of a tensor, evenly spread."""

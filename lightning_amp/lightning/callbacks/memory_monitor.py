@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.meters import CudaMeter, Meter, TensorMeter
+from lightning_amp.lightning.callbacks.memory_meters import CudaMeter, Meter, TensorMeter
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (

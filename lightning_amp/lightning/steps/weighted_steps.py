@@ -15,10 +15,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.cells import CellWeight
-from lightning_amp.lightning.conflicts import RAW_BACKWARD
-from lightning_amp.lightning.finite import FiniteCheck
-from lightning_amp.lightning.state import WholeState
+from lightning_amp.lightning.checkpoints.whole_state import WholeState
+from lightning_amp.lightning.steps.cell_weight import CellWeight
+from lightning_amp.lightning.steps.finite_check import FiniteCheck
+from lightning_amp.lightning.strategy.refusals import RAW_BACKWARD
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 
 ONE_VALUE = "Expected more than 1 value per channel"

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.data.batch_parts import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.batch_parts import parts_in
 
 
 def count_cells(batch: object) -> int | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from lightning_amp.errors import AmpError
 
 if TYPE_CHECKING:
-    from lightning_amp.lightning.strategy import AMPStrategy
+    from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -45,7 +45,7 @@ def refuse(registry: Registry) -> None:
 def _factory(start_method: StartMethod) -> Callable[[], "AMPStrategy"]:
     def make() -> "AMPStrategy":
         # late, for registering happens while Lightning itself is being imported
-        from lightning_amp.lightning.strategy import AMPStrategy
+        from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
         return AMPStrategy(start_method=start_method)
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.checkpoint_directory import Stored
-from lightning_amp.lightning.parts import Part, part_of
+from lightning_amp.lightning.checkpoints.read_directory import Stored
+from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.ranks import collectives
 

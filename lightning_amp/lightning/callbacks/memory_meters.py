@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_amp.lightning.live_bytes import LiveBytes
+from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
 
 
 class Meter(Protocol):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
-from lightning_amp.lightning.hardware import device_budget, device_rates, with_threads
-from lightning_amp.lightning.replicas import decide_on_rank_zero
-from lightning_amp.lightning.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.step_cells import Cells, cells_per_step
+from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
+from lightning_amp.lightning.strategy.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.strategy.hardware import device_budget, device_rates, with_threads
+from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.supported import with_unsupported
@@ -42,7 +42,7 @@ from lightning_amp.quantities import parse_bytes
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_amp.lightning.strategy import AMPStrategy
+    from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""

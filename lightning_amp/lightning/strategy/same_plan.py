@@ -19,7 +19,7 @@ from lightning_amp.profiling.read import profile as read_profile
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_amp.lightning.strategy import AMPStrategy
+    from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 SHOWN = 8
 """Differences that are spelled out."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_amp.lightning.conflicts import check_compiled, check_precision
-from lightning_amp.lightning.planner import announce, plan_in_force
-from lightning_amp.lightning.step_cells import UNKNOWN
+from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
+from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
+from lightning_amp.lightning.strategy.refusals import check_compiled, check_precision
 from lightning_amp.parallel.install import Installed, install, lies_in
 from lightning_amp.planning.plan.plan import Plan
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_amp.adapters.adapt import Adapted
-    from lightning_amp.lightning.strategy import AMPStrategy
+    from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 
 class Planned:

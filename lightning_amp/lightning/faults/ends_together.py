@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import ScriptLauncher, launch_process_observer, trainer_of
-from lightning_amp.lightning.atomic_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.faults.doing import doing_of_exception, doing_of_thread
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.faults.activity import doing_of_exception, doing_of_thread
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
 from lightning_amp.lightning.faults.interrupt import InterruptibleLauncher, how_to_resume
 from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.faults.memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.faults.watch import Limits, Watch, say
+from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
 from lightning_amp.planning.plan.plan import Plan
 
 CONNECT_S = 20.0

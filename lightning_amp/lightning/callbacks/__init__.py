@@ -1,0 +1,1 @@
+"""What a user adds to a Trainer: memory monitor, prediction writer."""

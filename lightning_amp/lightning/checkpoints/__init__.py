@@ -1,0 +1,1 @@
+"""Whole state <-> shards: reading, writing and converting checkpoints."""

@@ -1,0 +1,1 @@
+"""Ranks agree on options, data, batches and parameters, or the run stops."""

@@ -1,0 +1,1 @@
+"""AMPStrategy: request, plan of the run, meshes, refusals."""
