@@ -23,8 +23,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel, Spec
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.quantities import format_bytes
+from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate_plan
-from lightning_amp.simulation.subject import decoder_subject
 
 DATA = ((5400, 64), (27_000, 64), (113_505, 1))
 """Anchors, and cells per rank."""

@@ -12,9 +12,9 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.simulation.measured_step import RankResult
+from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate
-from lightning_amp.simulation.step import RankResult
-from lightning_amp.simulation.subject import decoder_subject
 
 GIB = 2**30
 BUDGET = "24GiB"

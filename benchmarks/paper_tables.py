@@ -32,7 +32,7 @@ from benchmarks.paper_runs import (
 )
 from benchmarks.paper_runs import run as simulate_once
 from lightning_amp.figures import simulated_memory
-from lightning_amp.simulation.step import RankResult
+from lightning_amp.simulation.measured_step import RankResult
 
 GATHERED = Form(retain=True, gather=True)
 FIGURE = "paper_figure4.png"

@@ -20,8 +20,8 @@ from lightning_amp.lightning.steps.weighted_steps import step_time
 from lightning_amp.lightning.strategy.strategy import AMPStrategy, hardware
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
-from lightning_amp.simulation import calibration
-from lightning_amp.simulation.calibration import ROUNDS, calibrate, calibration_report
+from lightning_amp.simulation import calibrate as calibration
+from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
 
 SIZES = (60, 8, 2, 4)
 

@@ -29,8 +29,8 @@ from lightning_amp.parallel.nodes.halo_attention import HaloAttention
 from lightning_amp.parallel.ranks.anchor_shards import AnchorRows, deal_rows
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.specs import DomainParallel, FeatureParallel, StrataParallel
+from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate_plan
-from lightning_amp.simulation.subject import decoder_subject
 from tests.ranks import CountCollectives, run_ranks
 from tests.sharded_cases import (
     Case,

@@ -17,8 +17,8 @@ from lightning_amp.planning.plan.model_shape import DecoderShape, reference_shap
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
+from lightning_amp.simulation.models_without_values import reference_subject
 from lightning_amp.simulation.simulate import simulate_plan
-from lightning_amp.simulation.subject import reference_subject
 from tests.profiles import hic, profile, rna, shape
 
 WITHIN = 0.05

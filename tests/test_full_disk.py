@@ -265,7 +265,7 @@ def test_a_read_only_disk_is_told_before_the_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    monkeypatch.setattr("lightning_amp.simulation.calibration.calibrate", None)
+    monkeypatch.setattr("lightning_amp.simulation.calibrate.calibrate", None)
     assert main(["calibrate", "--out", "r.json"]) == 2
     assert "--out 'r.json' was asked for, and may not be written" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.model_shape import check_model
-from lightning_amp.simulation.shape_text import parse_shape
+from lightning_amp.simulation.parse_shape import parse_shape
 
 SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
 

@@ -26,7 +26,7 @@ from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read import profile
-from lightning_amp.simulation.meter import (
+from lightning_amp.simulation.byte_meter import (
     ACTIVATIONS,
     GRADIENTS,
     PARAMETERS,
@@ -34,10 +34,10 @@ from lightning_amp.simulation.meter import (
     OutOfBudget,
     StepMeter,
 )
+from lightning_amp.simulation.fake_ranks import fake_world
+from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.request import request_reference
 from lightning_amp.simulation.simulate import Simulation, simulate, simulate_plan
-from lightning_amp.simulation.subject import DecoderAlone, Subject, decoder_subject
-from lightning_amp.simulation.world import fake_world
 from tests.ranks import run_ranks
 
 BATCH = 6

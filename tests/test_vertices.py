@@ -32,8 +32,8 @@ from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.specs import VertexParallel
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
+from lightning_amp.simulation.models_without_values import reference_subject
 from lightning_amp.simulation.simulate import simulate
-from lightning_amp.simulation.subject import reference_subject
 from tests.model_axis_cases import trainer_of
 from tests.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks

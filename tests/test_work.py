@@ -30,10 +30,10 @@ from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.planning.time.step_seconds import Work, step_seconds, stratum_seconds, stratum_work
 from lightning_amp.planning.time.time_sizes import WorkSizes
+from lightning_amp.simulation.fake_ranks import fake_world
+from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import simulate
-from lightning_amp.simulation.subject import decoder_subject
-from lightning_amp.simulation.world import fake_world
 
 CELLS = 6
 SIZES = {

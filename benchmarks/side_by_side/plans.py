@@ -8,7 +8,7 @@ from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.simulation.subject import decoder_subject
+from lightning_amp.simulation.models_without_values import decoder_subject
 
 
 def plan_of(case: Case) -> Plan:

@@ -14,10 +14,10 @@ from benchmarks.side_by_side.cases import Case, Size
 from benchmarks.side_by_side.plans import plan_of
 from lightning_amp.lightning.callbacks.live_bytes import tensors_of
 from lightning_amp.quantities import format_bytes
-from lightning_amp.simulation.meter import ACTIVATIONS, TEMPORARIES
+from lightning_amp.simulation.byte_meter import ACTIVATIONS, TEMPORARIES
+from lightning_amp.simulation.measured_step import RankResult
+from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
 from lightning_amp.simulation.simulate import simulate
-from lightning_amp.simulation.step import RankResult
-from lightning_amp.simulation.subject import DecoderAlone, decoder_subject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
     from lightning_amp.planning.time.device_rates import Rates
-    from lightning_amp.simulation.shape_text import ShapeRequest
+    from lightning_amp.simulation.parse_shape import ShapeRequest
 
 TRAINING = ("fit", "validate", "test", "predict")
 BATCH_SIZE = 64
@@ -293,7 +293,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _alone(arguments: argparse.Namespace) -> "ShapeRequest | None":
     """The decoder by itself that was asked for instead of a data directory; None where that was named."""
-    from lightning_amp.simulation.shape_text import check_source, parse_shape
+    from lightning_amp.simulation.parse_shape import check_source, parse_shape
 
     of_data = {"--latent-dim": arguments.latent_dim, "--window": arguments.window}
     of_data |= {"--setting": arguments.setting, "--keys": arguments.keys}
@@ -320,10 +320,10 @@ def _simulate(arguments: argparse.Namespace) -> None:
     profile: Any = None if alone is not None else _read(arguments)
 
     # late: torch takes seconds to load, and mistakes are told before
-    from lightning_amp.simulation.picture import draw
-    from lightning_amp.simulation.report import simulation_report
+    from lightning_amp.simulation.draw_simulation import draw
     from lightning_amp.simulation.request import request_decoder, request_reference
     from lightning_amp.simulation.simulate import simulate_plan
+    from lightning_amp.simulation.simulation_report import simulation_report
 
     of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
     request |= {"rates": rates}
@@ -343,7 +343,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     _check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
 
     # late: torch takes seconds to load, and mistakes are told before
-    from lightning_amp.simulation.calibration import calibrate, calibration_report
+    from lightning_amp.simulation.calibrate import calibrate, calibration_report
 
     found = calibrate(arguments.device, index=arguments.device_index)
     with written_aside(Path(arguments.out)) as aside:

@@ -20,7 +20,7 @@ from lightning_amp.planning.reports.what_if_report import what_if_report
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import parse_bytes
-from lightning_amp.simulation.shape_text import ShapeRequest, parse_shape
+from lightning_amp.simulation.parse_shape import ShapeRequest, parse_shape
 
 BATCH_SIZE = 64
 DECIDED = {

@@ -16,7 +16,7 @@ from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ShareBatchStatistics
-from lightning_amp.simulation.subject import Subject
+from lightning_amp.simulation.models_without_values import Subject
 
 Sizes = tuple[object, ...]
 

@@ -12,8 +12,8 @@ from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.simulation.shape_text import ShapeRequest
-from lightning_amp.simulation.subject import Subject, decoder_subject, reference_subject
+from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
+from lightning_amp.simulation.parse_shape import ShapeRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
+from lightning_amp.simulation.fake_ranks import fake_world
+from lightning_amp.simulation.measured_step import RankResult, measure_step
+from lightning_amp.simulation.models_without_values import Subject
 from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
-from lightning_amp.simulation.step import RankResult, measure_step
-from lightning_amp.simulation.subject import Subject
-from lightning_amp.simulation.world import fake_world
 
 SCHEMA = 1
 MOST_MODEL_RANKS = 1024

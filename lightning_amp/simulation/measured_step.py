@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.simulation.meter import (
+from lightning_amp.simulation.byte_meter import (
     ACTIVATIONS,
     GRADIENTS,
     PARAMETERS,

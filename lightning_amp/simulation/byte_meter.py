@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp.lightning.callbacks.live_bytes import tensors_of
-from lightning_amp.simulation.communication import NAMESPACES, sent_bytes
+from lightning_amp.simulation.sent_bytes import NAMESPACES, sent_bytes
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"

@@ -31,7 +31,7 @@ from lightning_amp.planning.reports.plan_report import WIDTH, table, techniques
 from lightning_amp.planning.time.device_rates import Rates, calibrated
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
-from lightning_amp.simulation.subject import DecoderAlone
+from lightning_amp.simulation.models_without_values import DecoderAlone
 
 SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7

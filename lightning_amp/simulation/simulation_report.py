@@ -12,7 +12,7 @@ from lightning_amp.planning.plan.strategies import STRATEGIES, label
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import WIDTH, table
 from lightning_amp.quantities import format_bytes
-from lightning_amp.simulation.meter import KINDS
+from lightning_amp.simulation.byte_meter import KINDS
 from lightning_amp.simulation.simulate import Simulation
 
 STRATA_PER_LINE = 5
