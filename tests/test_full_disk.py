@@ -31,7 +31,7 @@ from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
-from lightning_amp.verification.trial import _keep
+from lightning_amp.verification.training_run import _keep
 from tests.tiny_data import Files, make_bins, make_pixels, write_all
 from tests.tiny_data import write_scool as cooler_writes
 

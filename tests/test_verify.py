@@ -25,9 +25,9 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
-from lightning_amp.verification import batches as cut
-from lightning_amp.verification.comparison import allowed, errors, loss_errors, swamped
-from lightning_amp.verification.verification import Culprit, Row, Verification
+from lightning_amp.verification import split_batch as cut
+from lightning_amp.verification.result import Culprit, Row, Verification
+from lightning_amp.verification.tolerances import allowed, errors, loss_errors, swamped
 from lightning_amp.verification.verify import compare, subject_of
 from lightning_amp.verification.workers import Workers
 from tests import verify_cases as cases

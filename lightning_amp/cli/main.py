@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_amp.cli.convert import add_convert
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
+from lightning_amp.cli.verify import add_verify
 from lightning_amp.data.files.write_aside import FULL, cannot_write, written_aside
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.verification.command import add_verify
 
 if TYPE_CHECKING:
     from lightning_amp.planning.time.device_rates import Rates

@@ -19,8 +19,8 @@ from lightning_amp.lightning.checkpoints.sharded_state import whole_state
 from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers, differing
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.verification.draws import KeyedDraws
-from lightning_amp.verification.trace import Trace
+from lightning_amp.verification.keyed_draws import KeyedDraws
+from lightning_amp.verification.module_outputs import Trace
 
 StartsOf = Callable[[int], Mapping[int, int]]
 

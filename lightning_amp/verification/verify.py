@@ -26,12 +26,12 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
-from lightning_amp.verification.batches import first_of
-from lightning_amp.verification.comparison import DTYPES, Precision
-from lightning_amp.verification.culprits import find_culprits
-from lightning_amp.verification.laboratory import Findings, Laboratory
-from lightning_amp.verification.trial import Trial
-from lightning_amp.verification.verification import Verification
+from lightning_amp.verification.experiments import Findings, Laboratory
+from lightning_amp.verification.find_causes import find_culprits
+from lightning_amp.verification.result import Verification
+from lightning_amp.verification.split_batch import first_of
+from lightning_amp.verification.tolerances import DTYPES, Precision
+from lightning_amp.verification.training_run import Trial
 from lightning_amp.verification.workers import Workers
 
 TIMEOUT_S = 1800.0

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_amp.errors import AmpError
-from lightning_amp.verification import texts
-from lightning_amp.verification.laboratory import Findings, Laboratory
-from lightning_amp.verification.trial import Treatment
-from lightning_amp.verification.verification import Culprit
+from lightning_amp.verification import cause_texts as texts
+from lightning_amp.verification.experiments import Findings, Laboratory
+from lightning_amp.verification.result import Culprit
+from lightning_amp.verification.training_run import Treatment
 
 MOST_SITES = 12
 """Places of draws that are tried one by one; more are tried together."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from lightning_amp.lightning.same_on_ranks.same_parameters import SHARE_STATISTIC
-from lightning_amp.verification.laboratory import Findings
-from lightning_amp.verification.verification import Culprit
+from lightning_amp.verification.experiments import Findings
+from lightning_amp.verification.result import Culprit
 
 NAMED = 4
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_amp.verification.comparison import Precision, allowed, loss_errors, swamped
-from lightning_amp.verification.trial import Report, Treatment, Trial, run_nudged, run_one, run_rank
-from lightning_amp.verification.verification import Row
+from lightning_amp.verification.result import Row
+from lightning_amp.verification.tolerances import Precision, allowed, loss_errors, swamped
+from lightning_amp.verification.training_run import Report, Treatment, Trial, run_nudged, run_one, run_rank
 from lightning_amp.verification.workers import Workers
 
 Nudged = Mapping[str, Mapping[str, float]]

@@ -26,11 +26,11 @@ from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.atomic_file import write_state
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.verification import batches as cut
-from lightning_amp.verification.comparison import ALLOWED, DTYPES, Precision, errors, loss_errors
+from lightning_amp.verification import split_batch as cut
+from lightning_amp.verification.existing_ranks import StartedRanks
+from lightning_amp.verification.module_outputs import Calls, origins, output_errors
 from lightning_amp.verification.recorder import Recorder
-from lightning_amp.verification.started_ranks import StartedRanks
-from lightning_amp.verification.trace import Calls, origins, output_errors
+from lightning_amp.verification.tolerances import ALLOWED, DTYPES, Precision, errors, loss_errors
 
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.parallel.contract.protocol import is_decomposed
-from lightning_amp.verification.comparison import FLOOR
+from lightning_amp.verification.tolerances import FLOOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         )
 
     # late: torch takes seconds to load, and mistakes are told before
-    from lightning_amp.verification.configuration import read_configuration
+    from lightning_amp.verification.read_configuration import read_configuration
     from lightning_amp.verification.verify import TIMEOUT_S, verify_under
 
     module, data, options = read_configuration(arguments.config)
