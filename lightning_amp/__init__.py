@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_amp.planning.plan.register_technique import register_technique as register_technique
     from lightning_amp.planning.policies.make_plan import plan as plan
     from lightning_amp.profiling.profile import Profile as Profile
-    from lightning_amp.profiling.read import profile as profile
+    from lightning_amp.profiling.read_profile import profile as profile
     from lightning_amp.verification.verify import verify as verify
 
 _HOME = {
@@ -45,7 +45,7 @@ _HOME = {
     "plan": "planning.policies.make_plan",
     "register_technique": "planning.plan.register_technique",
     "Profile": "profiling.profile",
-    "profile": "profiling.read",
+    "profile": "profiling.read_profile",
     "verify": "verification.verify",
 }
 

@@ -18,7 +18,7 @@ from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonito
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.profiling.read import profile
+from lightning_amp.profiling.read_profile import profile
 from tests.ranks import run_ranks
 from tests.strategy_cases import RunningRanks
 

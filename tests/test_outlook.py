@@ -29,7 +29,7 @@ from lightning_amp.planning.reports.devices_report import recommendation_report
 from lightning_amp.planning.reports.what_if_report import what_if_report
 from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.rest_of_step import rest_seconds
-from lightning_amp.profiling.read import profile as read_profile
+from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.parse_shape import parse_shape
 from tests.profiles import hic, profile, rna

@@ -12,7 +12,7 @@ from scipy import sparse
 
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
-from lightning_amp.profiling.read import profile
+from lightning_amp.profiling.read_profile import profile
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.profiling.read import profile
+from lightning_amp.profiling.read_profile import profile
 from tests import fault_cases, node_cases
 from tests.fault_cases import Case, free_port, run_commands, run_scripts
 from tests.fault_table import said

@@ -25,7 +25,7 @@ from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.profiling.read import profile
+from lightning_amp.profiling.read_profile import profile
 from lightning_amp.simulation.byte_meter import (
     ACTIVATIONS,
     GRADIENTS,

@@ -395,7 +395,7 @@ def _rates(arguments: argparse.Namespace) -> "Rates":
 
 
 def _read(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from lightning_amp.profiling.read import profile
+    from lightning_amp.profiling.read_profile import profile
 
     keys = arguments.keys
     return profile(

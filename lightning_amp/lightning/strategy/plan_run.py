@@ -36,7 +36,7 @@ from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.rest_of_step import rest_seconds
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.profiling.read import profile as read_profile
+from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import parse_bytes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.profiling.read import profile as read_profile
+from lightning_amp.profiling.read_profile import profile as read_profile
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
