@@ -53,7 +53,7 @@ def measure(folder: Path) -> tuple[float, float]:
     A child's peak is counted from its fork, so this process must stay small for the figure to be the command's.
     """
     start = time.perf_counter()
-    command = [sys.executable, "-m", "lightning_amp.cli.main", "profile", str(folder), "--format", "json"]
+    command = [sys.executable, "-m", "lightning_amp", "profile", str(folder), "--format", "json"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -22,7 +22,7 @@ TARGET = 1e-5
 def amp(*words: str) -> None:
     """Run one `lightning-amp` command; one thread per rank, as many ranks share few cores."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "lightning_amp.cli.main", *words], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "lightning_amp", *words], check=True, env=environment)
 
 
 def prepare(files: Path, out: Path, genes: int) -> None:

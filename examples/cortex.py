@@ -25,7 +25,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "cortex.yaml"
 def amp(*words: str) -> None:
     """Run one `lightning-amp` command and show it."""
     print(f"\n$ lightning-amp {' '.join(words)}\n", flush=True)
-    subprocess.run([sys.executable, "-m", "lightning_amp.cli.main", *words], check=True)
+    subprocess.run([sys.executable, "-m", "lightning_amp", *words], check=True)
 
 
 def train(files: Path, out: Path, *, devices: int, epochs: int, batch_size: int) -> Path:

@@ -12,5 +12,5 @@ first=$1 nodes=$2 devices=$3 config=$4 node=$5
 torchrun \
     --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$devices" \
     --master-addr "$first" --master-port "${MASTER_PORT:-29500}" \
-    --module lightning_amp.cli.main fit --config "$config" \
+    --module lightning_amp fit --config "$config" \
     --trainer.num_nodes "$nodes" --trainer.devices "$devices"

@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         "S2",
         "missing: loss of own features",
-        f"{P}/region.py",
+        f"{P}/ranks/sharded_region.py",
         "return collectives.leave(self.mesh, total) if self.summed else total",
         "return total",
         S2,
@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         "S2",
         "doubled: sum of a wide layer",
-        f"{P}/row_parallel.py",
+        f"{P}/s2_features/wide_linear.py",
         "y = collectives.leave(self.mesh, F.linear(self._own(x), self.weight))",
         "y = collectives.leave(self.mesh, collectives.leave(self.mesh, F.linear(self._own(x), self.weight)))",
         S2,
@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         "S2",
         "scale: bias of every rank added",
-        f"{P}/row_parallel.py",
+        f"{P}/s2_features/wide_linear.py",
         "y = collectives.leave(self.mesh, F.linear(self._own(x), self.weight))",
         "y = collectives.leave(self.mesh, F.linear(self._own(x), self.weight, self.bias))",
         S2,
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "S2",
         "shard: anchors of other features",
-        f"{P}/feature_parallel.py",
+        f"{P}/s2_features/decoder.py",
         'self.register_buffer("nodes", self.own(nodes).clone(), persistent=False)',
         'self.register_buffer("nodes", self.own(nodes.flip(0)).clone(), persistent=False)',
         S2,
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "S2",
         "normaliser: of own features only",
-        f"{P}/sharded_softmax.py",
+        f"{P}/ranks/sharded_softmax.py",
         "normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)",
         "normaliser = own",
         S2,
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "S3",
         "missing: last chunk",
-        f"{P}/chunked_attention.py",
+        f"{P}/attention/s3_chunked.py",
         "firsts = range(0, n_buckets, self.buckets)",
         "firsts = range(0, max(1, n_buckets - 1), self.buckets)",
         S3,
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "S3",
         "doubled: every row twice",
-        f"{P}/chunked_attention.py",
+        f"{P}/attention/s3_chunked.py",
         "return torch.cat(rows)[: len(q)]",
         "return torch.cat([row for row in rows for _ in (0, 1)])[: len(q)]",
         S3,
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "S3",
         "shard: neighbours of bucket 0",
-        f"{M}/local_attention.py",
+        f"{M}/decoders/local_attention.py",
         "self._mask(scores, first=first, n_buckets=len(queries) // w)",
         "self._mask(scores, first=0, n_buckets=len(queries) // w)",
         S3,
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "S3",
         "gradient: chunks cut off",
-        f"{P}/chunked_attention.py",
+        f"{P}/attention/s3_chunked.py",
         "rows = checkpoint(attend, state, first, last, use_reentrant=False, preserve_rng_state=False)",
         "rows = attend(tuple(t.detach() for t in state), first, last)",
         S3,
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "S3",
         "memory: nothing recomputed",
-        f"{P}/chunked_attention.py",
+        f"{P}/attention/s3_chunked.py",
         "        if self.retain:\n",
         "        if True:\n",
         S3,
@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "S4",
         "shard: anchors shifted by one",
-        f"{P}/key_first.py",
+        f"{P}/scores/s4_key_first.py",
         "key.narrow(0, start, len(nodes))",
         "key.narrow(0, max(0, start - 1), len(nodes))",
         S4,
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "S4",
         "shard: any nodes taken as a run",
-        f"{P}/key_first.py",
+        f"{P}/scores/s4_key_first.py",
         "return start if torch.equal(nodes, run) else None",
         "return start if len(nodes) == len(run) else None",
         S4,
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "S4",
         "shard: nodes of an earlier call",
-        f"{P}/key_first.py",
+        f"{P}/scores/s4_key_first.py",
         "if nodes is not self._seen or version != self._version:",
         "if self._seen is None:",
         S4,
@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         "S4",
         "gradient: keys cut off",
-        f"{P}/key_first.py",
+        f"{P}/scores/s4_key_first.py",
         "return F.embedding(nodes, key)",
         "return F.embedding(nodes, key.detach())",
         S4,
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant(
         "S4",
         "memory: all anchors decoded",
-        f"{P}/key_first.py",
+        f"{P}/scores/s4_key_first.py",
         "return u @ _select(key, nodes, self._start).T",
         "return (u @ key.T)[:, nodes]",
         S4,
@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "missing: sum of decoded scores",
-        f"{P}/hidden_decode.py",
+        f"{P}/s5_hidden/decode.py",
         "return collectives.leave(self.mesh, self.inner(u, key, nodes))",
         "scores: Tensor = self.inner(u, key, nodes)\n        return scores",
         S5,
@@ -160,7 +160,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "doubled: sum of decoded scores",
-        f"{P}/hidden_decode.py",
+        f"{P}/s5_hidden/decode.py",
         "return collectives.leave(self.mesh, self.inner(u, key, nodes))",
         "return collectives.leave(self.mesh, collectives.leave(self.mesh, self.inner(u, key, nodes)))",
         S5,
@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "scale: root of own channels",
-        f"{M}/local_attention.py",
+        f"{M}/decoders/local_attention.py",
         "F.pad(q * self.dim**-0.5, fill)",
         "F.pad(q * q.shape[-1] ** -0.5, fill)",
         S5,
@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "shard: rotary of other channels",
-        f"{M}/local_attention.py",
+        f"{M}/decoders/local_attention.py",
         "(1.0 / ROTARY_BASE**exponent)[self._pairs]",
         "(1.0 / ROTARY_BASE**exponent)[: self._pairs.stop - self._pairs.start]",
         S5,
@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "normaliser: norm of own channels",
-        f"{M}/local_attention.py",
+        f"{M}/decoders/local_attention.py",
         "squared = self._total(k.square().sum(dim=-1, keepdim=True))",
         "squared = k.square().sum(dim=-1, keepdim=True)",
         S5,
@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "missing: gradients of parameters",
-        f"{P}/stream.py",
+        f"{P}/strata/stream.py",
         "self.ready[id(p)].add(grad, runs.get(name))",
         "self.ready[id(p)].add(None, runs.get(name))",
         STREAM,
@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "missing: gradient handed down the spine",
-        f"{P}/stream.py",
+        f"{P}/strata/stream.py",
         "outputs, seeds = [nll, v_next], [seeds[0], handed]",
         "pass",
         STREAM,
@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "doubled: the total's gradient",
-        f"{P}/ready_gradients.py",
+        f"{P}/autograd/precomputed_gradients.py",
         "own.mul_(grad.to(own.dtype))",
         "own.mul_(grad.to(own.dtype) ** 2)",
         STREAM,
@@ -216,7 +216,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "shard: cells of another block",
-        f"{P}/cell_blocks.py",
+        f"{P}/strata/cell_microbatches.py",
         "return tensor if _n_rows(tensor) == 1 else tensor[block]",
         "return tensor if _n_rows(tensor) == 1 else tensor.flip(0)[block]",
         STREAM,
@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "order: strata side by side as they are ready",
-        f"{P}/side_by_side.py",
+        f"{P}/strata/thread_pool.py",
         "take(waiting.popleft().result())\n        while",
         "take(waiting.pop().result())\n        while",
         SIDE,
@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "missing: gradient down the spine between branches",
-        f"{P}/stream.py",
+        f"{P}/strata/stream.py",
         "handed = add(self._add(passed), below)",
         "handed = self._add(passed)",
         SIDE,
@@ -240,7 +240,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "silent: random numbers of threads",
-        f"{P}/side_by_side.py",
+        f"{P}/strata/thread_pool.py",
         "if not torch.equal(drawn, torch.get_rng_state()):",
         "if False:",
         SIDE,
@@ -248,7 +248,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "silent: a gradient that is lost",
-        f"{P}/ready_gradients.py",
+        f"{P}/autograd/precomputed_gradients.py",
         "    if strangers:\n",
         "    if False:\n",
         STREAM,
@@ -256,7 +256,7 @@ MUTANTS = [
     Mutant(
         "stream",
         "memory: all cells at once",
-        f"{P}/cell_blocks.py",
+        f"{P}/strata/cell_microbatches.py",
         "range(0, n, self.size)",
         "range(0, n, n)",
         STREAM,
@@ -264,7 +264,7 @@ MUTANTS = [
     Mutant(
         "recompute",
         "memory: nothing recomputed",
-        f"{P}/recompute.py",
+        f"{P}/strata/recompute.py",
         "found = checkpoint(run, v, u, cells, use_reentrant=False)",
         "found = run(v, u, cells)",
         STREAM,
@@ -272,7 +272,7 @@ MUTANTS = [
     Mutant(
         "recompute",
         "doubled: hooks in both passes",
-        f"{P}/recompute.py",
+        f"{P}/strata/recompute.py",
         "return read.again(lambda: stratum.forward(v, u, **cells))",
         "return read.again(lambda: stratum(v, u, **cells))",
         STREAM,
@@ -280,7 +280,7 @@ MUTANTS = [
     Mutant(
         "strata",
         "missing: gradients at the border",
-        f"{P}/region.py",
+        f"{P}/ranks/sharded_region.py",
         "collectives.enter(self.mesh, u, v, log_weights) if self.summed else (u, v, log_weights)",
         "(u, v, log_weights)",
         STRATA,
@@ -288,7 +288,7 @@ MUTANTS = [
     Mutant(
         "strata",
         "missing: partial parameters",
-        f"{P}/strata_parallel.py",
+        f"{P}/strata/strata_parallel.py",
         "partial=list(decoder.strata.parameters())",
         "partial=[]",
         STRATA,
@@ -296,7 +296,7 @@ MUTANTS = [
     Mutant(
         "strata",
         "shard: every rank runs the first run",
-        f"{P}/strata_parallel.py",
+        f"{P}/strata/strata_parallel.py",
         "own = range(ends[rank - 1] if rank else 0, ends[rank])",
         "own = range(0, ends[0])",
         STRATA,
@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "strata",
         "spine: not run to the own strata",
-        f"{M}/walk.py",
+        f"{M}/decoders/strata_loop.py",
         "v = stratum.spine(v)",
         "pass",
         STRATA,
@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant(
         "nodes",
         "missing: gradients of the neighbours' rows",
-        f"{P}/halo.py",
+        f"{P}/nodes/halo_exchange.py",
         "return _exchange(ctx.rows, grad), None",
         "return torch.zeros_like(grad), None",
         NODES,
@@ -320,7 +320,7 @@ MUTANTS = [
     Mutant(
         "nodes",
         "missing: loss of the other ranks",
-        f"{P}/domain_parallel.py",
+        f"{P}/nodes/decoder.py",
         '"nodes", summed=True, rows=rows',
         '"nodes", rows=rows',
         NODES,
@@ -328,7 +328,7 @@ MUTANTS = [
     Mutant(
         "nodes",
         "shard: features of other anchors",
-        f"{P}/anchor_rows.py",
+        f"{P}/ranks/anchor_shards.py",
         "return u.view_as(u), v[rows.own.start : rows.own.stop], log_weights.view_as(log_weights)",
         "return u.view_as(u), v.flip(0)[rows.own.start : rows.own.stop], log_weights.view_as(log_weights)",
         NODES,
@@ -336,7 +336,7 @@ MUTANTS = [
     Mutant(
         "nodes",
         "scale: parts of u not added up",
-        f"{P}/anchor_rows.py",
+        f"{P}/ranks/anchor_shards.py",
         "rows.join(part) if i == 1 else part.sum(0)",
         "rows.join(part) if i == 1 else part[0]",
         NODES,
@@ -344,7 +344,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "normaliser: rows that fill the last bucket",
-        f"{P}/banded_softmax.py",
+        f"{P}/attention/banded_softmax.py",
         "scores[..., n_keys] = math.log(group.missing)",
         "scores[..., n_keys] = 0.0",
         FUSED,
@@ -352,7 +352,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "scale: of queries",
-        f"{P}/banded_softmax.py",
+        f"{P}/attention/banded_softmax.py",
         "return queries.mul_(self._dim**-0.5)",
         "return queries.mul_(self._dim**-1.0)",
         FUSED,
@@ -360,7 +360,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "gradient: of the softmax",
-        f"{P}/banded_softmax.py",
+        f"{P}/attention/banded_softmax.py",
         "ds.addcmul_(weights, ds.sum(-1, keepdim=True), value=-1)",
         "pass",
         FUSED,
@@ -368,7 +368,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "mask: a row with itself",
-        f"{P}/banded_softmax.py",
+        f"{P}/attention/banded_softmax.py",
         "self._with_themselves(scores, group, rows).fill_(SELF_SCORE)",
         "pass",
         FUSED,
@@ -376,7 +376,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "shard: kept weights of other rows",
-        f"{P}/banded_softmax.py",
+        f"{P}/attention/banded_softmax.py",
         "first = rows.start * n_buckets * n_keys",
         "first = 0",
         FUSED,
@@ -384,7 +384,7 @@ MUTANTS = [
     Mutant(
         "sparse",
         "missing: terms of the counts",
-        f"{P}/sparse_likelihood.py",
+        f"{P}/scores/sparse_likelihood.py",
         "totals.append(_others(found, log_mu, [t.to(dtype) for t in arguments[1:]], gradients))",
         "_others(found, log_mu, [t.to(dtype) for t in arguments[1:]], gradients)",
         SPARSE,
@@ -392,15 +392,15 @@ MUTANTS = [
     Mutant(
         "sparse",
         "doubled: zeros where counts are",
-        f"{P}/sparse_likelihood.py",
-        "torch.logaddexp(p, -_softplus(-zi), out=p).view(-1).index_fill_(0, places, 0.0)",
-        "torch.logaddexp(p, -_softplus(-zi), out=p)",
+        f"{P}/scores/sparse_likelihood.py",
+        "torch.logaddexp(p, inflated, out=p).view(-1).index_fill_(0, places, 0.0)",
+        "torch.logaddexp(p, inflated, out=p)",
         SPARSE,
     ),
     Mutant(
         "sparse",
         "gradient: of the table",
-        f"{P}/sparse_likelihood.py",
+        f"{P}/scores/sparse_likelihood.py",
         "_into(of_theta, n.mul_(p).sub_(of_mu))",
         "_into(of_theta, n.mul_(p))",
         SPARSE,

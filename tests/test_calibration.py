@@ -15,9 +15,10 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.steps import step_time
 from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
-from lightning_amp.lightning.steps.weighted_steps import step_time
-from lightning_amp.lightning.strategy.strategy import AMPStrategy, hardware
+from lightning_amp.lightning.strategy import hardware
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibrate as calibration

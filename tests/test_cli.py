@@ -107,7 +107,7 @@ def test_unknown_words_are_refused_by_the_parser(capsys) -> None:
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lightning_amp.cli.main", *words]
+    command = [sys.executable, "-m", "lightning_amp", *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=240)
 
 

@@ -204,7 +204,7 @@ def test_files_of_other_commands(tmp_path: Path, data_dir: Path, limit: int, wor
 def test_standard_output_on_a_full_disk(data_dir: Path) -> None:
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
-            [sys.executable, "-m", "lightning_amp.cli.main", "plan", str(data_dir)],
+            [sys.executable, "-m", "lightning_amp", "plan", str(data_dir)],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

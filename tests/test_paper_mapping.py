@@ -14,8 +14,9 @@ from lightning_amp.diagnosis.diagnose import (
 )
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Plan, specs
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
 from lightning_amp.planning.policies.make_plan import plan
 from tests.profiles import hic, profile, rna, shape

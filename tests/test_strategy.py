@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.lightning.strategy.strategy import plan_run as planner
 from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule

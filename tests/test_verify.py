@@ -233,7 +233,7 @@ def test_the_command_reads_the_configuration_of_fit(
     config.write_text(CONFIG.substitute(data=data_dir, share="false"))
     words = ["verify", "--config", str(config), "--precision", "float64", "--steps", "2", "--format", "json"]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_amp.cli.main", *words],
+        [sys.executable, "-m", "lightning_amp", *words],
         capture_output=True,
         text=True,
         timeout=200,

@@ -82,9 +82,7 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
     ):
         yield f"\n$ lightning-amp {shlex.join(command)}\n"
         yield from NOTES.get(command[0], ())
-        status = subprocess.run(
-            [sys.executable, "-m", "lightning_amp.cli.main", *command], check=False
-        ).returncode
+        status = subprocess.run([sys.executable, "-m", "lightning_amp", *command], check=False).returncode
         if status != 0:
             raise AmpError(
                 f"`lightning-amp {shlex.join(command)}` ended with status {status}; its message is above"

@@ -401,7 +401,3 @@ def _read(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     return profile(
         arguments.data_dir, setting=arguments.setting, attention=None if keys is None else keys == "attention"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,7 +26,8 @@ def drawn(sites: Sequence[str], left: Findings, best: Findings) -> Culprit:
         f" largest error is {left.largest:.0e}, and {best.largest:.0e} when every cell draws the same numbers wherever"
         " it is.",
         advice="Training is as random as before, only not the same. For equal runs make the draws a function of the"
-        " cell: lightning_amp.models.keyed_noise has KeyedDropout and keyed_normal; or switch them off while you compare.",
+        " cell: lightning_amp.models.keyed_noise has KeyedDropout and keyed_normal; or switch them off while you"
+        " compare.",
     )
 
 
