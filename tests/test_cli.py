@@ -18,8 +18,8 @@ from lightning_amp.cli import TRAINING, main
 from lightning_amp.data.synthetic import synthesize
 from lightning_amp.demo import CONFIG, run_demo
 from lightning_amp.errors import AmpError, DataError
-from lightning_amp.verbs import VERBS
 from lightning_amp.lightning.terminal import BAR_WIDTH, NarrowBar, fit_the_terminal
+from lightning_amp.verbs import VERBS
 
 
 @pytest.fixture(scope="module")

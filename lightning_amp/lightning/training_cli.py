@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -76,7 +77,7 @@ def _print_results(cli: LightningCLI) -> None:
         for path in getattr(callback, "written", []):
             print(f"wrote {_short(path)}")
         for remark in getattr(callback, "remarks", []):
-            print(remark)
+            print(fill(remark, 80))
     if cli.subcommand == "fit":
         for path in _checkpoints(cli):
             print(f"wrote {_short(path)}")
