@@ -11,7 +11,7 @@ from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_STRATA, SUBSAM
 from benchmarks.side_by_side.fresh_process import CaseFailed, Measured, measure_all, median_of, run_ranks
 from benchmarks.side_by_side.goals import Results, goals
 from benchmarks.side_by_side.high_water import HighWater
-from benchmarks.side_by_side.pictures import draw_all
+from benchmarks.side_by_side.pictures import _curve, _figure, _finish, draw_all
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.report import document
 from benchmarks.side_by_side.simulated import Simulated, flops, simulate_case
@@ -73,6 +73,14 @@ def test_what_failed_is_told_and_no_goal_is_claimed(tmp_path):
     text = document(broken, quick=True)
     assert "failed: out of luck" in text
     assert "failed: no memory" in text
+
+
+def test_an_axis_of_less_than_a_decade_has_several_ticks():
+    _, (axes,) = _figure(1)
+    _curve(axes, EAGER, {8: 6.6, 256: 13.2})
+    _finish(axes, [8, 256], "cells B", "seconds", "", legend=False)
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
 
 
 def test_document_and_pictures(tmp_path):

@@ -34,6 +34,7 @@ STYLES = {
     OURS_STRATA: (PALETTE[0], MARKERS[3]),
     OURS_NODES: (PALETTE[2], MARKERS[4]),
 }
+LEAST_TICKS = 3
 STRATA, ANCHORS, CELLS, RANKS = (
     f"benchmarks_{name}.png" for name in ("memory_strata", "memory_anchors", "cells", "ranks")
 )
@@ -146,6 +147,9 @@ def _finish(
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axes.get_ylim()
+    if sum(low <= tick <= high for tick in axes.get_yticks()) < LEAST_TICKS:
+        axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)

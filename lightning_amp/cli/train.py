@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from lightning_amp.cli.verbs import PROGRAM, described
@@ -61,7 +62,7 @@ def _print_results(cli: CommandLine) -> None:
         for path in getattr(callback, "written", []):
             print(f"wrote {_short(path)}")
         for remark in getattr(callback, "remarks", []):
-            print(remark)
+            print(fill(remark, 80))
     if cli.subcommand == "fit":
         for path in _checkpoints(cli):
             print(f"wrote {_short(path)}")
