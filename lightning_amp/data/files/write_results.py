@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.data.files.write_scool import write_scool
-from lightning_amp.data.prepare.h5ad_writer import write_annotations
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
 

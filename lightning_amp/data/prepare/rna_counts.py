@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.new_hdf5 import new_hdf5
-from lightning_amp.data.prepare.h5ad_writer import write_annotations
+from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.errors import DataError
 
 CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("batch",), "0")}

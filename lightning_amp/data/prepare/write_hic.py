@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.write_h5ad import MatrixWriter
 from lightning_amp.data.prepare.feature_grid import FeatureGrid
-from lightning_amp.data.prepare.h5ad_writer import MatrixWriter
 from lightning_amp.data.prepare.pseudobulk import Pseudobulk
 from lightning_amp.errors import DataError
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,14 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import ScriptLauncher, launch_process_observer, trainer_of
-from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.faults.activity import doing_of_exception, doing_of_thread
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
 from lightning_amp.lightning.faults.interrupt import InterruptibleLauncher, how_to_resume
 from lightning_amp.lightning.faults.link import Link, connect, listen
 from lightning_amp.lightning.faults.watch import Limits, Watch, say
-from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
-from lightning_amp.planning.plan.plan import Plan
 
 CONNECT_S = 20.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
@@ -36,7 +33,6 @@ STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 class EndsTogether(DDPStrategy):
     """Watches the other ranks from the moment that the processes are connected until the run has ended."""
 
-    plan: Plan | None
     _limits: Limits
     _watch: Watch | None = None
     _adopted: list[Any] | None = None
@@ -44,17 +40,6 @@ class EndsTogether(DDPStrategy):
     """Whether an optimiser may have changed some of the parameters and not yet the others."""
     _asked_to_end: bool = False
     """Whether SIGTERM has come meanwhile."""
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints: complete ones or none, unless the user has chosen otherwise."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -175,8 +160,6 @@ class EndsTogether(DDPStrategy):
         if isinstance(exception, KeyboardInterrupt) and isinstance(self._launcher, InterruptibleLauncher):
             trainer = trainer_of(self.lightning_module)
             self._launcher.last_words = how_to_resume(trainer) if self.global_rank == 0 else ""
-        if is_out_of_memory(exception):
-            exception.args = (f"{exception}. {advice_on_memory(self.plan, self.root_device)}",)
         if self._watch is None:
             return
         fault = self._watch.cause() if is_of_communication(exception) else self._watch.fault

@@ -18,11 +18,16 @@ from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.whole_state import WholeState
 from lightning_amp.lightning.steps.cell_weight import CellWeight
 from lightning_amp.lightning.steps.finite_check import FiniteCheck
-from lightning_amp.lightning.strategy.refusals import RAW_BACKWARD
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What torch says of a batch of one cell."""
+
+RAW_BACKWARD = (
+    "Gradients reached an optimizer step without having been averaged over ranks: in manual optimization call"
+    " self.manual_backward(loss), not loss.backward(). They are averaged now, every rank counted equally, but"
+    " gradient clipping before this point has seen the gradients of one rank only."
+)
 
 
 class WeightedSteps(WholeState):

@@ -21,11 +21,6 @@ from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareB
 if TYPE_CHECKING:
     from lightning_amp.parallel.install import Installed
 
-RAW_BACKWARD = (
-    "Gradients reached an optimizer step without having been averaged over ranks: in manual optimization call"
-    " self.manual_backward(loss), not loss.backward(). They are averaged now, every rank counted equally, but"
-    " gradient clipping before this point has seen the gradients of one rank only."
-)
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)

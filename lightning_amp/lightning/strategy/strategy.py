@@ -36,6 +36,7 @@ from lightning_amp.lightning._compat import (
     optimizers_to_device,
     trainer_of,
 )
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.faults.ends_together import EndsTogether
 from lightning_amp.lightning.faults.watch import Limits
@@ -56,6 +57,7 @@ from lightning_amp.lightning.steps.finite_check import FiniteCheck
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.weighted_steps import WeightedSteps
 from lightning_amp.lightning.strategy.meshes import Meshes
+from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.strategy.refusals import check_callbacks
 from lightning_amp.lightning.strategy.registration import register
 from lightning_amp.lightning.strategy.request import (
@@ -223,6 +225,17 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         """
         return self._meshes.of(self.root_device.type, ranks=self.world_size, model_ranks=self._model_ranks)
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: complete ones or none, unless the user has chosen otherwise."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     # --- life-cycle ---
 
     def setup_environment(self) -> None:
@@ -325,6 +338,12 @@ class AMPStrategy(EndsTogether, WeightedSteps):
             self._remove_installed()
         finally:
             super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Add to an error of memory what was predicted; then say whose fault it is, here and to the other ranks."""
+        if is_out_of_memory(exception):
+            exception.args = (f"{exception}. {advice_on_memory(self.plan, self.root_device)}",)
+        super().on_exception(exception)
 
     def on_validation_start(self) -> None:
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
