@@ -227,7 +227,8 @@ ABOUT = f"""\
   correlate over cell types (`lightning_amp/data/prepare/synthetic.py`).
 - **Cortex**: nuclei of Lee et al. 2019 (chromosome 1 at 1 Mb) and RNA of Darmanis et al. 2015, of other people; Sst
   nuclei are compared with neurons. In these data a gene's expression and its bin's contacts at 0 and 1 Mb hardly
-  correlate over the four types: 0.30 for genes of one type, 0.00 for all that vary. Neither model is better than chance there; no goal.
+  correlate over the four types: 0.30 for genes of one type, 0.00 for all that vary.
+  Neither model is better than chance there; no goal.
 """
 
 

@@ -20,7 +20,6 @@ from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError
 from lightning_amp.lightning.terminal import BAR_WIDTH, NarrowBar, fit_the_terminal
-from lightning_amp.verbs import VERBS
 
 
 @pytest.fixture(scope="module")
