@@ -38,6 +38,7 @@ from lightning_amp.models.keyed_noise import keyed_normal
 
 LAM_GRAPH, LAM_ALIGN, LEARNING_RATE = 0.02, 0.05, 2e-3
 """g, a and the rate, as in the package."""
+DECODERS = {"hic": sc.ZINBDataDecoder, "rna": sc.NBDataDecoder}
 EDGES, NEGATIVES = 512, 10
 """Edges of the graph per step, and how many that are none for each of them."""
 
@@ -137,7 +138,10 @@ def build(
         sc.GraphEncoder(len(data.graph.vertices), dim),
         sc.GraphDecoder(),
         {name: sc.NBDataEncoder(len(rows), dim, **size) for name, rows in vertices.items()},
-        {"hic": sc.ZINBDataDecoder(len(vertices["hic"])), "rna": sc.NBDataDecoder(len(vertices["rna"]))},
+        {
+            name: decoder(len(vertices[name]), data.tables[name].n_batches)
+            for name, decoder in DECODERS.items()
+        },
         {name: torch.as_tensor(rows) for name, rows in vertices.items()},
         sc.Discriminator(dim, len(vertices), **size),
         sc.Prior(),
