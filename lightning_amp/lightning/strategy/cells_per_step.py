@@ -23,7 +23,8 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
 
     An attribute `batch_size` of the data module, the module or the loader tells; else a fit's `train_dataloader` is
     called, one more time than the Trainer does, without an effect on random numbers. Every rank calls this, for the
-    hook may communicate. Of several loaders the largest counts.
+    hook may communicate. Of several loaders the largest counts. A hook that is to be called every few epochs may give
+    other loaders each time: it is left alone.
 
     Args:
         trainer: Its data is attached.
@@ -33,7 +34,8 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     for owner in (getattr(trainer, "datamodule", None), source.instance):
         if sizes := _sizes(owner):
             return max(sizes), ""
-    if not (trainer.training and source.is_module() and source.is_defined()):
+    given = not (source.is_module() and source.is_defined())
+    if given or not trainer.training or getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
         return None, UNKNOWN
     try:
         with isolate_rng(include_cuda=False):
