@@ -35,7 +35,7 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
         if sizes := _sizes(owner):
             return max(sizes), ""
     given = not (source.is_module() and source.is_defined())
-    if given or not trainer.training or getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
+    if given or not trainer.training or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
         return None, UNKNOWN
     try:
         with isolate_rng(include_cuda=False):
