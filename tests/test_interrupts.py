@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_amp.cli.main import main as cli
+from lightning_amp.cli import main as cli
 from lightning_amp.lightning.faults.activity import Doing
 from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.interrupt import how_to_resume
@@ -63,8 +63,8 @@ def test_a_person_who_waits_waits_less(asked: bool, grace: float, monkeypatch: p
 def test_what_is_said_of_a_killed_rank_is_the_last_line_under_a_short_traceback(tmp_path: Path) -> None:
     outcome = run_scripts(Case(1, "training_step", "kill"), tmp_path, [[sys.executable]], devices=2)
     lines = outcome.texts[0].strip().splitlines()
-    assert "RuntimeError: rank 1 (" in lines[-1]
-    assert "was ended by SIGKILL" in lines[-1]
+    assert "RuntimeError: rank 1 (" in lines[-1], lines
+    assert "was ended by SIGKILL" in lines[-1], lines
     assert len([line for line in lines if line.startswith("[rank0]:")]) <= 10
     assert not [line for line in lines if "torch/distributed" in line]
 
