@@ -6,6 +6,7 @@ Simulated, so no GPU is needed: the decoder of the AMP paper's ablation, batch 1
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -21,12 +22,15 @@ GIB = 2**30
 DEVICE_GIB = 24
 OURS = "S1,S4,fused,sparse,stream"
 CURVES = (
-    ("S1", "plain decoder", RED),
-    ("S1,S3,S4", "chunked attention, selected keys (S3 + S4)", PALETTE[3]),
-    (OURS, "lightning-amp: one stratum at a time", PALETTE[0]),
+    ("S1", "plain decoder"),
+    ("S1,S3,S4", "chunked attention,\nselected keys (S3 + S4)"),
+    (OURS, "lightning-amp: one stratum at a time"),
 )
-GROUNDS = {"": ("white", "#222222"), "_dark": ("#1e2129", "#d5d7de")}
-"""Suffix of the file -> ground and ink; the dark ground is that of the site's dark scheme."""
+GROUNDS = {
+    "": ("white", "#222222", (RED, "#b0558b", PALETTE[0])),
+    "_dark": ("#1e2129", "#d5d7de", ("#ff6b6b", "#d99bbd", PALETTE[4])),
+}
+"""Suffix of the file -> ground, ink, and colours of the curves; the dark ground is that of the site's dark scheme."""
 
 
 def strata_gib(strategies: str) -> list[float]:
@@ -43,11 +47,11 @@ def strata_gib(strategies: str) -> list[float]:
     return [size / GIB for size in simulate_plan(asked.make, asked.plan).strata_bytes]
 
 
-def draw(path: Path, curves: dict[str, list[float]], ground: str, ink: str) -> None:
+def draw(path: Path, curves: dict[str, list[float]], ground: str, ink: str, colours: Sequence[str]) -> None:
     """One picture on one ground."""
-    figure = Figure(figsize=(7.6, 4.2), facecolor=ground, layout="constrained")
+    figure = Figure(figsize=(6.4, 4.0), facecolor=ground, layout="constrained")
     axes = figure.add_subplot(facecolor=ground)
-    for strategies, label, colour in CURVES:
+    for (strategies, label), colour in zip(CURVES, colours, strict=True):
         _curve(axes, curves[strategies], label, colour)
     axes.axhline(DEVICE_GIB, color=ink, linestyle="--", linewidth=1.2)
     axes.text(0, DEVICE_GIB + 0.6, f"a device of {DEVICE_GIB} GiB", color=ink)
@@ -71,7 +75,7 @@ def _curve(axes: Axes, sizes: list[float], label: str, colour: str) -> None:
         axes.plot([end], [sizes[end]], "X", color=colour, markersize=11)
         text, offset = f"{label}:\nout of memory at stratum {end}", (-14, 26)
     else:
-        text, offset = f"{label}, {sizes[end]:.1f} GiB", (0, 8 if sizes[end] < 5 else -62)
+        text, offset = f"{label}, {sizes[end]:.1f} GiB", (0, 8 if sizes[end] < 5 else -60)
     axes.annotate(text, (end, sizes[end]), offset, textcoords="offset points", ha="right", color=colour)
 
 
@@ -82,8 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs"))
     folder = parser.parse_args().out
     curves = {row[0]: strata_gib(row[0]) for row in CURVES}
-    for suffix, (ground, ink) in GROUNDS.items():
-        draw(folder / f"memory_per_stratum{suffix}.png", curves, ground, ink)
+    for suffix, colouring in GROUNDS.items():
+        draw(folder / f"memory_per_stratum{suffix}.png", curves, *colouring)
 
 
 if __name__ == "__main__":
