@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.cli import TRAINING, main
-from lightning_amp.data.synthetic import synthesize
+from lightning_amp.cli.main import TRAINING, main
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.diagnosis.diagnose import FROM_OUTSIDE
-from lightning_amp.planning.strategies import STRATEGIES
+from lightning_amp.planning.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
