@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)-docs
+EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo test lint real scglue clean
+.PHONY: demo test lint docs real scglue clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -18,6 +20,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# reads the source only, so it installs neither torch nor this package
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "wrote site/index.html"
 
 real: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests
@@ -33,5 +40,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
 	touch $(STAMP)
 
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c "$(EXTRA)" docs > $(DOCS)/docs.txt
+	$(DOCS)/bin/python -m pip install --quiet --requirement $(DOCS)/docs.txt --constraint constraints.txt
+	touch $(DOCS)/.installed
+
 clean:
-	rm -rf $(VENV) demo build *.egg-info
+	rm -rf $(VENV) $(DOCS) demo site build *.egg-info

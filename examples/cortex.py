@@ -2,8 +2,8 @@
 
     python examples/cortex.py FOLDER_WITH_THE_FILES [--out runs/cortex] [--devices 2] [--epochs 30]
 
-The files are named in README.md. The score is the accuracy of a logistic regression from the Hi-C embedding to the
-four cell types, in 5 folds; the PCA of the counts and the sequencing depth alone are scored beside it.
+The files are named in docs/quickstart.md. The score is the accuracy of a logistic regression from the Hi-C embedding to
+the four cell types, in 5 folds; the PCA of the counts and the sequencing depth alone are scored beside it.
 """
 
 import argparse

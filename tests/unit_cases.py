@@ -1,4 +1,4 @@
-"""A user's own decoder as docs/extending.md shows it: independent units, each of which says its loss alone."""
+"""A user's own decoder as docs/howto/model.md shows it: independent units, each of which says its loss alone."""
 
 from typing import Any
 
