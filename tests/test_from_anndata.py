@@ -14,12 +14,18 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
+from lightning.pytorch import Trainer, seed_everything
 
 from lightning_amp.data.files.graphml import Graph
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
+from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
+from lightning_amp.models.glue import GLUE
 from lightning_amp.profiling.read_profile import profile
+from tests.ranks import run_ranks
+from tests.strategy_cases import RunningRanks
 from tests.tiny_data import Files, write_all
 
 
@@ -273,3 +279,57 @@ def test_several_resolutions_need_a_graph(prepared: Prepared) -> None:
     hic = anndata.concat([both, fine], axis=1, merge="same")
     with pytest.raises(DataError, match=r"found several resolutions; give graph="):
         SingleCellDataModule.from_anndata(**prepared.given(hic=hic))
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("objects") / "data"
+    found = synthesize(out, cells=24, rna_cells=16, bins=24, strata=4, genes=20)
+    assert found.hic is not None
+    assert found.rna is not None
+    rna = anndata.read_h5ad(found.rna)
+    return {"rna": rna, "hic": anndata.read_h5ad(found.hic), "genes": rna.var}
+
+
+def trainer(devices: int = 1, **options: Any) -> Trainer:
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    more = {"strategy": "amp", "limit_val_batches": 0, "max_steps": 2} | options
+    return Trainer(**quiet, accelerator="cpu", devices=devices, precision="64-true", **more)
+
+
+def fitted_and_predicted(given: dict[str, Any], rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+    """Embeddings of all cells after two steps with the same global batches, whatever the number of ranks."""
+    torch.use_deterministic_algorithms(True)
+    seed_everything(3)
+    model = GLUE(latent_dim=4, hidden_dim=8, window=8, edges_per_step=16)
+    data = SingleCellDataModule.from_anndata(**given, batch_size=8 // ranks)
+    plugins = [RunningRanks(rank, ranks)] if ranks > 1 else []
+    trainer(ranks, plugins=plugins, **options).fit(model, data)
+    # spawned ranks keep their predictions
+    last = trainer(ranks, plugins=plugins)
+    found = collect_predictions(last.predict(model, datamodule=data), data)
+    return {modality: table.obsm["X_amp"] for modality, table in found.items()}
+
+
+def on_rank(rank: int, ranks: int, given: dict[str, Any]) -> Any:
+    return fitted_and_predicted(given, rank, ranks)
+
+
+def test_ranks_train_and_predict_as_one_process_does(synthetic: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank writes its own directory; every rank has the predictions of all."""
+    one = fitted_and_predicted(synthetic)
+    assert [values.shape for values in one.values()] == [(24, 4), (16, 4)]
+    for embeddings in run_ranks(on_rank, 2, tmp_path, synthetic, timeout=120):
+        for modality, values in embeddings.items():
+            np.testing.assert_allclose(values, one[modality], rtol=1e-6)
+
+
+def test_spawned_ranks_read_the_directory_of_the_process_that_made_it(synthetic: dict[str, Any]) -> None:
+    data = SingleCellDataModule.from_anndata(**synthetic, batch_size=4)
+    model = GLUE(latent_dim=4, hidden_dim=8, window=8, edges_per_step=16)
+    run = trainer(2, strategy="amp_spawn")
+    run.fit(model, data)
+    assert "loss" in run.callback_metrics, "the ranks have trained"
+    assert data.data_dir.is_dir(), "no rank removes it"
