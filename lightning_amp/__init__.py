@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
+    from lightning_amp.lightning.callbacks.collect_predictions import (
+        collect_predictions as collect_predictions,
+    )
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
@@ -39,6 +42,7 @@ _HOME = {
     "register_signal": "diagnosis.diagnose",
     "StratumMemoryMonitor": "lightning.callbacks.memory_monitor",
     "PredictionWriter": "lightning.callbacks.prediction_writer",
+    "collect_predictions": "lightning.callbacks.collect_predictions",
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Plan": "planning.plan.plan",

@@ -22,7 +22,8 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks import prediction_writer as predictions
+from lightning_amp.lightning.callbacks import collect_predictions as gathering
+from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter, project
 
 pytestmark = [
@@ -64,18 +65,15 @@ class Halves(pl.LightningModule):
         return cells["x"] / 2
 
 
+def quiet_trainer(**options: Any) -> pl.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(accelerator="cpu", devices=1, **quiet, **options)
+
+
 def predict(
     root: Path, writer: PredictionWriter, model: pl.LightningModule | None = None, **options: Any
 ) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[writer],
-        **options,
-    )
+    trainer = quiet_trainer(callbacks=[writer], **options)
     data = SingleCellDataModule(root, batch_size=8)
     trainer.predict(model or Halves(), datamodule=data, return_predictions=False)
 
@@ -100,6 +98,32 @@ def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) ->
         assert found.obsm["X_amp"].dtype == np.float32
         np.testing.assert_array_equal(found.obsm["X_amp"][:, 0], np.arange(source.n_obs))
         np.testing.assert_array_equal(found.obsm["X_amp"][:, 1], np.asarray(source.X.sum(axis=1)).ravel())
+
+
+def test_predictions_of_a_trainer_become_anndata(root: Path, tmp_path: Path) -> None:
+    data = SingleCellDataModule(root, batch_size=8)
+    writer = PredictionWriter(tmp_path, contact_map_cells=0)
+    trainer = quiet_trainer(callbacks=[writer], limit_predict_batches=3)
+    found = collect_predictions(trainer.predict(Halves(), datamodule=data), data)
+    assert list(found) == ["hic", "rna"]
+    for modality, table in found.items():
+        written = anndata.read_h5ad(tmp_path / f"embeddings_{modality}.h5ad")
+        pd.testing.assert_frame_equal(table.obs, written.obs)
+        np.testing.assert_array_equal(table.obsm["X_amp"], written.obsm["X_amp"])
+    assert np.isnan(found["hic"].obsm["X_amp"][24:]).all()
+
+
+def test_what_is_no_prediction_becomes_no_anndata(root: Path) -> None:
+    data = SingleCellDataModule(root, batch_size=8)
+    with pytest.raises(
+        DataError, match=r"outputs=\[\] of trainer=None were given; call it with what trainer"
+    ):
+        collect_predictions([], data)
+    outputs = quiet_trainer().predict(Halves(), datamodule=data, return_predictions=False)
+    with pytest.raises(DataError, match=r"outputs=None .* predict on one device, or let the callback"):
+        collect_predictions(outputs, data)
+    with pytest.raises(ModelError, match=r"'Halves'\.predict_step must return"):
+        collect_predictions([torch.ones(2)], data)
 
 
 def test_imputed_maps_open_in_cooler(root: Path, tmp_path: Path) -> None:
@@ -157,20 +181,16 @@ def test_cells_that_were_not_predicted_are_nan(root: Path, tmp_path: Path) -> No
     assert np.isfinite(found).all(axis=1).tolist() == [True] * 16 + [False] * 14
 
 
-def test_ranks_are_gathered_and_repeated_cells_written_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_are_gathered_and_repeated_cells_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def part(*rows: int) -> Any:
         return {"hic": [(np.array(rows), np.array(rows, np.float32)[:, None])]}
 
     def all_gather_object(ranks: list[Any], mine: Any) -> None:
         ranks[:] = [mine, part(2, 3), part(3)]
 
-    monkeypatch.setattr(predictions.dist, "all_gather_object", all_gather_object)
-    writer = PredictionWriter(tmp_path)
-    writer._parts = part(0, 1)
+    monkeypatch.setattr(gathering.dist, "all_gather_object", all_gather_object)
     data: Any = SimpleNamespace(tables={"hic": SimpleNamespace(n_cells=4)})
-    assert writer._gathered(data, 3)["hic"].ravel().tolist() == [0, 1, 2, 3]
+    assert gathering.gather(part(0, 1), data, 3)["hic"].ravel().tolist() == [0, 1, 2, 3]
 
 
 def test_the_plane_keeps_the_largest_spread_and_says_how_much() -> None:

@@ -13,6 +13,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,6 +27,7 @@ from lightning_amp.lightning.same_on_ranks.replicas import (
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.registration import refuse, register
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.strategy_cases import RunningRanks
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,20 @@ def test_the_trainer_finds_the_strategy_by_name(name: str, method: str) -> None:
     assert type(strategy) is AMPStrategy
     assert strategy._start_method == method
     assert strategy.num_processes == 2
+
+
+def test_one_device_needs_no_launcher_which_lightning_denies_a_notebook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    options: dict[str, Any] = {"strategy": "amp", "accelerator": "cpu", "logger": False}
+    assert Trainer(**options, devices=1).strategy.launcher is None
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        Trainer(**options, devices=2)
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", False)
+    # as of torchrun, which has settings to check
+    trainer = Trainer(**options, devices=1, plugins=[RunningRanks(0, 1)])
+    assert trainer.strategy.launcher is not None
 
 
 def test_registering_again_changes_nothing() -> None:

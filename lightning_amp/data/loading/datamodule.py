@@ -1,10 +1,15 @@
-"""A directory of single-cell files as a LightningDataModule."""
+"""A directory of single-cell files, or objects in memory, as a LightningDataModule."""
 
+import os
+import shutil
+import tempfile
+import weakref
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -13,6 +18,7 @@ from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import Graph, read_graph
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
+from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
 from lightning_amp.data.loading.sampler import CellRowsOf, StepLoader, StepSampler
 from lightning_amp.errors import DataError
@@ -88,6 +94,79 @@ class SingleCellDataModule(pl.LightningDataModule):
         self.tables: dict[str, CellTable] = {}
         self.layout: FeatureLayout | None = None
         self.graph: Graph | None = None
+
+    @classmethod
+    def from_anndata(
+        cls,
+        *,
+        rna: Any = None,
+        hic: Any = None,
+        graph: Any = None,
+        genes: str | Path | pd.DataFrame | None = None,
+        n_genes: int = 2000,
+        loop_quantile: float = 0.98,
+        **options: Any,
+    ) -> "SingleCellDataModule":
+        """Make a data module of AnnData objects, which are not changed.
+
+        Raw counts lie in layers["counts"], else in X. The objects are written to a temporary directory, which goes
+        with the data module or with the process that made it; planning and training are those of a directory. A
+        script that every rank runs writes one for each of them.
+
+        Args:
+            rna: AnnData [cell, gene]
+            hic: AnnData [cell, feature], features stratum-major: var_names "chr1:0-500000" for a bin and
+                "chr1:0-500000-3" for its pair with the third bin after it, or integers var["stratum"] and
+                var["anchor"]; with `genes`, also var["chrom"], var["chromStart"] and var["chromEnd"] of the bins
+            graph: networkx guidance graph with genes and bins as vertices; edges have weight and sign
+            genes: instead of `graph`, which is then built as by `prepare` of contacts within the strata: a GTF, a BED
+                or a table of positions, such as rna.var with chrom, chromStart, chromEnd and strand
+            n_genes: with `genes`, number of most variable genes to keep
+            loop_quantile: with `genes`, quantile above which summed contacts become edges of the graph
+            options: of `SingleCellDataModule`
+
+        Raises:
+            DataError: an object does not hold raw counts or the features above, or the objects do not go together
+        """
+        from lightning_amp.data.prepare.from_anndata import write_objects
+
+        home = Path(tempfile.mkdtemp(prefix="lightning-amp-"))
+        data = cls(home / "data", **options)
+        weakref.finalize(data, _remove, home, os.getpid())
+        with write_aside(data.data_dir) as aside:
+            write_objects(
+                aside,
+                rna=rna,
+                hic=hic,
+                graph=graph,
+                genes=genes,
+                n_genes=n_genes,
+                loop_quantile=loop_quantile,
+            )
+        return data
+
+    @classmethod
+    def from_mudata(
+        cls, mdata: Any, *, rna: str = "rna", hic: str = "hic", **options: Any
+    ) -> "SingleCellDataModule":
+        """Make a data module of two modalities of a MuData; see `from_anndata`.
+
+        Args:
+            mdata: MuData; its other modalities are not read
+            rna: name of gene expression
+            hic: name of Hi-C
+            options: of `from_anndata`
+
+        Raises:
+            DataError: it lacks one of the two, or as from `from_anndata`
+        """
+        absent = [name for name in (rna, hic) if name not in mdata.mod]
+        if absent:
+            raise DataError(
+                f"SingleCellDataModule.from_mudata: modalities {absent!r} were asked for, found {list(mdata.mod)!r};"
+                " name them with rna= and hic=, or give one modality to from_anndata"
+            )
+        return cls.from_anndata(rna=mdata.mod[rna], hic=mdata.mod[hic], **options)
 
     def setup(self, stage: str | None = None) -> None:
         """Read everything once; counts stay sparse."""
@@ -223,6 +302,12 @@ class SingleCellDataModule(pl.LightningDataModule):
             return self.balance
         strategy = getattr(self.trainer, "strategy", None)
         return getattr(strategy, "balance_cells", False) is True
+
+
+def _remove(home: Path, owner: int) -> None:
+    # a forked rank or worker has its own copy of the data module, which may end first
+    if os.getpid() == owner:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def _no_graph(data_dir: Path, modalities: list[str]) -> str:

@@ -59,6 +59,42 @@ def read_genes(path: str | Path) -> pd.DataFrame:
         raise DataError(
             f"{path}: found no gene and no transcript in the annotation; give one that lists genes"
         )
+    return _keep_longest(found)
+
+
+def as_genes(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the genes of a table in memory as `read_genes` returns those of a file; rows without a position are
+    left out.
+
+    Args:
+        table: chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand; 0-based
+            and half-open; the index holds the symbols.
+
+    Raises:
+        DataError: A column is missing, a position is malformed, or no gene has one.
+    """
+    table = table.rename(columns={"chromStart": "start", "chromEnd": "end"})
+    absent = [name for name in ("chrom", "start", "end") if name not in table]
+    if absent:
+        raise DataError(
+            f"genes: a table with chrom, start (or chromStart), end (or chromEnd) and the symbols as index is needed; "
+            f"missing are {absent!r}, found {list(table)!r}"
+        )
+    placed = table.dropna(subset=["chrom", "start", "end"])
+    strands = placed["strand"].astype(object).fillna(".") if "strand" in placed else ["."] * len(placed)
+    columns = (placed.index, placed["chrom"], placed["start"], placed["end"], strands)
+    found = []
+    for symbol, chrom, start, end, strand in zip(*columns, strict=True):
+        try:
+            found.append(_gene(str(symbol), str(chrom), int(start), int(end), strand))
+        except ValueError as error:
+            raise DataError(f"genes: row {symbol!r} is malformed ({error}); correct or remove it") from error
+    if not found:
+        raise DataError(f"genes: none of its {len(table)} rows has a position; give a table that lists genes")
+    return _keep_longest(found)
+
+
+def _keep_longest(found: list[Gene]) -> pd.DataFrame:
     table = pd.DataFrame(found).set_index("gene")
     longest = (table["end"] - table["start"]).to_numpy()
     order = np.argsort(-longest, kind="stable")

@@ -67,7 +67,7 @@ def prepare(
         table = None if labels is None else read_labels(labels, resolution=width)
         marks = label_cells(table, list(named), path=labels)
         found = read_rna(rna), read_genes(genes)
-        counts, positions = choose_genes(*found, grid, n_genes=n_genes, annotation=genes)
+        counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
         write_modalities(
             aside,
             grid=grid,

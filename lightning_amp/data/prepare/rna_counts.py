@@ -55,14 +55,33 @@ def read_rna(path: str | Path) -> RnaCounts:
         raise DataError(
             f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it"
         )
-    _check_counts(counts.data, f"{path}: {place}")
-    for names, what in ((obs.index, "cell"), (var.index, "gene")):
+    check_raw(counts, obs.index, var.index, where=str(path), place=place)
+    return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
+
+
+def check_raw(
+    counts: Any, cells: pd.Index, features: pd.Index, *, where: str, place: str, feature: str = "gene"
+) -> None:
+    """Refuse values that are no raw counts, and names that come more than once.
+
+    Args:
+        counts: CSR array of shape [cell, feature].
+        cells: Names of the cells.
+        features: Names of the features.
+        where: The file or object, for messages.
+        place: Where in it the counts lie.
+        feature: What a feature is called in messages.
+
+    Raises:
+        DataError: One of these.
+    """
+    _check_counts(counts.data, f"{where}: {place}")
+    for names, what in ((cells, "cell"), (features, feature)):
         if names.has_duplicates:
             again = names[names.duplicated()].unique().tolist()
             raise DataError(
-                f"{path}: {what} names come more than once: {again[:3]!r} ({len(again)}); make them unique"
+                f"{where}: {what} names come more than once: {again[:3]!r} ({len(again)}); make them unique"
             )
-    return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
 
 
 def _check_counts(values: NDArray[Any], where: str) -> None:

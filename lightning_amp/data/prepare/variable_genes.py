@@ -10,7 +10,6 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from lightning_amp.data.files.chromosome_names import spell_as
-from lightning_amp.data.prepare.feature_grid import FeatureGrid
 from lightning_amp.data.prepare.guidance_graph import overlap_bins
 from lightning_amp.data.prepare.rna_counts import RnaCounts
 from lightning_amp.errors import DataError
@@ -21,7 +20,7 @@ N_TREND_BINS = 20
 def choose_genes(
     rna: RnaCounts,
     genes: pd.DataFrame,
-    grid: FeatureGrid,
+    bins: pd.DataFrame,
     *,
     n_genes: int,
     annotation: str | Path,
@@ -33,7 +32,7 @@ def choose_genes(
     Args:
         rna: All counts.
         genes: Positions of genes, chromosomes in any spelling.
-        grid: Bins that are kept.
+        bins: chrom, start, end of the bins that are kept.
         n_genes: How many of the genes on kept chromosomes count as most variable.
         annotation: The file of `genes`, for messages.
 
@@ -47,7 +46,7 @@ def choose_genes(
             f"{rna.genes[:3].tolist()!r} and {genes.index[:3].tolist()!r}; both need the same kind of gene "
             "names"
         )
-    present = grid.bins["chrom"].drop_duplicates().tolist()
+    present = bins["chrom"].drop_duplicates().tolist()
     positions = genes.loc[shared]
     spelling = spell_as(present, positions["chrom"].unique())
     chrom = positions["chrom"].map(spelling)
@@ -55,7 +54,7 @@ def choose_genes(
     counts = rna.counts[:, rna.genes.get_indexer(positions.index)]
     variable = most_variable(counts, n_genes=n_genes)
     in_hic = np.zeros(len(positions), dtype=bool)
-    in_hic[overlap_bins(positions, grid.bins)[0]] = True
+    in_hic[overlap_bins(positions, bins)[0]] = True
     keep = np.flatnonzero(variable & in_hic)
     if not len(keep):
         raise DataError(

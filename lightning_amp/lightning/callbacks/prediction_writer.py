@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pandas as pd
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_amp import figures
@@ -35,9 +34,8 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
 from lightning_amp.errors import DataError, ModelError
+from lightning_amp.lightning.callbacks.collect_predictions import Embeddings, Parts, add_batch, gather
 
-Embeddings = dict[str, NDArray[np.float32]]
-Part = tuple[NDArray[np.int64], NDArray[np.float32]]
 MIN_UMAP_CELLS = 5
 PROJECTIONS = ("pca", "umap")
 MAP_BINS = 300
@@ -88,7 +86,7 @@ class PredictionWriter(pl.Callback):
         self.contact_map_cells = contact_map_cells
         self.written: list[Path] = []
         self.remarks: list[str] = []
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: Parts = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before the first batch is predicted."""
@@ -121,14 +119,12 @@ class PredictionWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep the batch's embeddings in host memory."""
-        for modality, cells in _checked(outputs, pl_module).items():
-            part = cells["index"].cpu().numpy(), cells["embedding"].detach().float().cpu().numpy()
-            self._parts.setdefault(modality, []).append(part)
+        add_batch(self._parts, outputs, pl_module)
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gather over ranks and write."""
         data = _data_of(trainer)
-        embeddings = self._gathered(data, trainer.world_size)
+        embeddings = gather(self._parts, data, trainer.world_size)
         # On every rank: a decoder that is spread over ranks needs them all.
         imputed = _impute(self._rows_to_impute(data), data, trainer, pl_module)
         self._parts = {}
@@ -149,22 +145,6 @@ class PredictionWriter(pl.Callback):
                 f"like {names[:3]!r}"
             )
         return np.array([row_of[name] for name in self.contact_map_cells], dtype=np.int64)
-
-    def _gathered(self, data: SingleCellDataModule, world_size: int) -> Embeddings:
-        """Return every modality's embedding, [cell, dim]; a cell that came twice is written twice, with one
-        value."""
-        ranks: list[dict[str, list[Part]]] = [self._parts]
-        if world_size > 1:
-            ranks = [{} for _ in range(world_size)]
-            dist.all_gather_object(ranks, self._parts)
-        embeddings: Embeddings = {}
-        for parts in ranks:
-            for modality, pieces in parts.items():
-                whole = (data.tables[modality].n_cells, pieces[0][1].shape[1])
-                target = embeddings.setdefault(modality, np.full(whole, np.nan, dtype=np.float32))
-                for index, values in pieces:
-                    target[index] = values
-        return embeddings
 
     def _write(self, embeddings: Embeddings, imputed: Embeddings, data: SingleCellDataModule) -> None:
         tables = {modality: data.tables[modality].read_obs() for modality in embeddings}
@@ -310,15 +290,3 @@ def _data_of(trainer: pl.Trainer) -> SingleCellDataModule:
             "call trainer.predict(model, datamodule=SingleCellDataModule(...))"
         )
     return data
-
-
-def _checked(outputs: Any, module: pl.LightningModule) -> dict[str, dict[str, torch.Tensor]]:
-    well_formed = isinstance(outputs, dict) and all(
-        isinstance(cells, dict) and {"index", "embedding"} <= set(cells) for cells in outputs.values()
-    )
-    if not well_formed:
-        raise ModelError(
-            f"{type(module).__name__!r}.predict_step must return {{modality: {{'index', 'embedding'}}}}, "
-            f"found {type(outputs).__name__} {list(outputs) if isinstance(outputs, dict) else outputs!r}"
-        )
-    return dict(outputs)
