@@ -16,9 +16,9 @@ from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.h5ad_header import DEPTH_COLUMNS
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
+from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.data.prepare.gene_positions import as_genes, read_genes
 from lightning_amp.data.prepare.guidance_graph import bin_names, build_graph
-from lightning_amp.data.prepare.h5ad_writer import write_annotations
 from lightning_amp.data.prepare.pseudobulk import Pseudobulk
 from lightning_amp.data.prepare.rna_counts import RnaCounts, check_raw
 from lightning_amp.data.prepare.variable_genes import choose_genes
