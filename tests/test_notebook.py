@@ -38,3 +38,4 @@ def test_the_quick_start_runs_and_shows_what_it_says(
     share = re.search(r"same-type share ([\d.]+)", capsys.readouterr().out)
     assert share is not None
     assert float(share[1]) > 0.9
+    names["folder"].cleanup()
