@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
+    from lightning_amp.parallel.contract.change import Change as Change
     from lightning_amp.planning.plan.plan import Plan as Plan
     from lightning_amp.planning.plan.register_technique import register_technique as register_technique
     from lightning_amp.planning.policies.make_plan import plan as plan
@@ -45,6 +46,7 @@ _HOME = {
     "collect_predictions": "lightning.callbacks.collect_predictions",
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
+    "Change": "parallel.contract.change",
     "Plan": "planning.plan.plan",
     "plan": "planning.policies.make_plan",
     "register_technique": "planning.plan.register_technique",
@@ -52,6 +54,8 @@ _HOME = {
     "profile": "profiling.read_profile",
     "verify": "verification.verify",
 }
+
+__version__ = "0.1.0"
 
 __all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", *_HOME]
 

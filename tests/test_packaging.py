@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import lightning_amp
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -38,3 +40,11 @@ def test_every_package_that_is_imported_is_declared() -> None:
     missing = {n for n in foreign if not {same(d) for d in provided.get(n, [n])} & declared}
     assert missing - {"umap"} == set()
     assert all(">=" in line for line in project["dependencies"])
+
+
+def test_the_version_is_said_once() -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_amp.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_amp.__version__)

@@ -43,7 +43,7 @@ def register_technique(
         targets: Shape of the model -> names or patterns of the modules to change, each with a spec; empty when
             there is nothing to change in a model of that shape.
         install: (module, spec, mesh) -> the module's replacement, which owns the same parameters under the same
-            names, or a `lightning_amp.parallel.contract.change.Change`; raises InstallError for a module that it cannot
+            names, or a `lightning_amp.Change`; raises InstallError for a module that it cannot
             replace exactly. The mesh has the axes "data" and "model"; it is None where there are no ranks at all.
         signal: The signal that asks for it, of the paper or of `register_signal`; None when only a person does.
         model_axis: Whether it splits a module over the model axis, so that all ranks there read the same cells.
