@@ -295,8 +295,10 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         if trainer.state.fn == TrainerFn.FITTING:
             announce(plan, unfit=self.unfit)
         planned = Planned(self, trainer, foreign)
+        # before it is installed: a refusal after that is undone too
+        self._undo.append(planned.undo)
         installed = planned.install(plan)
-        self._undo += [planned.undo, count_replicas_once(self.model, self.mesh)]
+        self._undo.append(count_replicas_once(self.model, self.mesh))
         check_callbacks(installed, getattr(trainer, "callbacks", ()))
         self._shards = Shards(self.model, installed.sharded, installed.partial)
         foreign.tell_rows(planned.again)
