@@ -97,10 +97,15 @@ class DrawsOnRankZero(Callback):
 
 def quietly(run: Callable[[], None]) -> None:
     """Without Lightning's advice about loaders."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run()
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run()
+    finally:
+        logger.setLevel(before)
 
 
 def read(site: Site, loader: DataLoader[Any], **options: Any) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from lightning_amp.lightning.same_on_ranks.replicas import (
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.registration import refuse, register
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.strategy_cases import RunningRanks
 
 
 @pytest.mark.parametrize(
@@ -88,18 +87,12 @@ def test_the_trainer_finds_the_strategy_by_name(name: str, method: str) -> None:
     assert strategy.num_processes == 2
 
 
-def test_one_device_needs_no_launcher_which_lightning_denies_a_notebook(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_device_works_in_a_notebook_which_cannot_start_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
     options: dict[str, Any] = {"strategy": "amp", "accelerator": "cpu", "logger": False}
-    assert Trainer(**options, devices=1).strategy.launcher is None
+    assert isinstance(Trainer(**options, devices=1).strategy, AMPStrategy)
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
         Trainer(**options, devices=2)
-    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", False)
-    # as of torchrun, which has settings to check
-    trainer = Trainer(**options, devices=1, plugins=[RunningRanks(0, 1)])
-    assert trainer.strategy.launcher is not None
 
 
 def test_registering_again_changes_nothing() -> None:

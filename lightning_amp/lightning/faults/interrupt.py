@@ -19,6 +19,11 @@ class InterruptibleLauncher(ScriptLauncher):
     last_words: str | None = None
     """What to say in the end, once the run has been interrupted."""
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """One process starts no others, which is all that a notebook cannot have."""
+        return self.num_processes * self.num_nodes == 1
+
     def kill(self, signum: signal.Signals | int) -> None:
         """End the other processes; the last that Lightning does after an interrupt, before status 1."""
         super().kill(signum)

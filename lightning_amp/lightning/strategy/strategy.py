@@ -188,12 +188,6 @@ class AMPStrategy(EndsTogether, WeightedSteps):
 
     # --- ranks ---
 
-    def _configure_launcher(self) -> None:
-        """Start processes only where there are several: one device then also works in a notebook, by the name "amp"."""
-        assert self.cluster_environment is not None, "the Trainer sets it before it asks for a launcher"
-        if self.num_processes * self.num_nodes > 1 or self.cluster_environment.creates_processes_externally:
-            super()._configure_launcher()
-
     @property
     def is_distributed(self) -> bool:
         """Lightning gives a distributed sampler to strategies that have this."""
