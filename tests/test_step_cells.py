@@ -118,6 +118,41 @@ def test_the_plan_knows_the_cells_or_says_what_to_do(tmp_path: Path) -> None:
     assert "Own.train_dataloader() gave AttributeError: no dataset yet" in told
 
 
+class Counting(Own):
+    """Counts the calls of its hook, which may draw."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__(lambda: DataLoader(CELLS, batch_size=2))  # type: ignore[arg-type]
+        self.draws, self.calls, self.drawn = draws, 0, 0.0
+
+    def train_dataloader(self) -> Any:
+        self.calls += 1
+        self.drawn = float(torch.rand(())) if self.draws else 0.0
+        return super().train_dataloader()
+
+
+def counted(rank: int, ranks: int) -> list[tuple[int, float]]:
+    found = []
+    for draws, strategy in ((False, AMPStrategy()), (True, AMPStrategy()), (True, None)):
+        torch.manual_seed(0)
+        module = Counting(draws)
+        if strategy is None:
+            quiet = dict.fromkeys(
+                ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+            )
+            Trainer(**quiet, accelerator="cpu", devices=1, max_epochs=1).fit(module)
+        else:
+            trainer_of(rank, ranks, strategy).fit(module)
+        found.append((module.calls, module.drawn))
+    return found
+
+
+def test_the_hook_is_called_once_and_draws_where_a_plain_run_draws(tmp_path: Path) -> None:
+    ((still, drawing, plain),) = run_ranks(counted, 1, tmp_path)
+    assert still[0] == plain[0] == 1
+    assert drawing[1] == plain[1]
+
+
 def normalised(rank: int, ranks: int, n: int, options: dict[str, Any]) -> tuple[int, str]:
     """Steps taken with batches of n cells, and what was said."""
     module = Own(lambda: DataLoader(CELLS, batch_size=n), nn.BatchNorm1d(2))  # type: ignore[arg-type]

@@ -25,6 +25,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 # chooses the sampler of every loader, before the strategy is asked
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector as DataConnector
 
+# calls the hook of a loader and notes how the loader was made
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
+
 # used throughout Lightning, documented, but not exported in the sense of a type checker
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info as rank_zero_info,
@@ -46,6 +49,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "request_dataloader",
     "trainer_of",
 ]
 

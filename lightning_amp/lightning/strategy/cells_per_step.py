@@ -1,10 +1,16 @@
 """Cells per rank and step, read before training from what the training loader will come from."""
 
-from typing import TYPE_CHECKING
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_leaves
+
+from lightning_amp.lightning._compat import request_dataloader
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,9 +28,10 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     """Cells per rank and step.
 
     An attribute `batch_size` of the data module, the module or the loader tells; else a fit's `train_dataloader` is
-    called, one more time than the Trainer does, without an effect on random numbers. Every rank calls this, for the
-    hook may communicate. Of several loaders the largest counts. A hook that is to be called every few epochs may give
-    other loaders each time: it is left alone.
+    called, and the Trainer takes what it gave; only one that draws random numbers, which are to be drawn where a plain
+    run draws them, is called by the Trainer again. Every rank calls this, for the hook may communicate. Of several
+    loaders the largest counts. A hook that is to be called every few epochs may give other loaders each time: it is
+    left alone.
 
     Args:
         trainer: Its data is attached.
@@ -38,13 +45,37 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     if given or not trainer.training or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
         return None, UNKNOWN
     try:
-        with isolate_rng(include_cuda=False):
-            sizes = _sizes(source.dataloader())
+        loaders, drew = _loaders(source)
     except Exception as error:
         # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
         why = f"{type(source.instance).__name__}.train_dataloader() gave {type(error).__name__}: {error}"
         return None, f"{UNKNOWN} ({why}, before training)"
+    if not drew:
+        _hand_over(source, loaders)
+    sizes = _sizes(loaders)
     return (max(sizes), "") if sizes else (None, UNKNOWN)
+
+
+def _loaders(source: Any) -> tuple[object, bool]:
+    """What the hook gives, and whether it has drawn random numbers, which are as they were before."""
+    with isolate_rng(include_cuda=False):
+        before = _drawn()
+        return request_dataloader(source), _drawn() != before
+
+
+def _drawn() -> tuple[bytes, ...]:
+    numbers = pickle.dumps((np.random.get_state(), random.getstate()))
+    return torch.get_rng_state().numpy().tobytes(), numbers
+
+
+def _hand_over(source: Any, loaders: object) -> None:
+    """Let the Trainer's next call of the hook give these loaders."""
+
+    def dataloader() -> object:
+        del source.dataloader
+        return loaders
+
+    source.dataloader = dataloader
 
 
 def _sizes(loaders: object) -> list[int]:
