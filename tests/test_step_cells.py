@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.ranks import run_ranks
+from tests.sharded_cases import Case, Model
 from tests.strategy_cases import RunningRanks
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
@@ -45,6 +46,8 @@ class Own(LightningModule):
         super().__init__()
         self.loader = loader
         self.layers = nn.Sequential(nn.Linear(4, 2), *layers)
+        # of a module without one the cells would predict nothing
+        self.decoder = Model(Case(dim=8)).decoder
         self.seen: list[Any] = []
 
     def train_dataloader(self) -> Any:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_leaves
 
 from lightning_amp.lightning._compat import request_dataloader
+from lightning_amp.parallel.contract.protocol import find_decoders
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,7 +32,7 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     called, and the Trainer takes what it gave; only one that draws random numbers, which are to be drawn where a plain
     run draws them, is called by the Trainer again. Every rank calls this, for the hook may communicate. Of several
     loaders the largest counts. A hook that is to be called every few epochs may give other loaders each time: it is
-    left alone.
+    left alone, and so is that of a module without a decoder, of which the cells would predict nothing.
 
     Args:
         trainer: Its data is attached.
@@ -42,7 +43,8 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
         if sizes := _sizes(owner):
             return max(sizes), ""
     given = not (source.is_module() and source.is_defined())
-    if given or not trainer.training or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
+    reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
+    if given or reloaded or not trainer.training or not find_decoders(trainer.lightning_module):
         return None, UNKNOWN
     try:
         loaders, drew = _loaders(source)
