@@ -230,7 +230,7 @@ def test_bytes_sent_are_those_of_a_simulated_step(
 def test_what_a_stratum_sends() -> None:
     sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
     hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
-    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: hidden_parallel.py"
+    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: parallel/s5_hidden/decoder.py"
     chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
     assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
         "two chunks of 128 queries, and again in the backward pass"

@@ -10,8 +10,9 @@ is computed by all of them together, and without gradients: parameters have part
 made of single entries would train on something else. With gradients enabled it is therefore refused.
 
 Eager code would have computed at the call: gradients are made only where they were enabled since then, at products too,
-and a tensor that was changed in place since then, or frozen, is refused (moment.py). Numbers wait in the order in which
-they came, and meet the sum as each entry would have met them: a tensor without axes does not change the type.
+and a tensor that was changed in place since then, or frozen, is refused (unchanged_tensors.py). Numbers wait in the
+order in which they came, and meet the sum as each entry would have met them: a tensor without axes does not change the
+type.
 
 Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
 full on one rank of a model group alone waits for the others; what is computed in full is not counted in a plan's

@@ -5,7 +5,7 @@ What brings the errors back is a culprit, so two culprits are found as well as o
 not matter.
 
     put right                           how
-    random draws                        each cell draws from a seed of its own (draws.py), place by place
+    random draws                        each cell draws from a seed of its own (keyed_draws.py), place by place
     batch statistics                    share_batch_statistics=True
     unequal parts                       the batch is cut so that all ranks have equally many cells
     mean of means                       every rank gets the same cells

@@ -1,6 +1,6 @@
 """A decoder of HiGLUE's shape: how it is known, and our decoder made of its layers.
 
-    feature_masks, strata_masks                 lists of indices, one per stratum (layout.py)
+    feature_masks, strata_masks                 lists of indices, one per stratum (column_layout.py)
     scale_lin, bias                             tables [experiment, feature]
     log_theta, zi_logits                        the same, where the counts are not binary
     prenorm_layers, key_layers, value_layers,
@@ -10,7 +10,7 @@
     use_attn, use_activation                    flags; where one is missing, both are tried
 
 `forward(u, v, b, l)` returns a distribution. Copies of this decoder differ in what they do with these parts: `Form` is
-one way, and probe.py finds out which one an instance takes. No flag is believed without that.
+one way, and recognise/find_form.py finds out which one an instance takes. No flag is believed without that.
 
 Legend: anchor (N), dim (D), stratum (K), feature (F), experiment (row of the tables).
 """

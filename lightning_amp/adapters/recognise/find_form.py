@@ -1,6 +1,7 @@
-"""Which form an instance takes, found by running a small copy of it (small.py) and comparing it with ours.
+"""Which form an instance takes, found by running a small copy of it (small_copy.py) and comparing it with ours.
 
-    nothing else    its forward changes no attribute, buffer or child of it (marks.py): ours would leave them alone
+    nothing else    its forward changes no attribute, buffer or child of it (module_attributes.py), which ours would
+                    leave alone
     chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter, agree

@@ -4,10 +4,10 @@
                 every stratum of every resolution, columns missing where the decoder has not all
     sizes       two, so that the last bucket of a resolution is cut short by one anchor and by two
     run         in training and in evaluation mode, with one library size per resolution, and with a subset of anchors
-    large       where u, or v and weights, are large: as probe.py has it
+    large       where u, or v and weights, are large: as find_form.py has it
 
 Value and all gradients agree to 1e-9, or the decoder is not taken for ours. Nothing of it is changed.
-Known limits: those of probe.py.
+Known limits: those of find_form.py.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 

@@ -1,4 +1,4 @@
-"""A foreign decoder compared with ours at its real size, where a small copy (small.py) cannot tell them apart.
+"""A foreign decoder compared with ours at its real size, where a small copy (small_copy.py) cannot tell them apart.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
     compared     every stratum's log-probability, summed, and its derivative along one random direction of u, v, l and

@@ -4,8 +4,8 @@ Ranks are row-major in (data, model), so a model group lies inside a node. Its r
 same numbers; metrics, sums that are logged with sync_dist, and the gradients of what they all compute count them once.
 Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
 
-Known limits: those of steps.py; buffers that a module changes by itself in training, other than shared batch
-statistics, differ between ranks (which is told, same_parameters.py) until the next validation, where rank 0's are
+Known limits: those of steps/weighted_steps.py; buffers that a module changes by itself in training, other than shared
+batch statistics, differ between ranks (which is told, same_parameters.py) until the next validation, where rank 0's are
 taken; `self.all_gather` gathers from all ranks, so a model group's values come once per rank of it; while S2 is
 installed `module.state_dict()`, and a norm of gradients that is not taken by the Trainer's clipping, are those of the
 rank's shards (`gradient_norm` has all; what ranks then train differently is told, same_parameters.py), and so are norms

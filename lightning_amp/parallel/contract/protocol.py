@@ -191,7 +191,7 @@ class ScattersFeatures(Decodes, Protocol):
 
 ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
 """Children of an attention key. It computes with them, and with functions that do not mix channels (for nodes:
-anchors), which is tried (key_check.py),
+anchors), which is tried (checks/key.py),
 
     p = prenorm(v),  q = qk(p),  val = value(p),  attention(q, q, p or val),  ff(postnorm(...))
 

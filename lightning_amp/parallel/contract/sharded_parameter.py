@@ -38,7 +38,7 @@ class ShardedParameter:
         shard: The rank's own part, a parameter of its own.
         module: The module that holds the shard, under `name`.
         name: Name of the parameter in that module.
-        parts: How it is dealt: `Runs` of a dimension (runs.py), or `VertexRows` (vertex_rows.py).
+        parts: How it is dealt: `Runs` of a dimension (ranks/even_runs.py), or `VertexRows` (nodes/vertex_shards.py).
         version: How often the shard had been written when it was made.
     """
 

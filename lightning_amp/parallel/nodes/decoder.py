@@ -1,9 +1,9 @@
 """nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
 
-    region        own rows of v enter, losses are added up (region.py, anchor_rows.py); v has no others where the
-                  graph's vertices are dealt too (vertex_parallel.py)
+    region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
+                  others where the graph's vertices are dealt too (graph_encoder.py)
     attention     of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py)
-    features      those of the own anchors; the softmax runs over all ranks' features (anchor_features.py)
+    features      those of the own anchors; the softmax runs over all ranks' features (features.py)
 
 Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
 sums over ranks. Anchors are dealt in whole buckets, as evenly as they go.
@@ -20,9 +20,9 @@ the softmax once for every block of cells. What shrinks to a part of 1 / R: ever
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
-Known limits: second derivatives are refused; what a key does beside its children is tried on an example (key_check.py),
-what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder, unless the graph's
-vertices are dealt too; random draws inside of the strata are each rank's own.
+Known limits: second derivatives are refused; what a key does beside its children is tried on an example
+(checks/key.py), what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder,
+unless the graph's vertices are dealt too; random draws inside of the strata are each rank's own.
 """
 
 import copy

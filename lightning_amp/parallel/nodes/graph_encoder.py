@@ -1,11 +1,11 @@
 """nodes, outside of the decoder: every rank of the model axis holds the vertices of its own anchors, and some others.
 
     embedding      a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
-    vertices       messages with ghosts, noise of the own rows, sums over ranks (vertex_leaves.py)
+    vertices       messages with ghosts, noise of the own rows, sums over ranks (sharded_vertices.py)
     rows           of the decoder's anchors the own ones, which enter it as they are; of other modalities all of them
     loc, std       row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
 
-Exact up to the order of sums. Which vertex lies where: vertex_rows.py.
+Exact up to the order of sums. Which vertex lies where: vertex_shards.py.
 
     collectives of a step               forward                      backward
     messages over edges                 1 all-to-all  g D            1 all-to-all  g D

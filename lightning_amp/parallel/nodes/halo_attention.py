@@ -7,8 +7,8 @@ Exact: every bucket meets the rows that it meets on one device, in the same orde
 round their sums differently). No copy of all own keys with the neighbours' rows is made. The price: up to six buckets
 are prepared once more.
 
-Collectives: 1 all-to-all forward and 1 backward (halo.py), during which the inner buckets are attended. S3 asks for
-chunks of buckets in any order, so that under S3 the rows are waited for first.
+Collectives: 1 all-to-all forward and 1 backward (halo_exchange.py), during which the inner buckets are attended. S3
+asks for chunks of buckets in any order, so that under S3 the rows are waited for first.
 
 Legend: anchor (n, those of this rank), dim (D), w anchors of a bucket, own buckets 0 .. W - 1.
 """

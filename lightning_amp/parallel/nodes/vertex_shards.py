@@ -1,6 +1,7 @@
 """Which vertices of the guidance graph each rank holds, and which rows ranks need of each other for its messages.
 
-    an anchor         its rank under `nodes` (anchor_rows.py), so that own rows of v enter the decoder as they are
+    an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder as they
+                      are
     another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
 
 The guidance graph joins genes to bins nearby, so few edges lead from rank to rank. An edge's message is added up where

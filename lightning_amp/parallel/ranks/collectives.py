@@ -10,7 +10,7 @@
 Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
 which multiplies gradients by the number of ranks where the others are needed.
 
-`enter` and `leave` are the border of what the ranks share, and their nodes say so by `behind` (borders.py).
+`enter` and `leave` are the border of what the ranks share, and their nodes say so by `behind` (check_region.py).
 
 A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
 Legend: R ranks of the mesh axis.

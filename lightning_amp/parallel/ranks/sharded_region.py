@@ -8,7 +8,7 @@
     strata     the same as S2 only, of the own strata
     nodes      v becomes the own rows, the losses are summed as under S2; backward, one all-gather of the gradients of
                the own rows, and of the parts of those of u and log_weights
-    nodes, with    v comes with the own rows (vertex_parallel.py), which enter as they are; gradients of u and
+    nodes, with    v comes with the own rows (nodes/graph_encoder.py), which enter as they are; gradients of u and
     vertices       log_weights are summed (one all-reduce, backward)
 
 Everything outside then has equal gradients on all ranks of the model axis and needs no sum over it. Parameters inside

@@ -10,7 +10,7 @@ and takes part all the same, for the others wait for it.
     collectives of a step             forward                       backward
     every stratum (not binarized)     1 all-gather [B]              1 all-reduce [B]
     every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       instead of S5's own
-    the whole decoder                 1 all-reduce of the loss      1 all-reduce (region.py)
+    the whole decoder                 1 all-reduce of the loss      1 all-reduce (ranks/sharded_region.py)
 
 What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]. Tables stay whole on every
 rank; each rank's gradient is a part that is zero outside the own columns.

@@ -1,11 +1,11 @@
 """S5: the hidden dimension of a decoder is dealt to the ranks of the model axis; the strata run in step on all of them.
 
-    region                               own channels of u and v enter (region.py)
-    prenorm, postnorm                    own channels from own channels (sharded_norm.py)
-    qk, value, ff, or pairs              the same (sharded_layers.py)
+    region                               own channels of u and v enter (ranks/sharded_region.py)
+    prenorm, postnorm                    own channels from own channels (layer_norm.py)
+    qk, value, ff, or pairs              the same (linear_and_conv.py)
     attention                            scores of the own channels are summed, values stay (the model's `shard`);
                                          or keys and values are gathered first (gathered_attention.py)
-    decode                               scores of the own channels are summed (hidden_decode.py)
+    decode                               scores of the own channels are summed (decode.py)
 
 Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
 
@@ -33,7 +33,7 @@ What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backw
 probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
 keys' parameters are parts (`Change.partial`).
 
-Known limits: no second derivative; what a key does beside its children is tried on an example (key_check.py), what a
+Known limits: no second derivative; what a key does beside its children is tried on an example (checks/key.py), what a
 stratum does beside its parts is not.
 Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
 R ranks.

@@ -25,9 +25,9 @@ In numbers, beside the arguments, with T = 1 or B rows of the tables and M count
 Inputs below float32 are computed with, and added up, in float32.
 
 Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
-Known limits: no second derivative, and no gradient of the counts; those of entries.py. What a likelihood does with
-other numbers than those of EXAMPLES is not seen. Where it refuses counts that are no whole numbers, so does this one on
-the CPU; other devices are not waited for.
+Known limits: no second derivative, and no gradient of the counts; those of nonzero_counts.py. What a likelihood does
+with other numbers than those of EXAMPLES is not seen. Where it refuses counts that are no whole numbers, so does this
+one on the CPU; other devices are not waited for.
 """
 
 import math

@@ -12,7 +12,7 @@ depend on the number of cells, which a model group shares.
 What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
 
 Legend: cell (B), anchor (N), dim (D).
-Known limit: gradients are handed out once (ready_gradients.py).
+Known limit: gradients are handed out once (autograd/precomputed_gradients.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence, Sized

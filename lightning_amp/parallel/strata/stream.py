@@ -10,19 +10,19 @@ A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what h
 s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
 before it, and the gradient of v_k, and hands down that of v_{k-1}.
 
-The cells of a stratum are taken in blocks (cell_blocks.py), so that [B, F_k] exists for one block only.
+The cells of a stratum are taken in blocks (cell_microbatches.py), so that [B, F_k] exists for one block only.
 
-On a CPU with several threads some strata run side by side, as many as the spec says (side_by_side.py), and so many are
+On a CPU with several threads some strata run side by side, as many as the spec says (thread_pool.py), and so many are
 alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
 gradient is carried down between them: its norm and projection are computed once more for that.
 
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
 whose own hooks run once, in the outer backward pass, where a term made of what a stratum has read or computed is
-refused (ready_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks inside a spine run
-more often, at first without gradients, so that a term of what they keep may be a number; on a GPU random numbers on the
-spine are not noticed. Gradients are those of the sum over cells and features: where float16 overflows in them, loss
-scaling cannot help, and a warning says so (bfloat16 does not overflow).
+refused (autograd/precomputed_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks
+inside a spine run more often, at first without gradients, so that a term of what they keep may be a number; on a GPU
+random numbers on the spine are not noticed. Gradients are those of the sum over cells and features: where float16
+overflows in them, loss scaling cannot help, and a warning says so (bfloat16 does not overflow).
 """
 
 import math

@@ -1,7 +1,7 @@
 """What one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
 
 The factors count the tensors of the reference decoder; tests compare the sums with the bytes of simulated steps.
-Legend: stratum_sizes.py.
+Legend: memory_sizes.py.
 """
 
 from lightning_amp.planning.memory.memory_sizes import StratumSizes

@@ -1,8 +1,8 @@
 """The memory model: EPM(K) = M_base + sum over strata of Delta M_k, from shapes alone (Zhang et al. 2026, Eq. 2).
 
 The paper writes K x Delta M; strata differ a little in their features, so Delta M_k is kept per stratum here and its
-mean is what the paper calls Delta M (stratum_memory.py). What stands between that and the peak of a training step are
-the tensors that a stratum makes and drops (stratum_peaks.py):
+mean is what the paper calls Delta M (kept_tensors.py). What stands between that and the peak of a training step are
+the tensors that a stratum makes and drops (temporaries.py):
 
     forward pass     M_base, strata before k, the most that stratum k holds
                      M_base, all strata, other decoders
@@ -16,7 +16,7 @@ highest moments need not meet.
 
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
 divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted.
-Legend: stratum_sizes.py.
+Legend: memory_sizes.py.
 """
 
 from dataclasses import dataclass

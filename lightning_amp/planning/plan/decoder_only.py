@@ -1,6 +1,6 @@
 """A decoder by itself, as profile and as model: for a plan where there are no data, only sizes.
 
-Legend: shape.py.
+Legend: model_shape.py.
 """
 
 from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE, DecoderShape, ModelShape

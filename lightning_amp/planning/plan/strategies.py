@@ -14,8 +14,8 @@
                                 strata      StrataParallel
 
 S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. All that planning knows of a strategy stands in its
-row of `STRATEGIES`, which cannot be together in `conflicts.py`; how a policy reads the signals is in `policy.py`, how a
-spec is installed in `parallel/install.py`.
+row of `STRATEGIES`, which cannot be together in `conflicts.py`; how a policy reads the signals is in
+`policies/make_plan.py`, how a spec is installed in `parallel/install.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -132,7 +132,7 @@ def _stream(shape: "ModelShape") -> list[Target]:
 
 
 def _strata_parallel(shape: "ModelShape") -> list[Target]:
-    # the ranks' runs depend on the mesh and on the other choices: see placement.py
+    # the ranks' runs depend on the mesh and on the other choices: see time/fill_settings.py
     return [(_decoder(shape).fqn, StrataParallel(ends=""))]
 
 

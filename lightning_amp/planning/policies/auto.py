@@ -2,10 +2,10 @@
 
     1. every combination of a choice on each axis of the decoder, for every split of the devices into data and model
     2. without those that contradict each other, the model or the number of ranks
-    3. without those whose predicted peak exceeds the memory of a device (memory.py)
-    4. the least predicted time per cell (work.py); within `TIE` of it those that need no more than `SPARE` of the
-       memory, if there are any: a prediction has not all of a run in it, and a job that dies after hours costs more
-       than a technique; of these the fewest techniques, then the library's order
+    3. without those whose predicted peak exceeds the memory of a device (memory/peak_model.py)
+    4. the least predicted time per cell (time/step_seconds.py); within `TIE` of it those that need no more than
+       `SPARE` of the memory, if there are any: a prediction has not all of a run in it, and a job that dies after
+       hours costs more than a technique; of these the fewest techniques, then the library's order
 
 Nothing is drawn and nothing is measured, so the same request gets the same plan. If none fits, the one that needs the
 least memory is taken, and the plan says that it does not fit.

@@ -288,7 +288,7 @@ def _mesh(
 
 
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
-    """Whether there is a part for every rank of the model axis; of strata, placement.py asks."""
+    """Whether there is a part for every rank of the model axis; of strata, time/fill_settings.py asks."""
     wholes = {"S5": f"D={decoder.dim!r}"}
     if decoder.attention:
         wholes["nodes"] = f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}"

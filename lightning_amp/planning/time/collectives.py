@@ -18,7 +18,7 @@ and normaliser come once per block of cells. Once per step:
                axis
 
 Known limits: the strata's weights are taken as independent of the cell; copies for padding are not counted.
-Legend: work_sizes.py, rank_sizes.py; K strata.
+Legend: time_sizes.py, rank_sizes.py; K strata.
 """
 
 from dataclasses import dataclass, replace

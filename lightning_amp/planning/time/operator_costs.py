@@ -16,7 +16,7 @@ numbers are those that would take as long as was measured, the latter with 2 % o
 
 Known limits: what S5 and nodes add is counted to a few per cent, for eager attention; a Bernoulli likelihood counts as
 ZINB.
-Legend: work_sizes.py.
+Legend: time_sizes.py.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,8 @@
 """What a training step of a decoder costs: operations, bytes, kernels and collectives, and from these its seconds.
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
-    seconds of a stratum   its parts (operators.py), a second forward pass under recompute, its collectives (traffic.py)
+    seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, its collectives
+                           (collectives.py)
     seconds of a step      those of all strata that the slowest rank has, the border's and the parameters' collectives
 
 Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
@@ -9,8 +10,8 @@ add up: the roofline is taken operator by operator. Under strata parallelism a r
 `deal` gives it; in a chained decoder it also passes the strata before, there and back.
 
 Known limits: the decoder only, without optimiser; collectives do not overlap with computation; the rank with most of
-everything stands for all. The rates come from `rates.py`; comparisons between plans need no calibrated ones.
-Legend: work_sizes.py.
+everything stands for all. The rates come from `device_rates.py`; comparisons between plans need no calibrated ones.
+Legend: time_sizes.py.
 """
 
 from dataclasses import dataclass
