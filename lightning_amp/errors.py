@@ -19,3 +19,7 @@ class InstallError(AmpError):
 
 class ModelError(AmpError):
     """The reference model was given settings or a batch that it cannot use."""
+
+
+STATUS_OF_INTERRUPT = 130
+"""Exit status of a process that SIGINT has ended, as shells have it."""

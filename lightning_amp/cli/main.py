@@ -17,7 +17,7 @@ from lightning_amp.cli.convert import add_convert
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
 from lightning_amp.cli.verify import add_verify
 from lightning_amp.data.files.write_aside import FULL, cannot_write, written_aside
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import STATUS_OF_INTERRUPT, AmpError, PlanError
 
 if TYPE_CHECKING:
     from lightning_amp.planning.time.device_rates import Rates
@@ -27,8 +27,6 @@ TRAINING = ("fit", "validate", "test", "predict")
 BATCH_SIZE = 64
 NOTHING_FITS = 3
 """Exit status of `plan` where nothing fits the memory that was named."""
-STATUS_OF_INTERRUPT = 130
-"""Of a process that SIGINT has ended, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.terminal import fit_the_terminal
 
-TRAINING = ("fit", "validate", "test", "predict")
 RAISE = {"exit_on_error": False}
 """Of a parser that would print its usage, a screenful, and end the process."""
 
@@ -37,7 +36,7 @@ class CommandLine(LightningCLI):
         help_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        verbs = {verb: RAISE | dict(help_of.get(verb, {})) for verb in TRAINING}
+        verbs = {verb: RAISE | dict(help_of.get(verb, {})) for verb in self.subcommands()}
         super().__init__(
             LightningModule,
             LightningDataModule,

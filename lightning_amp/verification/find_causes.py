@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_amp.errors import AmpError
-from lightning_amp.verification import cause_texts as texts
+from lightning_amp.verification import cause_texts
 from lightning_amp.verification.experiments import Findings, Laboratory
 from lightning_amp.verification.result import Culprit
 from lightning_amp.verification.training_run import Treatment
@@ -36,16 +36,16 @@ def find_culprits(laboratory: Laboratory, findings: list[Findings]) -> tuple[Cul
     """
     first = next(found for found in findings if not found.ok)
     if any(row.error != row.error for row in first.rows):
-        return (texts.not_finite(first),)
+        return (cause_texts.not_finite(first),)
     steps = 1
     plain = laboratory.experiment(Treatment(), steps=steps)
     if plain.ok:
         steps = laboratory.trial.steps
         plain = laboratory.experiment(Treatment(), steps=steps)
     if plain.ok:
-        return (texts.rounding(first, plain),)
+        return (cause_texts.rounding(first, plain),)
     found = tuple(_Search(laboratory, plain, steps).culprits())
-    return found or (texts.unknown(plain, plain),)
+    return found or (cause_texts.unknown(plain, plain),)
 
 
 class _Search:
@@ -86,10 +86,10 @@ class _Search:
         """What errors are of that are left though draws and statistics are equal."""
         wrong = [row for row in best.rows if row.wrong]
         if all(row.quantity.startswith("buffers") for row in wrong):
-            return treatment, best, [texts.buffers([name for row in wrong for name in row.wrong], best)]
+            return treatment, best, [cause_texts.buffers([name for row in wrong for name in row.wrong], best)]
         factor = _factor(best)
         if self._parts > 1 and factor is not None and abs(factor / self._parts - 1) < SAME_DIRECTION:
-            return treatment, best, [texts.summed(factor)]
+            return treatment, best, [cause_texts.summed(factor)]
         tried = {"equal": self._plain.first.uneven, "same": self._parts > 1}
         for cells in ("equal", "same"):
             if tried[cells]:
@@ -97,22 +97,26 @@ class _Search:
                 after = self._try(cut)
                 if after.ok:
                     equal = cells == "equal"
-                    return cut, after, [texts.unequal(best, after)] if equal else texts.own_cells(best, after)
-        return treatment, best, [texts.unknown(self._plain, best)]
+                    return (
+                        cut,
+                        after,
+                        [cause_texts.unequal(best, after)] if equal else cause_texts.own_cells(best, after),
+                    )
+        return treatment, best, [cause_texts.unknown(self._plain, best)]
 
     def _draws(self, treatment: Treatment, best: Findings) -> Iterator[Culprit]:
         sites = self._plain.first.sites
         for group in [[site] for site in sites] if len(sites) <= MOST_SITES else [sites]:
             left = self._try(replace(treatment, native=frozenset(group)))
             if not left.ok:
-                yield texts.drawn(group, left, best)
+                yield cause_texts.drawn(group, left, best)
 
     def _statistics(self, treatment: Treatment, best: Findings) -> Iterator[Culprit]:
         # the same cells on every rank have the same statistics, so what the layers make of the given ones tells
         own = self._try(replace(treatment, share=False, cells="as given"))
         norms = [name for name in own.origins if name in own.first.norms]
         if norms:
-            yield texts.normalised(norms, own, best)
+            yield cause_texts.normalised(norms, own, best)
 
 
 def _factor(found: Findings) -> float | None:

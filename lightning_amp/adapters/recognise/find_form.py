@@ -30,7 +30,7 @@ from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised, read_layout
 from lightning_amp.adapters.forms.higlue import Form, check_parts, forms, make_decoder
 from lightning_amp.adapters.recognise.attention_settings import settings_problem
-from lightning_amp.adapters.recognise.module_attributes import changes, marks
+from lightning_amp.adapters.recognise.module_attributes import Marks, changes, marks
 from lightning_amp.adapters.recognise.real_size import difference, needed_bytes
 from lightning_amp.adapters.recognise.small_copy import LARGE, MORE, PAIR, Small, drawn_copy, small_copy
 from lightning_amp.adapters.recognise.unused_hooks import hooked
@@ -83,9 +83,7 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
     check_parts(module, layout)
     form = _form_of(module, layout)
     decoder = make_decoder(module, layout, form)
-    names = hooked(module, decoder)
-    if names:
-        raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+    check_hooks(module, decoder)
     problem = (
         _at_real_size(module, layout, form) if sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES else ""
     )
@@ -124,9 +122,7 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
             raise NotRecognised(
                 f"fails on a small example with {error!r}{settings_problem(module)}"
             ) from error
-        changed = changes(before, marks(small.module))
-        if changed:
-            raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
+        check_unchanged(before, small.module)
         cases += _further_cases(module, layout, seen)
         problems = []
         for form in forms(small.module, seen):
@@ -146,6 +142,39 @@ def _seen(small: Small) -> Form:
     if issubclass(kind, torch.distributions.Bernoulli):
         return Form(kind=kind, chained=_chained(small, given, binarized=True))
     return Form(kind=kind, chained=_chained(small, given, binarized=False), least=_least(small))
+
+
+def check_hooks(module: nn.Module, decoder: nn.Module) -> None:
+    """Refuse a module with hooks that would not run.
+
+    Raises:
+        NotRecognised: Names some of them.
+    """
+    names = hooked(module, decoder)
+    if names:
+        raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+
+
+def check_unchanged(before: Marks, module: nn.Module) -> None:
+    """Refuse a module whose forward has changed something of its own.
+
+    Raises:
+        NotRecognised: Names some of what is not as it was.
+    """
+    changed = changes(before, marks(module))
+    if changed:
+        raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
+
+
+def least_of(means: Tensor) -> float:
+    """The one mean of cells without contacts.
+
+    Raises:
+        NotRecognised: They have more than one.
+    """
+    if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
+        raise NotRecognised("returns means for cells without contacts that are not alike")
+    return float(f"{float(means[0, 0]):.12g}")
 
 
 def kind_of(given: object) -> type:
@@ -180,10 +209,7 @@ def _least(small: Small) -> float:
     u, v, l = small.inputs  # noqa: E741
     with torch.no_grad():
         given = small.module(u, v, small.b, 0 * l)
-        found = (given.logits + cast(Any, small.module).log_theta[small.b]).exp()
-    if not torch.allclose(found, found[:1, :1], rtol=CLOSE, atol=0):
-        raise NotRecognised("returns means for cells without contacts that are not alike")
-    return float(f"{float(found[0, 0]):.12g}")
+        return least_of((given.logits + cast(Any, small.module).log_theta[small.b]).exp())
 
 
 def _case(small: Small, seen: Form, *, training: bool, where: str = "") -> _Case:

@@ -12,7 +12,6 @@ Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,16 @@ from torch import Tensor, nn
 from lightning_amp.adapters.forms.column_layout import NotRecognised
 from lightning_amp.adapters.forms.higlue import TABLES, Form
 from lightning_amp.adapters.forms.multires import MultiResDecoder, bands, dim_of, make_multires, read_bands
-from lightning_amp.adapters.recognise.find_form import CLOSE, SHOWN, kind_of
-from lightning_amp.adapters.recognise.module_attributes import changes, marks
-from lightning_amp.adapters.recognise.small_copy import LARGE, NEAR_ONE, Sizes, parameter_values
-from lightning_amp.adapters.recognise.unused_hooks import hooked
+from lightning_amp.adapters.recognise.find_form import (
+    CLOSE,
+    check_hooks,
+    check_unchanged,
+    kind_of,
+    least_of,
+)
+from lightning_amp.adapters.recognise.module_attributes import marks
+from lightning_amp.adapters.recognise.small_copy import LARGE, NEAR_ONE, Sizes, no_hooks, parameter_values
 from lightning_amp.errors import AmpError
-from lightning_amp.parallel.contract.hooks import KINDS
 
 CELLS, WINDOW = 3, 3
 MORE_ANCHORS = (7, 8)
@@ -62,9 +65,7 @@ def adapted_multires(module: nn.Module) -> MultiResDecoder:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         form = _form_of(module)
     decoder = make_multires(module, layout, form)
-    names = hooked(module, decoder)
-    if names:
-        raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+    check_hooks(module, decoder)
     return decoder
 
 
@@ -79,9 +80,7 @@ def _form_of(module: nn.Module) -> Form:
         raise
     except Exception as error:
         raise NotRecognised(f"fails on a small example with {error!r}") from error
-    changed = changes(before, marks(first.module))
-    if changed:
-        raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
+    check_unchanged(before, first.module)
     found = [_ours(case, form, mode) for case in cases for mode in _modes(case)]
     _compare(found, expected, "")
     for sizes in LARGE:
@@ -108,9 +107,7 @@ def _small(module: Any, *, more: int, sizes: Sizes = NEAR_ONE) -> _Small:
     for buffer in module.buffers():
         if buffer.is_floating_point():
             memo[id(buffer)] = buffer.detach().cpu().double()
-    for child in module.modules():
-        memo |= {id(getattr(child, kind)): OrderedDict() for kind in KINDS}
-    small = copy.deepcopy(module, memo)
+    small = copy.deepcopy(module, memo | no_hooks(module))
     for layers in getattr(small, "attn_layers_by_res", None) or ():
         for layer in layers:
             layer.window_size = WINDOW
@@ -162,10 +159,8 @@ def _seen(small: _Small) -> Form:
         if form.binarized:
             return form
         given = small.module(small.u, small.v, small.b, 0 * small.l)
-        found = (given.logits + small.module.log_theta[small.b]).exp()
-    if not torch.allclose(found, found[:1, :1], rtol=CLOSE, atol=0):
-        raise NotRecognised("returns means for cells without contacts that are not alike")
-    return Form(kind=form.kind, least=float(f"{float(found[0, 0]):.12g}"))
+        least = least_of((given.logits + small.module.log_theta[small.b]).exp())
+    return Form(kind=form.kind, least=least)
 
 
 def _subset(small: _Small) -> Any:

@@ -7,10 +7,9 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_amp.errors import STATUS_OF_INTERRUPT
 from lightning_amp.lightning._compat import ScriptLauncher
 from lightning_amp.lightning.faults.watch import say
-
-STATUS_OF_INTERRUPT = 128 + signal.SIGINT
 
 
 class InterruptibleLauncher(ScriptLauncher):

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.parallel.contract.protocol import BucketedAttention
-from lightning_amp.parallel.nodes import halo_exchange as halo
+from lightning_amp.parallel.nodes import halo_exchange
 from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
 
 State = tuple[Tensor, ...]
@@ -120,11 +120,11 @@ class HaloAttention(nn.Module):
     def _send(self, near: list[State]) -> Tensor:
         w, (_, *first), (_, *last) = self.rows.window, near[0], near[-1]
         edges = [[x[:w] for x in first]] * self.rows.before + [[x[-w:] for x in last]] * self.rows.after
-        return halo.start(self.rows, [torch.cat(edge, dim=1) for edge in edges])
+        return halo_exchange.start(self.rows, [torch.cat(edge, dim=1) for edge in edges])
 
     def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
         """What `attend` reads of every border bucket and its neighbours; waits for the neighbours' rows."""
-        before, after = halo.finish(self.rows, under_way)
+        before, after = halo_exchange.finish(self.rows, under_way)
         none = before[:0]
         sides = [
             (before if j == 0 else none, after if j == self.rows.n_buckets - 1 else none)
