@@ -32,7 +32,7 @@ real: $(STAMP)
 # the package scglue, whose imports warn of much, joins the environment for its own tests only
 scglue: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[test,scglue]' --constraint constraints.txt
-	$(BIN)/python -m pytest tests/test_scglue.py
+	$(BIN)/python -m pytest tests/models/test_scglue.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,29 +1,27 @@
-"""Shared fixtures; every test runs single-threaded so that two ranks on two cores do not disturb each other."""
+"""Shared fixtures; every test computes with one thread, so that two ranks on two cores do not disturb each other.
+
+Nothing here imports torch: the tests of planning run without it.
+"""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.paths import REAL_DATA
+
+# torch reads it when it is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect (not skip) what this machine cannot run: no GPU, or no real data set beside the checkout."""
-    import torch
-
     absent = [
         item
         for item in items
-        if (item.get_closest_marker("gpu") and not torch.cuda.is_available())
+        if (item.get_closest_marker("gpu") and not _has_gpu())
         or ("real_data" in getattr(item, "fixturenames", ()) and not REAL_DATA.is_dir())
     ]
     if absent:
@@ -31,14 +29,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in absent]
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(autouse=True)
 def _leave_no_trace() -> Iterator[None]:
     """Give the next test a process without a process group and with the environment that this one found."""
-    import torch.distributed as dist
-
     before = dict(os.environ)
     yield
-    if dist.is_available() and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)

@@ -17,16 +17,16 @@ class Mutant:
 
 
 P, M = "lightning_amp/parallel", "lightning_amp/models"
-S2 = "tests/test_feature_parallel.py tests/test_row_parallel.py"
-S3 = "tests/test_chunked_attention.py tests/test_local_attention.py"
-S4 = "tests/test_key_first.py"
-S5 = "tests/test_hidden_parallel.py"
-STREAM = "tests/test_stream.py"
-SIDE = "tests/test_side_by_side.py"
-STRATA = "tests/test_strata_parallel.py"
-NODES = "tests/test_domain_parallel.py"
-FUSED = "tests/test_fused_attention.py"
-SPARSE = "tests/test_sparse_likelihood.py"
+S2 = "tests/parallel/s2_features/test_s2.py tests/parallel/s2_features/test_wide_linear.py"
+S3 = "tests/parallel/attention/test_s3_chunked.py tests/models/test_local_attention.py"
+S4 = "tests/parallel/scores/test_s4_key_first.py"
+S5 = "tests/parallel/s5_hidden/test_s5.py"
+STREAM = "tests/parallel/strata/test_stream.py"
+SIDE = "tests/parallel/strata/test_thread_pool.py"
+STRATA = "tests/parallel/strata/test_strata_parallel.py"
+NODES = "tests/parallel/nodes/test_nodes.py"
+FUSED = "tests/parallel/attention/test_fused.py"
+SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
 
 MUTANTS = [
     Mutant(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutant_table import MUTANTS, Mutant
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("lightning_amp", "tests", "examples", "configs", "pyproject.toml")
 LIMIT_S = 240
 

@@ -22,7 +22,7 @@ PRELOADED = (
     "torch.distributed",
     "lightning.pytorch",
     "lightning_amp.lightning.strategy.strategy",
-    "tests.sharded_cases",
+    "tests.parallel.sharded_cases",
 )
 """Imported once, by the process that ranks are forks of: seconds for each of them otherwise."""
 

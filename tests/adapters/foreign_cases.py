@@ -1,0 +1,156 @@
+"""What one process or several ranks run for test_adapters.py: a user's module under every way to share its decoder.
+
+`trained(...)` is one fit; `placements(ranks)` are the strategies that a number of ranks can be asked for.
+"""
+
+import itertools
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.install import install
+from tests.adapters.higlue_shaped import Copy, Foreign, cells
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.models import unit_cases
+from tests.parallel.sharded_cases import make_plan, model_mesh
+
+STEPS = 20
+ORDER = ("S1", "S2", "S3", "S4", "S5", "fused", "nodes", "recompute", "stream", "strata")
+PLACEMENTS = {1: ("",), 2: ("S2", "S5", "S2,S5", "strata", "nodes"), 4: ("S2", "S5", "strata", "nodes")}
+ACTIVATIONS = ("", "recompute", "stream")
+ATTENTIONS = ("", "S3", "fused", "S3,S4", "fused,S4")
+Found = dict[str, Any]
+
+
+def plans(ranks: int, *, attention: bool = True) -> list[str]:
+    """Every placement with every way of keeping activations; kinds of attention, if there is one, come in turn."""
+    turn = itertools.cycle(ATTENTIONS)
+    found = []
+    for placement, activations in itertools.product(PLACEMENTS[ranks], ACTIVATIONS):
+        kind = next(turn).split(",")
+        if placement == "nodes" and not attention:
+            continue
+        chosen = {"S1", *placement.split(","), *kind, activations} - {""}
+        if not attention:
+            chosen -= {"S3", "fused"}
+        if "S5" in chosen and "fused" in chosen:
+            chosen = chosen - {"fused"} | {"S3"}
+        if {"S3", "recompute"} <= chosen:
+            chosen -= {"S3"}
+        found.append(",".join(s for s in ORDER if s in chosen))
+    return found
+
+
+def trained(
+    module: LightningModule, batches: Sequence[Any], strategies: str | None, *, rank: int = 0, ranks: int = 1
+) -> dict[str, Tensor]:
+    """The module's state after a fit; None is Lightning's own strategy for one device."""
+    strategy: Any = "auto"
+    if strategies is not None:
+        model = {"model_parallel_size": ranks} if ranks > 1 else {}
+        strategy = AMPStrategy(strategies=strategies.split(","), **model)
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    trainer = Trainer(
+        **dict.fromkeys(quiet, False),
+        accelerator="cpu",
+        precision="64-true",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        strategy=strategy,
+        devices=ranks,
+        plugins=[] if strategies is None else [RunningRanks(rank, ranks)],
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    if strategies is not None:
+        assert set(strategy.plan.strategies) == set(strategies.split(",")), "what was asked for was installed"
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def batches(copy: Copy) -> list[dict[str, Tensor]]:
+    return [cells(copy, seed=step) for step in range(STEPS)]
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference by norm, of any parameter or buffer."""
+    assert list(found) == list(expected), "the same names"
+    return max(
+        float((found[name] - value).norm() / value.norm().clamp_min(1e-3)) for name, value in expected.items()
+    )
+
+
+def every_plan(rank: int, ranks: int, copies: dict[str, Copy]) -> dict[tuple[str, str], float]:
+    """How far every plan's parameters are from those of one device, for every copy."""
+    if ranks > 1:  # else this is the process of the tests
+        logging.getLogger("lightning").setLevel(logging.ERROR)
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, copy in copies.items():
+        expected = trained(Foreign(copy), batches(copy), None)
+        start = Foreign(copy).state_dict()
+        assert differences(expected, start) > 1e-2, "20 steps change something"
+        for strategies in plans(ranks, attention=copy.attention):
+            state = trained(Foreign(copy), batches(copy), strategies, rank=rank, ranks=ranks)
+            found[name, strategies] = differences(state, expected)
+    return found
+
+
+def example(kind: Copy) -> tuple[Foreign, tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    module, batch = Foreign(kind), cells(kind)
+    u = torch.randn(6, kind.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    given = u.requires_grad_(), module.anchors, batch["b"], batch["l"].requires_grad_()
+    return module, given, batch["x"]
+
+
+def in_full(ranks: int) -> dict[str, Any]:
+    """Where ranks share the strata."""
+    found: dict[str, Any] = {}
+    for placement in ("S2", "strata", "nodes", "S5"):
+        module, given, x = example(Copy(strata=3))
+        with torch.no_grad():
+            eager = module.decoder(*given)
+            expected = [eager.log_prob(x), eager.mean, eager.sample().shape]
+        adapt(module)
+        install(module, make_plan([placement], ranks), model_mesh(ranks))
+        new = module.decoder(*given)
+        try:
+            new.log_prob(x).sum(1)
+        except InstallError as error:
+            found[f"{placement} refuses"] = str(error)
+        with torch.no_grad():
+            whole = [new.log_prob(x)[:, :], new.mean, new.sample().shape]
+        found[placement] = [
+            a == b if isinstance(a, torch.Size) else float((a - b).norm() / b.norm())
+            for a, b in zip(whole, expected, strict=True)
+        ]
+        if placement == "nodes":
+            more = torch.cat([given[1], given[1][:1]])
+            try:
+                module.decoder(given[0], more, given[2], given[3]).log_prob(x).sum()
+            except ModelError as error:
+                found["anchors"] = str(error)
+    return found
+
+
+def units(rank: int, ranks: int) -> dict[str, float]:
+    """How far a decoder of the user's own is from one device."""
+    expected = trained(unit_cases.Counts(), unit_cases.batches(), None)
+    found = {}
+    for strategies in ("S1,stream", "S1,recompute") if ranks == 1 else ("S1,strata", "S1,stream,strata"):
+        state = trained(unit_cases.Counts(), unit_cases.batches(), strategies, rank=rank, ranks=ranks)
+        found[strategies] = differences(state, expected)
+    return found
+
+
+def everything(rank: int, ranks: int, copies: dict[str, Copy]) -> Found:
+    """All that a number of ranks is asked for, with one start of the processes."""
+    return {"plans": every_plan(rank, ranks, copies), "in full": in_full(ranks), "units": units(rank, ranks)}

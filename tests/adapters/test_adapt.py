@@ -1,0 +1,298 @@
+"""Claim: a decoder of HiGLUE's shape, written elsewhere, computes the same under every plan with nothing edited.
+
+Two and four ranks train once under every placement and every way of keeping activations, and report how far they are
+from one device.
+"""
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.distributions import Bernoulli, NegativeBinomial
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.lazy_distribution import LazyDistribution, LazyLogProb
+from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.models.decoders.stratum import ZINB
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.contract.stand_in import named_parts, part
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.install import install
+from tests.adapters import foreign_cases
+from tests.adapters.foreign_cases import every_plan, everything, example, plans, trained
+from tests.adapters.higlue_shaped import Copy, Foreign
+from tests.parallel.sharded_cases import make_plan
+from tests.ranks import run_ranks
+
+BASE = Copy()
+COPIES = {
+    "independent": BASE,
+    "chained": replace(BASE, chained=True),
+    "paper": replace(BASE, projected=True, residual=False, postnorm=False, chained=True),
+    "projected": replace(BASE, projected=True),
+    "no postnorm": replace(BASE, postnorm=False),
+    "nothing added": replace(BASE, least=0.0, least_zero=0.0),
+    "no head": replace(BASE, head=False),
+    "no weights": replace(BASE, head=False, weights=False),
+    "one experiment": replace(BASE, experiments=1),
+    "other lists": replace(BASE, anchors_first=False),
+    "binary": replace(BASE, binarize=True),
+    "convolution": replace(BASE, attention=False),
+    "plain convolution": replace(BASE, attention=False, activation=False, bias=False),
+    "centred convolution": replace(BASE, attention=False, centred=True),
+}
+ON_RANKS = {"chained": COPIES["chained"], "convolution": COPIES["centred convolution"]}
+RTOL = 1e-9
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return run_ranks(everything, 2, tmp_path_factory.mktemp("two"), ON_RANKS, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return run_ranks(every_plan, 4, tmp_path_factory.mktemp("four"), {"independent": BASE}, timeout=120)
+
+
+def results(given: Any, inputs: list[Tensor], x: Tensor) -> list[Tensor]:
+    total = given.log_prob(x).mean()
+    return [total, *torch.autograd.grad(total, inputs, allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_ours_computes_what_the_copy_computes(name: str) -> None:
+    module, given, x = example(COPIES[name])
+    keys = list(module.state_dict())
+    found = adapt(module)
+    assert list(found.decoders) == ["decoder"], found.notes
+    assert list(module.state_dict()) == keys
+    ours = find_decoders(module)["decoder"]
+    assert isinstance(ours, AdaptedDecoder)
+    assert ours.chained is COPIES[name].chained
+    assert isinstance(ours.strata[0].likelihood, ZINB) is (name == "nothing added")
+    inputs = [given[0], given[1], given[3], *module.decoder.parameters()]
+    new = results(module.decoder(*given), inputs, x)
+    found.undo()
+    old = results(module.decoder(*given), inputs, x)
+    for a, b in zip(new, old, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a - b).norm() <= 1e-10 * b.norm()
+
+
+def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any) -> None:
+    for found in (rank["plans"] for rank in on_two_ranks):
+        for name, kind in ON_RANKS.items():
+            assert [plan for n, plan in found if n == name] == plans(2, attention=kind.attention)
+        assert {key: far for key, far in found.items() if not far <= RTOL} == {}
+
+
+def test_every_plan_on_four_ranks_trains_as_one_device(on_four_ranks: Any) -> None:
+    for found in on_four_ranks:
+        assert [plan for _, plan in found] == plans(4)
+        assert {key: far for key, far in found.items() if not far <= RTOL} == {}
+
+
+def test_one_device_trains_the_same() -> None:
+    found = every_plan(0, 1, {"independent": BASE, "binary": COPIES["binary"]})
+    assert len(found) == 2 * len(plans(1))
+    assert max(found.values()) <= RTOL
+
+
+class Told(Foreign):
+    """Whose decoder nobody recognises."""
+
+    def __init__(self, kind: Copy) -> None:
+        super().__init__(kind)
+        self.decoder.attn_layers[0].register_forward_hook(lambda *_: None)
+
+
+def test_what_is_not_recognised_trains_under_s1_and_the_plan_says_so() -> None:
+    batches = foreign_cases.batches(BASE)[:3]
+    expected = trained(Told(BASE), batches, None)
+    strategy = AMPStrategy()
+    fit(Told(BASE), batches, strategy)
+    assert strategy.plan is not None
+    assert not {rule.strategy for rule in strategy.plan.rules} - {"S1"}
+    assert any("trained as any other module (S1)" in note for note in strategy.plan.notes)
+    assert foreign_cases.differences(trained(Told(BASE), batches, "S1"), expected) == 0
+    with pytest.raises(PlanError, match="none was recognised.*because it has hooks on modules of"):
+        fit(Told(BASE), batches, AMPStrategy(strategies=["S1", "stream"]))
+
+
+def fit(module: Foreign, batches: Any, strategy: AMPStrategy) -> None:
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**dict.fromkeys(quiet, False), accelerator="cpu", max_epochs=1, strategy=strategy).fit(
+            module, loader
+        )
+
+
+def test_its_forward_comes_back_after_the_run_and_where_nothing_was_installed() -> None:
+    module, batches = Foreign(BASE), foreign_cases.batches(BASE)[:2]
+    trained(module, batches, "S1,stream")
+    assert "forward" not in vars(module.decoder)
+    convolution = Foreign(COPIES["convolution"])
+    with pytest.raises(PlanError, match="without attention"):
+        fit(convolution, batches, AMPStrategy(strategies=["S1", "S3"]))
+    assert "forward" not in vars(convolution.decoder)
+    found = adapt(module)
+    found.keep(["encoder.0", "decoders.hic.region"])
+    assert "forward" not in vars(module.decoder)
+    found = adapt(module)
+    found.keep(["decoder.walk"])
+    assert "forward" in vars(module.decoder)
+    found.undo()
+    found.undo()
+    assert "forward" not in vars(module.decoder)
+
+
+def test_names_lead_to_our_decoder() -> None:
+    module = Foreign(BASE)
+    own = dict(module.named_modules())
+    found = adapt(module)
+    ours = module.decoder.forward.decoder  # type: ignore[attr-defined]
+    names = dict(named_parts(module))
+    assert names["decoder"] is ours
+    assert names["decoder.strata.1.key.attention"] is ours.strata[1].key.attention
+    assert names["encoder"] is module.encoder
+    assert "decoder.key_layers" not in names
+    assert part(module, "decoder.strata.1.key") is ours.strata[1].key
+    assert part(module, "") is module
+    assert dict(module.named_modules()) == own, "nothing was registered"
+    shape = describe(module, batch_size=4).decoder
+    assert shape is not None
+    assert (shape.fqn, shape.anchors, shape.dim, shape.window, shape.attention) == (
+        "decoder",
+        23,
+        12,
+        5,
+        True,
+    )
+    assert shape.features == tuple(map(len, BASE.nodes()))
+    assert shape.n_batches == 2
+    found.undo()
+    assert dict(named_parts(module)) == own
+
+
+def test_a_copy_of_the_module_computes_with_its_own_parameters() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.decoder.scale_lin.add_(1.0)
+        a, b = (one.decoder(*given).log_prob(x).mean() for one in (module, other))
+    assert other.decoder.forward.decoder.strata[0].scale is other.decoder.scale_lin  # type: ignore[attr-defined]
+    assert a != b
+
+
+def test_a_stream_hands_a_stratum_its_own_columns_of_the_tables() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    ours: Any = find_decoders(module)["decoder"]
+    plan = make_plan(["stream"], 1)
+    install(module, plan)
+    seen: list[int] = []
+    for stratum in ours.strata:
+        stratum.register_forward_pre_hook(lambda s, _: seen.append(s.log_theta.shape[1]))
+    total = module.decoder(*given).log_prob(x).sum()
+    assert seen == [len(rows) for rows in BASE.nodes()]
+    (grad,) = torch.autograd.grad(total, [module.decoder.log_theta])
+    assert grad.shape == module.decoder.log_theta.shape
+    assert (grad != 0).all()
+
+
+@pytest.mark.parametrize("kind", [BASE, COPIES["binary"]], ids=["counts", "binary"])
+def test_the_distribution_behaves_as_that_of_the_copy(kind: Copy) -> None:
+    module, given, x = example(kind)
+    eager = module.decoder(*given)
+    log_prob = eager.log_prob(x)
+    adapt(module)
+    new = module.decoder(*given)
+    assert type(new) is LazyDistribution
+    assert isinstance(new, Bernoulli if kind.binarize else NegativeBinomial)
+    lazy = new.log_prob(x)
+    assert (lazy.shape, lazy.numel(), lazy.dim(), lazy.size(1)) == (x.shape, x.numel(), 2, x.shape[1])
+    two = torch.tensor(2.0, dtype=torch.float64)
+    waiting = [
+        (-lazy, -log_prob),
+        (2 * lazy, 2 * log_prob),
+        (lazy / 3, log_prob / 3),
+        (lazy * two, log_prob * two),
+        (two * lazy, two * log_prob),
+        (torch.neg(lazy), -log_prob),
+        (torch.mul(lazy, 2), 2 * log_prob),
+        (torch.div(lazy, two), log_prob / two),
+        (-(lazy * 2) / 7, -(log_prob * 2) / 7),
+    ]
+    for a, b in waiting:
+        assert isinstance(a, LazyLogProb)
+        torch.testing.assert_close((a.mean(), a.sum()), (b.mean(), b.sum()), rtol=1e-12, atol=0)
+        torch.testing.assert_close((torch.mean(a), torch.sum(a)), (b.mean(), b.sum()), rtol=1e-12, atol=0)
+    with torch.no_grad():
+        for a, b in [
+            (lazy[0], log_prob[0]),
+            (lazy.sum(1), log_prob.sum(1)),
+            (torch.mean(lazy, dim=0), log_prob.mean(0)),
+            (lazy + 1, log_prob + 1),
+            (1 - lazy, 1 - log_prob),
+            (lazy * x, log_prob * x),
+            (x / lazy, x / log_prob),
+            (torch.exp(-lazy), torch.exp(-log_prob)),
+            (torch.stack([lazy, 2 * lazy]), torch.stack([log_prob, 2 * log_prob])),
+            ((2 * lazy).exp(), (2 * log_prob).exp()),
+            (new.mean, eager.mean),
+            (new.logits, eager.logits),
+            (new.log_prob(x[:1]), eager.log_prob(x[:1])),
+        ]:
+            assert torch.equal(a, b)
+        assert new.sample((2,)).shape == (2, *x.shape)
+
+
+def test_what_is_computed_in_full_with_gradients_is_said_and_exact() -> None:
+    module, given, x = example(BASE)
+    expected = torch.autograd.grad(module.decoder(*given).log_prob(x).sum(1).square().sum(), given[0])[0]
+    adapt(module)
+    with pytest.warns(
+        UserWarning, match=r"sum over some axes was taken, was asked for with gradients.*own forward"
+    ):
+        found = module.decoder(*given).log_prob(x).sum(1).square().sum()
+    assert torch.equal(torch.autograd.grad(found, given[0])[0], expected)
+
+
+def test_a_decoder_of_own_units_is_dealt_to_ranks(on_two_ranks: Any) -> None:
+    for found in (rank["units"] for rank in on_two_ranks):
+        assert list(found) == ["S1,strata", "S1,stream,strata"]
+        assert max(found.values()) <= RTOL
+
+
+def test_where_ranks_share_the_strata_the_rest_is_exact_or_refused(on_two_ranks: Any) -> None:
+    for found in (rank["in full"] for rank in on_two_ranks):
+        for placement in ("S2", "strata", "nodes", "S5"):
+            log_prob, mean, shape = found[placement]
+            assert log_prob <= 1e-10
+            assert mean <= 1e-10
+            assert shape
+            refused = found[f"{placement} refuses"]
+            assert "asked for with gradients" in refused
+            assert "allowed are log_prob(x).mean()" in refused
+        assert "23 anchors, and v has 24 rows" in found["anchors"]
+
+
+def test_a_library_of_another_shape_is_refused() -> None:
+    module, (u, v, b, l), _ = example(BASE)  # noqa: E741
+    adapt(module)
+    for wrong in (None, l[:, 0], l[:1]):
+        with pytest.raises(AmpError, match=r"called with l=.*allowed is the library size of every cell"):
+            module.decoder(u, v, b, wrong)

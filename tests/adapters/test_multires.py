@@ -1,0 +1,311 @@
+"""Claim: HiGLUE's decoder of several resolutions computes the same under every plan, with nothing edited.
+
+Its own checkpointing and its subsets of anchors go on working; a copy that computes anything else is left alone.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.adapters.forms.multires import MultiResDecoder
+from lightning_amp.errors import AmpError, InstallError, ModelError
+from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.install import install
+from lightning_amp.parallel.supported import with_unsupported
+from tests.adapters.foreign_cases import differences
+from tests.adapters.multires_shaped import Bands, Decoder, Several, batches
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.parallel.sharded_cases import make_plan, model_mesh
+from tests.ranks import run_ranks
+
+BASE = Bands()
+KINDS = {
+    "two resolutions": BASE,
+    "one resolution": Bands(sizes=((4, 29),)),
+    "three, one of them the anchors alone": Bands(sizes=((1, 11), (3, 17), (4, 29))),
+    "features missing": replace(BASE, complete=False),
+    "checkpointed": replace(BASE, checkpoint=True),
+    "a subset of the anchors": replace(BASE, drawn=9),
+    "a subset, features missing": replace(BASE, drawn=9, complete=False),
+    "convolution": replace(BASE, attention=False),
+    "plain convolution": replace(BASE, attention=False, activation=False, bias=False),
+    "no head": replace(BASE, head=False, activation=False),
+    "binary": replace(BASE, binarize=True),
+    "one experiment": replace(BASE, experiments=1),
+}
+ON_ONE = ("S1,stream", "S1,S4,fused,sparse,stream", "S1,S3,S4", "S1,fused,recompute")
+ON_TWO = ("S1,strata", "S1,S2,S4,stream", "S1,S4,fused,sparse,stream,strata", "S1,recompute,strata")
+
+
+def fit(kind: Bands, strategies: str | None, *, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+    """The module's state after a fit; None is Lightning's own strategy for one device."""
+    chosen: Any = "auto"
+    if strategies is not None:
+        model = {"model_parallel_size": ranks} if ranks > 1 else {}
+        chosen = AMPStrategy(strategies=strategies.split(","), **model)
+    module = Several(kind)
+    torch.manual_seed(0)
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(
+            **dict.fromkeys(quiet, False),
+            accelerator="cpu",
+            max_epochs=1,
+            use_distributed_sampler=False,
+            strategy=chosen,
+            devices=ranks,
+            plugins=[] if strategies is None else [RunningRanks(rank, ranks)],
+        ).fit(module, DataLoader(batches(kind), batch_size=None))  # type: ignore[arg-type]
+    if strategies is not None:
+        assert set(chosen.plan.strategies) == set(strategies.split(","))
+    return parameters(module)
+
+
+def parameters(module: Several) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def possible(strategies: str, kind: Bands) -> str:
+    left_out = {"fused", "S3"} if not kind.attention else set()
+    left_out |= {"sparse"} if kind.binarize else set()
+    return ",".join(s for s in strategies.split(",") if s not in left_out)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_trains_the_same_under_every_plan(name: str) -> None:
+    kind = KINDS[name]
+    expected = fit(kind, None)
+    assert differences(expected, parameters(Several(kind))) > 1e-2
+    for strategies in ON_ONE:
+        assert differences(fit(kind, possible(strategies, kind)), expected) <= 1e-9
+
+
+def refusals(ranks: int) -> dict[str, str]:
+    """What is said of what it cannot have, and of a subset where ranks have parts of all features."""
+    kind, found = KINDS["a subset of the anchors"], {}
+    for strategy in ("S5", "nodes", "S2"):
+        module = Several(kind)
+        adapt(module)
+        try:
+            install(module, make_plan([strategy], ranks), model_mesh(ranks))
+            module.training_step(batches(kind, steps=1)[0], 0)
+        except AmpError as error:
+            found[strategy] = str(error)
+    return found
+
+
+def on_two_ranks(rank: int, ranks: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {"refused": refusals(ranks)}
+    for name in ("two resolutions", "features missing", "convolution"):
+        kind = KINDS[name]
+        expected = fit(kind, None)
+        for strategies in ON_TWO:
+            chosen = possible(strategies, kind)
+            found[name, chosen] = differences(fit(kind, chosen, rank=rank, ranks=ranks), expected)
+    drawn = KINDS["a subset, features missing"]
+    for strategies in ("S1,strata", "S1,stream,strata"):
+        found["drawn", strategies] = differences(
+            fit(drawn, strategies, rank=rank, ranks=ranks), fit(drawn, None)
+        )
+    single = replace(KINDS["one resolution"], attention=False)
+    found["S5", "S1,S5"] = differences(fit(single, "S1,S5", rank=rank, ranks=ranks), fit(single, None))
+    return found
+
+
+def test_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
+    for found in run_ranks(on_two_ranks, 2, tmp_path, timeout=120):
+        refused = found.pop("refused")
+        assert "S5 was asked for and cannot deal the channels of" in refused["S5"]
+        assert "nodes was asked for on 'MultiResDecoder'" in refused["nodes"]
+        assert "subset of its anchors, and S2 deal its features or channels" in refused["S2"]
+        assert "or set anchor_subsample=None" in refused["S2"]
+        assert len(found) == 15
+        assert {key: far for key, far in found.items() if not far <= 1e-9} == {}
+
+
+def test_is_recognised_with_what_its_parts_can_have() -> None:
+    module = Several(BASE)
+    keys, state = list(module.state_dict()), torch.get_rng_state()
+    found = adapt(module)
+    assert torch.equal(torch.get_rng_state(), state), "no random number was used up"
+    assert list(found.decoders) == ["decoder"]
+    assert found.notes == [
+        "'decoder' has 2 resolutions, and every stratum is predicted with the anchors of the largest"
+    ]
+    assert list(module.state_dict()) == keys
+    ours = find_decoders(module)["decoder"]
+    assert isinstance(ours, MultiResDecoder)
+    shape = with_unsupported(module, describe(module, batch_size=6)).decoder
+    assert shape is not None
+    assert shape.unsupported == ("S5", "nodes")
+    assert (shape.anchors, shape.window, shape.n_batches, len(shape.features)) == (29, 5, 2, 7)
+    found.undo()
+    assert "forward" not in vars(module.decoder)
+
+
+def test_a_step_holds_little_of_what_the_own_forward_holds() -> None:
+    kind = Bands(sizes=((8, 150), (8, 300)), dim=32, window=32, experiments=1)
+
+    def peak(strategies: str) -> int:
+        module, (batch,) = Several(kind), batches(kind, steps=1, cells=16)
+        adapt(module)
+        install(module, make_plan(strategies.split(","), 1)) if strategies else None
+        if not strategies:
+            vars(module.decoder).pop("forward")
+        with LiveBytes() as live:
+            module.training_step(batch, 0).backward()
+        return live.peak
+
+    assert peak("S4,fused,sparse,stream") <= peak("") / 5
+
+
+def test_libraries_of_the_cells_of_every_resolution_or_none() -> None:
+    module, (batch,) = Several(BASE), batches(BASE, steps=1)
+    u = torch.randn(6, BASE.dim, dtype=torch.float64)
+    allowed = [batch["l"], batch["l"][:, :1], None]
+    eager = [
+        module.decoder(u, module.anchors, batch["b"], given).log_prob(batch["x"]).sum() for given in allowed
+    ]
+    adapt(module)
+    for given, expected in zip(allowed, eager, strict=True):
+        found = module.decoder(u, module.anchors, batch["b"], given).log_prob(batch["x"]).sum()
+        assert (found - expected).abs() <= 1e-10 * expected.abs()
+    with pytest.raises(AmpError, match=r"2 resolutions was called with l=\(6, 3\); allowed are None and"):
+        module.decoder(u, module.anchors, batch["b"], torch.ones(6, 3).double())
+
+
+def test_a_subset_that_is_none_is_refused() -> None:
+    kind = KINDS["a subset of the anchors"]
+    module, (batch,) = Several(kind), batches(kind, steps=1)
+    adapt(module)
+    subset = module.decoder.sample_feature_subset()
+    subset.cols = subset.cols.flip(0)
+    u = torch.randn(6, kind.dim, dtype=torch.float64)
+    with pytest.raises(InstallError, match="which are not those of the anchors that it says to have drawn"):
+        module.decoder(u, module.anchors, batch["b"], batch["l"], subset=subset)
+
+
+class Padded(Decoder):
+    """The last bucket is filled with the last row."""
+
+    def key(self, i: int, k: int, v: Tensor) -> Tensor:
+        missing = -len(v) % self.kind.window
+        if not k or not missing:
+            return super().key(i, k, v)
+        return super().key(i, k, torch.cat([v, v[-1:].expand(missing, -1)]))[: len(v)]
+
+
+class Other(Decoder):
+    def __init__(self, kind: Bands) -> None:
+        super().__init__(kind)
+        for layers in self.attn_layers_by_res:
+            layers[0].causal, layers[0].look_forward = True, 0  # type: ignore[index]
+
+
+class FirstOnly(Decoder):
+    """All resolutions are parts of the first one's library."""
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
+        return super().forward(u, v, b, l[:, :1], subset)
+
+
+class InEvaluation(Decoder):
+    def shares(self, i: int, u: Tensor) -> Tensor:
+        return super().shares(i, u) if self.training else super().shares(i, 2 * u)
+
+
+class Drawing(Decoder):
+    """Of a subset the first anchor counts twice."""
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
+        return super().forward(u if subset is None else 2 * u, v, b, l, subset)
+
+
+class Leaving(Decoder):
+    aux: Any = 0.0
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
+        self.aux = v.square().mean()
+        return super().forward(u, v, b, l, subset)
+
+
+class Sized(Decoder):
+    """Small copies have fewer anchors."""
+
+    def key(self, i: int, k: int, v: Tensor) -> Tensor:
+        return super().key(i, k, v) * (1.001 if len(v) > 25 and k else 1.0)
+
+
+@pytest.mark.parametrize("kind", ["two resolutions", "checkpointed", "a subset of the anchors"])
+def test_what_differs_at_the_real_size_alone_is_refused_with_the_first_batch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.adapters.multires_shaped.Several.__init__.__kwdefaults__", {"decoder": Sized})
+    with pytest.raises(ModelError, match="another log-probability in the strata .* on the first batch"):
+        fit(KINDS[kind], "S1,stream")
+
+
+def windows(decoder: Any) -> None:
+    decoder.attn_layers_by_res[0][1].window_size = 7
+
+
+def shuffled(decoder: Any) -> None:
+    decoder.band_idx_0 = decoder.band_idx_0.flip(1)
+
+
+def one_stratum_less(decoder: Any) -> None:
+    decoder.band_idx_1 = decoder.band_idx_1[:-1]
+
+
+def one_layer_more(decoder: Any) -> None:
+    decoder.ff_layers_by_res[0].append(nn.Linear(1, 1))
+
+
+def hooked(decoder: Any) -> None:
+    decoder.attn_layers_by_res[1][1].register_forward_hook(lambda *_: None)
+
+
+DIFFERENT: dict[Callable[..., Any], str] = {
+    Padded: "has another",
+    Other: "has another log-probability",
+    FirstOnly: "has another log-probability",
+    InEvaluation: "has another log-probability",
+    Drawing: "has another log-probability",
+    Leaving: "changes ['aux'] of its own in forward",
+    windows: "attention with windows of",
+    shuffled: "whose columns do not follow each other from 0 on",
+    one_stratum_less: "has band_idx_1=(3, 29), and not columns of the shape (4, 29)",
+    one_layer_more: "has 'ff_layers_by_res' without 2 layers at resolution 0",
+    hooked: "has hooks on modules of it",
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT, ids=lambda change: change.__name__)
+def test_a_copy_that_differs_is_told_apart(change: Any) -> None:
+    module = Several(BASE, decoder=change if isinstance(change, type) else Decoder)
+    if not isinstance(change, type):
+        change(module.decoder)
+    found = adapt(module)
+    assert not found.decoders
+    assert DIFFERENT[change] in found.notes[0]
+    assert "forward" not in vars(module.decoder)
+
+
+def test_a_changed_resolution_is_refused_at_the_next_call() -> None:
+    module, (batch,) = Several(BASE), batches(BASE, steps=1)
+    adapt(module)
+    module.decoder.res_specs = list(module.decoder.res_specs)
+    with pytest.raises(InstallError, match="'res_specs' is another list than it was"):
+        module.training_step(batch, 0)

@@ -1,0 +1,159 @@
+"""Claim: the likelihood of HiGLUE, which adds a small number to the probability of a zero, has a sparse form too.
+
+`sparse` takes its place exactly, in value and gradients, and refuses the counts that it refuses; policy auto may choose
+it for every copy of HiGLUE's decoder that counts.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import NegativeBinomial
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.supported import with_unsupported
+from tests.adapters.foreign_cases import batches, differences, trained
+from tests.adapters.higlue_shaped import Copy, Foreign, ZeroInflated
+from tests.adapters.test_adapt import COPIES, RTOL
+from tests.parallel.scores.test_sparse_likelihood import arguments, assert_close, counts, forward_backward
+
+LEAST = 1e-7
+
+
+class Shifted(NegativeBinomial):
+    """The same by a shift, as a newer generation has it: neither exponential overflows."""
+
+    def __init__(self, zi_logits: Tensor, total_count: Tensor, logits: Tensor) -> None:
+        super().__init__(total_count, logits=logits)
+        self.zi_logits = zi_logits
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        density, zi, small = super().log_prob(value), self.zi_logits, math.log(LEAST)
+        shift = torch.maximum(density, zi).clamp(min=small).detach()
+        terms = (density - shift).exp() + (zi - shift).exp() + (small - shift).exp()
+        at_zero = shift + terms.log()
+        return torch.where(value.abs() < LEAST, at_zero, density) - F.softplus(zi)
+
+
+class Masked(ZeroInflated):
+    """The same by masks, as an older generation has it."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        density = NegativeBinomial.log_prob(self, value)
+        found, zero = torch.empty_like(density), value.abs() < LEAST
+        zi, others = self.zi_logits[zero], self.zi_logits[~zero]
+        found[zero] = (density[zero].exp() + zi.exp() + LEAST).log() - F.softplus(zi)
+        found[~zero] = density[~zero] - F.softplus(others)
+        return found
+
+
+KINDS = (ZeroInflated, Shifted, Masked)
+FAR = {"rare zeros": (30.0, 3.0, -30.0), "nothing but zeros": (-30.0, 0.0, 12.0)}
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_likelihood_in_whose_place_it_is(kind: type, rows: int) -> None:
+    leaf, x = GivenDistribution(kind), counts()
+    sparse = sparse_likelihood(leaf)
+    assert (sparse.least, sparse.whole) == (LEAST, True)
+    given = arguments(*x.shape, rows=rows)
+    for form in (x, SparseCounts.from_dense(x)):
+        assert_close(forward_backward(sparse, form, given), forward_backward(leaf, x, given))
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("count", [0.0, 3.0])
+def test_equals_it_far_from_usual_numbers(name: str, count: float) -> None:
+    x = torch.full((1, 1), count, dtype=torch.float64)
+    given = [torch.full((1, 1), value, dtype=torch.float64, requires_grad=True) for value in FAR[name]]
+    leaf = GivenDistribution(Shifted)
+    assert_close(forward_backward(sparse_likelihood(leaf), x, given), forward_backward(leaf, x, given))
+
+
+@pytest.mark.parametrize("wrong", [0.5, -1.0, torch.nan])
+def test_refuses_the_counts_that_the_likelihood_refuses(wrong: float) -> None:
+    leaf, given = GivenDistribution(ZeroInflated), arguments(7, 150, rows=1)
+    x = counts()
+    x[3, 5] = wrong
+    with pytest.raises(ValueError, match="within the support"):
+        leaf(x, *given)
+    for form in (x, SparseCounts.from_dense(x)):
+        with pytest.raises(
+            ModelError, match="allowed are whole numbers from 0: hand in the counts as they were"
+        ):
+            sparse_likelihood(leaf)(form, *given)
+
+
+class Twice(ZeroInflated):
+    """The small number is added to what is no zero too."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return (super().log_prob(value).exp() + LEAST).log()
+
+
+class Less(ZeroInflated):
+    """The small number hangs on the mass of the additional zeros."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        least, self.least = self.least, self.least * self.zi_logits.sigmoid()  # type: ignore[misc]
+        found = super().log_prob(value)
+        self.least = least
+        return found
+
+
+@pytest.mark.parametrize("kind", [Twice, Less])
+def test_refuses_what_adds_it_elsewhere(kind: type) -> None:
+    with pytest.raises(InstallError, match="which returns the (value|gradient) .* for an example of"):
+        sparse_likelihood(GivenDistribution(kind))
+
+
+COUNTS = {name: kind for name, kind in COPIES.items() if not kind.binarize}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_copy_that_counts_may_be_given_it(name: str) -> None:
+    module = Foreign(COUNTS[name])
+    found = adapt(module)
+    shape = with_unsupported(module, describe(module, batch_size=4)).decoder
+    found.undo()
+    assert shape is not None
+    assert "sparse" not in shape.unsupported
+
+
+@pytest.mark.parametrize("strategies", ["S1,sparse", "S1,S4,fused,sparse,stream", "S1,recompute,sparse"])
+def test_trains_as_without_it(strategies: str) -> None:
+    kind = replace(Copy(), strata=3)
+    expected = trained(Foreign(kind), batches(kind), None)
+    assert differences(trained(Foreign(kind), batches(kind), strategies), expected) <= RTOL
+
+
+def test_one_probe_for_all_strata_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_amp.parallel.checks import cached_check as probes
+
+    seen: dict[Any, str] = {}
+    monkeypatch.setattr(probes, "_FOUND", seen)
+    for _ in range(3):
+        sparse_likelihood(GivenDistribution(ZeroInflated))
+    sparse_likelihood(GivenDistribution(Shifted))
+    assert len(seen) == 2
+
+
+def test_a_leaf_of_ones_own_that_takes_fractions_goes_on_taking_them() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, log_mu: Tensor, log_theta: Tensor, zi_logits: Tensor) -> Tensor:
+            given = Shifted(zi_logits.expand_as(log_mu), log_theta.exp(), log_mu - log_theta)
+            given._validate_args = False
+            return given.log_prob(x).sum()
+
+    assert not sparse_likelihood(Own()).whole

@@ -1,0 +1,205 @@
+"""Claim: every command does its part of the flow, and a mistake ends with one message, status 2 and no traceback."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import fill
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from rich.console import Console
+from rich.progress import Progress
+
+from lightning_amp.cli.demo import CONFIG, run_demo
+from lightning_amp.cli.main import TRAINING, main
+from lightning_amp.cli.verbs import VERBS
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import AmpError, DataError
+from lightning_amp.lightning.terminal import BAR_WIDTH, NarrowBar, fit_the_terminal
+from tests.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "data"
+    synthesize(out, cells=24, bins=30, strata=3, genes=20, seed=1)
+    return out
+
+
+def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
+    assert main(["profile", str(data_dir)]) == 0
+    assert "3 strata" in " ".join(capsys.readouterr().out.split())
+    assert main(["profile", str(data_dir), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == 1
+    arguments = ["--devices", "2", "--device-memory", "24GiB", "--policy", "paper", "--strategies", "S1,S3"]
+    assert main(["plan", str(data_dir), *arguments, "--batch-size", "8", "--format", "json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["strategies"] == ["S1", "S3"]
+    assert made["budget_bytes"] == 24 * 2**30
+    assert made["batch_size"] == 8
+    assert main(["plan", str(data_dir), "--keys", "convolution", "--window", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "single-device execution" in text
+    assert max(map(len, text.splitlines())) <= max(80, len(str(data_dir)) + len("Profile of "))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profile", "absent"], "absent"),
+        (["plan", "absent", "--devices", "0"], "devices=0"),
+        (["plan", "absent", "--device-memory", "24 apples"], "'24 apples'"),
+        (["plan", "absent", "--policy", "fast"], "policy='fast'"),
+        (["plan", "absent", "--strategies", "S7"], "['S7'] is not in the library"),
+        (["plan", "absent", "--model-parallel-size", "x"], "model_parallel_size='x'"),
+        (["plan", "absent", "--devices", "1" + "0" * 23], "allowed is a whole number from 1 to 1,000,000"),
+        (["prepare", "--hic", "a", "--rna", "b", "--genes", "c", "--strata", "0", "--out", "d"], "strata"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("lightning-amp: error: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_command_says_what_it_does_and_gives_an_example(verb, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    usage, _, rest = text.partition("\n\n")
+    assert usage.startswith(f"usage: lightning-amp {verb} ")
+    assert len(usage.splitlines()) < 20
+    example = f"example:\n  lightning-amp {verb} {VERBS[verb][2]}\n"
+    if verb in TRAINING:  # with Lightning's line breaks
+        rest, example = " ".join(rest.split()), " ".join(example.split())
+        assert rest.startswith(VERBS[verb][1])
+    else:
+        assert rest.startswith(fill(VERBS[verb][1], 78))
+        assert max(map(len, text.splitlines())) <= 80
+    assert example in rest
+
+
+def test_the_package_runs_as_a_module(data_dir) -> None:
+    for words, status in ((["profile", str(data_dir)], 0), (["profile", "absent"], 2)):
+        command = [sys.executable, "-m", "lightning_amp", *words]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == status
+        assert ("strata" in ran.stdout) == (status == 0)
+        assert ran.stderr.count("\n") == status // 2
+
+
+def test_unknown_words_are_refused_by_the_parser(capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["train"])
+    assert refused.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lightning_amp", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=240)
+
+
+def config(data_dir: Path, **trainer: object) -> dict:
+    return {
+        "seed_everything": 1,
+        "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False} | trainer,
+        "model": {"class_path": "lightning_amp.GLUE", "init_args": {"latent_dim": 8, "window": 8}},
+        "data": {
+            "class_path": "lightning_amp.SingleCellDataModule",
+            "init_args": {"data_dir": str(data_dir), "batch_size": 8},
+        },
+    }
+
+
+def test_fit_from_yaml_by_name_and_by_class_path(data_dir, tmp_path) -> None:
+    by_path = {
+        "class_path": "lightning_amp.AMPStrategy",
+        "init_args": {"policy": "paper", "strategies": "S1,S3,S4"},
+    }
+    for name, strategy, found in (
+        ("name", "amp", "(policy auto)"),
+        ("path", by_path, "S3 chunked attention"),
+    ):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(config(data_dir, strategy=strategy)))
+        done = run("fit", "--config", str(file), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert found in done.stdout + done.stderr
+
+
+def test_fit_with_a_mistake_ends_with_status_2(data_dir, tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config(tmp_path / "absent")))
+    done = run("fit", "--config", str(file), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "absent" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_mistake_inside_yaml_is_found_under_jsonargparse(data_dir, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-amp"])
+    wrong = config(data_dir)
+    wrong["data"]["init_args"]["batch_size"] = 0
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(wrong))
+    assert main(["fit", "--config", str(file)]) == 2
+    assert "batch_size=0" in capsys.readouterr().err
+    assert yaml.safe_load(file.read_text()) == wrong
+
+
+def test_predictions_need_a_checkpoint(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-amp"])
+    assert main(["predict", "--config", "config.yaml"]) == 2
+    assert "predict was asked for without --ckpt_path" in capsys.readouterr().err
+
+
+def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:
+    shipped = ROOT / "configs" / "demo.yaml"
+    assert shipped.read_text() == CONFIG.substitute(out="demo", devices=2, epochs=40)
+
+
+def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(DataError, match="holds files that no demo wrote"):
+        list(run_demo(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_demo_stops_at_a_command_that_fails(tmp_path) -> None:
+    with pytest.raises(AmpError, match="ended with status 2"):
+        list(run_demo(tmp_path / "demo", devices=0))
+
+
+def test_what_training_shows_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    fit_the_terminal(trainer)
+    (bar,) = (callback for callback in trainer.callbacks if isinstance(callback, NarrowBar))
+    (summary,) = (callback for callback in trainer.callbacks if isinstance(callback, ModelSummary))
+    columns = bar.configure_columns(trainer)
+    with Progress(*columns, console=Console(width=80, file=io.StringIO())) as progress:
+        task = progress.add_task("Epoch 100/100", total=1000, completed=1000)
+        shown = "".join(str(column.render(progress.tasks[task])) for column in (columns[0], columns[2]))
+    assert len(shown) + BAR_WIDTH + 4 + len("loss: 12345.678 val_loss: 12345.678") <= 80
+    data = [("Name", ["encoders"]), ("Params", ["203 K"]), ("FLOPs", ["0"])]
+    summary.summarize(data, 203_000, 200_000, 0.8, {"train": 1, "eval": 0}, total_flops=0)
+    text = capsys.readouterr().out
+    assert "FLOPs" not in text
+    assert "203,000 parameters, 200,000 of them trained, 0.8 MB" in text
+    summary.summarize(data, 203_000, 200_000, 0.8, {"train": 1, "eval": 0}, total_flops=5)
+    assert "FLOPs" in capsys.readouterr().out

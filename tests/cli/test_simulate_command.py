@@ -1,0 +1,254 @@
+"""Claim: `simulate` answers in text, JSON and a picture for shapes and folders, and tells mistakes before any work."""
+
+import json
+
+import pytest
+
+from lightning_amp import figures
+from lightning_amp.cli.main import main
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.model_shape import check_model
+from lightning_amp.simulation.parse_shape import parse_shape
+from tests.paths import ROOT
+
+SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
+
+
+def run(capsys, *words: str) -> str:
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_has_what_the_text_says(capsys) -> None:
+    words = ["--shape", SHAPE, "--devices", "4", "--strategies", "S1,S2,S3,S4,S5"]
+    words += ["--model-parallel-size", "2", "--device-memory", "24GiB"]
+    found = json.loads(run(capsys, *words, "--format", "json"))
+    assert found["status"] == "ok"
+    assert found["failed_at"] is found["requested_bytes"] is None
+    assert len(found["peak_bytes"]) == 4
+    assert found["peak_bytes"][:2] == found["peak_bytes"][2:]
+    assert len(found["strata_bytes"]) == len(found["predicted_strata_bytes"]) == 3
+    assert found["strata_bytes"] == sorted(found["strata_bytes"])
+    assert sum(found["breakdown"].values()) == max(found["peak_bytes"])
+    assert set(found["comm_bytes"]) == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert found["mesh"] == {"data": 2, "model": 2}
+    document = ROOT.joinpath("docs/simulate.md").read_text()
+    assert [key for key in (*found, *found["breakdown"]) if f"`{key}`" not in document] == []
+    text = run(capsys, *words)
+    assert "status: ok (fits in 24.0 GiB)" in text
+    assert "rank 0, 2" in text
+    assert "predicted" in text
+    assert "reduce_scatter" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
+    words = ["--shape", SHAPE, "--device-memory", "90KiB", "--policy", "paper"]
+    found = json.loads(run(capsys, *words, "--format", "json"))
+    assert found["status"] == "out of memory at stratum 1"
+    assert found["peak_bytes"][0] > found["budget_bytes"] >= found["peak_bytes"][0] - found["requested_bytes"]
+    assert len(found["strata_bytes"]) == 1
+    text = run(capsys, *words, "--plot", str(tmp_path / "memory.png"))
+    assert "out of memory at stratum 1" in text
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_says_the_budget_in_its_own_unit_and_stays_narrow(monkeypatch, tmp_path) -> None:
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.simulated_memory(
+        tmp_path / "memory.png",
+        simulated_bytes=[],
+        predicted_bytes=[2**29, 2**30],
+        peak_bytes=91 * 2**20,
+        failed_at="the weights, optimiser state and batch",
+        budget_bytes=60 * 2**20,
+        title="",
+        rank_label="rank 0",
+    )
+    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert texts[1:] == ["budget 60 MiB", "out of memory at the\nweights, optimiser state\nand batch"]
+
+
+@pytest.mark.parametrize("failed_at", [None, "stratum 1"])
+def test_the_peak_of_a_simulated_step_is_inside_the_axes(monkeypatch, tmp_path, failed_at) -> None:
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.simulated_memory(
+        tmp_path / "memory.png",
+        simulated_bytes=[2**29, 2**29],
+        predicted_bytes=[2**29, 2**29],
+        peak_bytes=2**30,
+        failed_at=failed_at,
+        budget_bytes=None,
+        title="",
+        rank_label="rank 0",
+    )
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low == 0
+    assert 1 < high < 1.5
+
+
+def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    words = [str(tmp_path / "data"), "--batch-size", "4", "--latent-dim", "8", "--window", "8"]
+    found = json.loads(run(capsys, *words, "--format", "json"))
+    assert found["status"] == "ok"
+    assert found["comm_bytes"] == {}
+    ahead = found["predicted_strata_bytes"][0] / found["strata_bytes"][0]
+    assert ahead == pytest.approx(1, rel=0.05)
+    words += ["--devices", "2", "--format", "json"]
+    whole = json.loads(run(capsys, *words, "--strategies", "S1"))
+    shared = json.loads(run(capsys, *words, "--strategies", "S1,S2"))
+    n_features, hidden, n_nodes = 30 + 28 + 26, 128, 30 + 28 + 26
+    saved = whole["breakdown"]["optimiser state"] - shared["breakdown"]["optimiser state"]
+    assert saved == 4 * hidden * n_features // 2
+    held = whole["breakdown"]["parameters"] - shared["breakdown"]["parameters"]
+    assert held == saved - 8 * n_nodes // 2, "the anchors of the own features are kept beside all"
+
+
+def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
+    words = ["--shape", SHAPE, "--device-memory", "60KiB", "--policy", "paper"]
+    text = run(capsys, *words)
+    assert "fewer cells per step  --batch-size, or batch in --shape" in text
+    words_of = " ".join(text.split())
+    assert "S3 chunked attention, S4 key-first decode, fused attention, sparse likelihood, " in words_of
+    assert "recompute strata, stream strata; on one device too" in words_of
+    assert "S2 feature parallel, S5 hidden-dimension parallel, domain parallel over nodes, " in words_of
+    assert "strata parallel; from two devices on" in words_of
+    assert "until memory ends" in text
+    assert "the plan predicts a peak of" in text
+    assert max(map(len, text.splitlines())) <= 80
+    text = run(capsys, *words, "--devices", "2", "--strategies", "S1,S2,S3,S4,S5")
+    assert "S2 and S5 split over more ranks" in text
+    # what contradicts the plan is no help
+    assert "strategies sparse likelihood, stream strata; on one device too" in " ".join(text.split())
+    assert "fused" not in text
+    assert "from two devices on" not in text
+    auto = run(capsys, "--shape", SHAPE, "--device-memory", "30KiB")
+    assert "S4 key-first decode; on one device too" in auto
+    alone = SHAPE.replace("batch=2", "batch=1,key=convolution")
+    text = run(capsys, "--shape", alone, "--device-memory", "30KiB")
+    assert "fewer cells" not in text
+    assert "S3" not in text
+    text = run(capsys, "--shape", SHAPE, "--policy", "paper")
+    assert "what may help" not in text
+    assert "- one device: single-device execution" in text, "the plan's notes say why it is as it is"
+
+
+def test_sizes_stay_in_one_piece_where_lines_are_wrapped(capsys) -> None:
+    words = ["--shape", "anchors=5000,dim=128,strata=8,batch=1", "--device-memory", "1MiB"]
+    text = run(capsys, *words)
+    assert "the weights, optimiser state and batch (rank 0 holds\n  0 B of 1.00 MiB" in text
+
+
+def test_ranks_that_read_the_same_share_a_row(capsys) -> None:
+    shape = "anchors=4001,dim=8,strata=2,batch=1,window=16"
+    words = ["--shape", shape, "--devices", "4", "--strategies", "S2"]
+    peaks = json.loads(run(capsys, *words, "--format", "json"))["peak_bytes"]
+    assert len(set(peaks)) == 2
+    assert "rank 0-3" in run(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("budget", "place"),
+    [
+        ("500KiB", "the weights, optimiser state and batch"),
+        ("5MiB", "the encoders and the graph"),
+        ("24MiB", "the backward pass of the encoders and the graph"),
+    ],
+)
+def test_where_the_reference_model_ends(budget, place, capsys, tmp_path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    words = [str(tmp_path / "data"), "--batch-size", "4", "--window", "8", "--device-memory", budget]
+    assert f"status: out of memory at {place} (rank 0" in " ".join(run(capsys, *words).split())
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("dim=8,strata=3", "nothing was found for anchors; allowed is a size for anchors, dim, strata"),
+        (f"{SHAPE},depth=3", "'depth=3' was found"),
+        (f"{SHAPE},variant", "'variant' was found"),
+        (f"{SHAPE},dim=9", "'dim' was found twice"),
+        ("anchors=120,dim=9,strata=3", "dim=9 was found; allowed is an even dim, or key=convolution"),
+        ("anchors=1e3,dim=8,strata=3", "anchors='1e3' was found"),
+        ("anchors=120,dim=8,strata=0", "strata='0' was found"),
+        ("anchors=9999999,dim=8,strata=3", "a whole number from 1 to 1,000,000"),
+        (f"anchors={'9' * 5000},dim=8,strata=3", "a whole number from 1 to 1,000,000"),
+        ("anchors=20000,dim=8,strata=10001", "a whole number from 1 to 10,000"),
+        ("anchors=2,dim=8,strata=3", "strata=3 was found; allowed is as many as anchors=2, or fewer"),
+        (f"{SHAPE},features=121", "features=121 was found"),
+        (f"{SHAPE},variant=HiGLUE", "variant='HiGLUE' was found; allowed is variant=higlue or paper"),
+        (f"{SHAPE},key=convolution,chained=yes", "chained=yes with key=convolution"),
+    ],
+)
+def test_shapes_that_cannot_be(shape, message) -> None:
+    with pytest.raises(PlanError) as refused:
+        parse_shape(shape)
+    assert message in str(refused.value)
+    assert repr(shape) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"latent_dim": 10**13, "window": None}, {"latent_dim": 8, "window": 10**20}]
+)
+def test_sizes_that_no_tensor_can_have(sizes) -> None:
+    with pytest.raises(PlanError, match="1,000,000"):
+        check_model(**sizes, attention=True)
+
+
+def test_a_shape_says_everything_about_a_decoder() -> None:
+    asked = parse_shape("anchors=9,dim=4,strata=2")
+    assert asked.batch_size is None
+    assert (asked.decoder.features, asked.decoder.window, asked.decoder.attention) == ((9, 8), 40, True)
+    rest = "batch=3,window=5,features=7,n_batches=2,key=attention,variant=paper,chained=yes"
+    asked = parse_shape(f"anchors=9, dim=4, strata=2, {rest}")
+    decoder = asked.decoder
+    assert (asked.batch_size, decoder.features, decoder.window, decoder.n_batches) == (3, (7, 7), 5, 2)
+    assert (decoder.variant, decoder.chained) == ("paper", True)
+    assert not parse_shape("anchors=9,dim=5,strata=2,key=convolution").decoder.attention
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "with neither DIR nor --shape; give one of them"),
+        (["data", "--shape", SHAPE], "with both DIR='data' and shape="),
+        (["--shape", SHAPE, "--batch-size", "8"], "batch=2 was asked for in --shape, and --batch-size 8"),
+        (["--shape", SHAPE, "--latent-dim", "8", "--keys", "attention"], "--latent-dim, --keys"),
+        (["--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
+        (["--shape", SHAPE, "--plot", "memory.pdf"], "the name of a PNG file"),
+        (["--shape", SHAPE, "--plot", "folder.png"], "the name of a PNG file"),
+        (["--shape", SHAPE, "--plot", ""], "the name of a PNG file"),
+        (["--shape", SHAPE, "--plot", "locked.png"], "'locked.png' was asked for, and may not be written"),
+        (["--shape", SHAPE, "--devices", "0"], "devices=0"),
+        (["--shape", SHAPE, "--devices", "2", "--strategies", "S9"], "'S9'"),
+        (["--shape", SHAPE, "--devices", "1025", "--strategies", "S2"], "a model axis of 1,025 ranks"),
+        (["--shape", SHAPE, "--model-parallel-size", "9" * 5000], "model_parallel_size="),
+        (["absent"], "absent"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "locked.png").touch()
+    # whoever runs the tests may be allowed everything
+    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))
+    assert main(["simulate", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_strata_that_read_the_same_share_a_column(capsys) -> None:
+    words = ["--shape", "anchors=150,dim=8,strata=60,batch=1,window=16", "--strategies", "fused,stream"]
+    assert main(["simulate", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "after each stratum" in line)
+    strata = lines[start + 1].split()
+    assert strata[0] == "stratum"
+    assert strata[-1].endswith("-59")
+    assert len(lines[start + 1 : lines.index("", start)]) <= 3 * 3, "60 strata, of which most read the same"

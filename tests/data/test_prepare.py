@@ -1,0 +1,430 @@
+"""prepare keeps exactly the contacts, genes and edges it says, on tiny files by hand and on real ones by cooler."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import anndata
+import cooler
+import networkx
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+from lightning_amp.cli.main import main
+from lightning_amp.data.files.chromosome_names import choose_chromosomes
+from lightning_amp.data.files.graphml import count_graph, read_graph
+from lightning_amp.data.files.resolution import format_resolution, parse_resolution, strip_resolution
+from lightning_amp.data.files.strata_layout import read_layout
+from lightning_amp.data.prepare.cell_labels import read_labels
+from lightning_amp.data.prepare.gene_positions import promoters, read_genes
+from lightning_amp.data.prepare.guidance_graph import contact_edges, overlap_bins
+from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.pseudobulk import Pseudobulk
+from lightning_amp.data.prepare.read_scool import ScoolFile
+from lightning_amp.data.prepare.variable_genes import most_variable
+from tests.data.tiny_data import (
+    BIN,
+    CELLS,
+    GENES,
+    Files,
+    make_bins,
+    make_pixels,
+    rna_counts,
+    write_all,
+    write_rna,
+    write_scool,
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return write_all(tmp_path)
+
+
+def expected_matrix(var: pd.DataFrame, *, cis_only: bool = True) -> np.ndarray:
+    """Look every feature of every cell up in the full map, by the coordinates that var gives."""
+    bins = make_bins()
+    row = {(c, s): i for i, (c, s) in enumerate(zip(bins["chrom"], bins["start"], strict=True))}
+    first = [row[key] for key in zip(var["chrom"], var["chromStart"], strict=True)]
+    second = [row[key] for key in zip(var["target_chrom"], var["target_chromStart"], strict=True)]
+    maps = np.zeros((len(CELLS), len(bins), len(bins)))
+    for i in range(len(CELLS)):
+        pixels = make_pixels(i)
+        maps[i, pixels["bin1_id"], pixels["bin2_id"]] = pixels["count"]
+    return maps[:, first, second]
+
+
+@pytest.mark.parametrize("cis_only", [True, False])
+def test_every_feature_holds_the_contacts_of_its_two_bins(files: Files, cis_only: bool) -> None:
+    found = prepare(**files.arguments(), labels=files.labels, cis_only=cis_only)
+    hic = anndata.read_h5ad(found.hic)
+    assert list(hic.obs_names) == CELLS
+    np.testing.assert_array_equal(hic.X.toarray(), expected_matrix(hic.var))
+    n_expected = sum(12 - k + 8 - k for k in range(4)) if cis_only else sum(20 - k for k in range(4))
+    assert hic.n_vars == n_expected
+    assert (hic.var["chrom"].astype(str) == hic.var["target_chrom"].astype(str)).all() == cis_only
+    assert hic.var_names[0] == "chr1:0-1000000"
+    assert hic.var_names[n_expected - 1].endswith("-3")
+
+
+def test_layout_of_a_prepared_file_is_that_of_its_names(files: Files) -> None:
+    found = prepare(**files.arguments())
+    layout = read_layout(found.hic)
+    var = anndata.read_h5ad(found.hic).var
+    assert [s.k for s in layout.strata] == [0, 1, 2, 3]
+    assert [s.n_features for s in layout.strata] == [20, 18, 16, 14]
+    anchors = np.concatenate([s.anchors for s in layout.strata])
+    np.testing.assert_array_equal(anchors, var["anchor"])
+    bins = make_bins()
+    np.testing.assert_array_equal(bins["start"].to_numpy()[anchors], var["chromStart"])
+
+
+def test_cells_carry_labels_and_depths(files: Files) -> None:
+    found = prepare(**files.arguments(), labels=files.labels)
+    hic = anndata.read_h5ad(found.hic)
+    assert list(hic.obs["celltype"]) == ["type0", "type1", "type2"] * 2
+    assert list(hic.obs["batch"]) == ["b0", "b1"] * 3
+    assert list(hic.obs["read_depth"]) == [100.0 + i for i in range(6)]
+    np.testing.assert_array_equal(hic.obs["depth"], hic.X.sum(axis=1).A1)
+    assert set(hic.obs["dataset"]) == {"train"}
+
+
+def test_other_columns_of_the_labels_are_kept(files: Files) -> None:
+    lines = files.labels.read_text().splitlines()
+    ends = ["donor\tread_depth", *(f"d{i}\t9" if i else "\t9" for i in range(len(CELLS)))]
+    files.labels.write_text("".join(f"{a}\t{b}\n" for a, b in zip(lines, ends, strict=True)))
+    obs = anndata.read_h5ad(prepare(**files.arguments(), labels=files.labels).hic).obs
+    assert list(obs) == ["celltype", "batch", "read_depth", "donor", "depth", "dataset"]
+    assert list(obs["donor"]) == ["n/a", "d1", "d2", "d3", "d4", "d5"]
+    assert list(obs["read_depth"]) == [100.0 + i for i in range(6)]
+
+
+def test_without_labels_the_defaults_are_written(files: Files) -> None:
+    obs = anndata.read_h5ad(prepare(**files.arguments()).hic).obs
+    assert (set(obs["celltype"]), set(obs["batch"]), set(obs["read_depth"])) == ({"n/a"}, {"0"}, {1.0})
+
+
+def test_shallow_cells_are_dropped_and_counted(files: Files) -> None:
+    depths = [int(make_pixels(i)["count"].sum()) for i in range(len(CELLS))]
+    least = sorted(depths)[2]
+    hic = anndata.read_h5ad(prepare(**files.arguments(), min_depth=least).hic)
+    assert list(hic.obs_names) == [c for c, d in zip(CELLS, depths, strict=True) if d >= least]
+    assert hic.uns["amp"]["n_dropped_cells"] == 2
+
+
+def test_chosen_chromosomes_keep_the_files_spelling(files: Files) -> None:
+    found = prepare(**files.arguments(), chromosomes=["2"])
+    hic, rna = anndata.read_h5ad(found.hic), anndata.read_h5ad(found.rna)
+    assert set(hic.var["chrom"]) == {"chr2"}
+    assert list(rna.var_names) == GENES[6:]
+    assert set(rna.var["chrom"]) == {"chr2"}
+    np.testing.assert_array_equal(hic.X.toarray(), expected_matrix(hic.var))
+
+
+def test_rna_keeps_raw_counts_of_placed_genes(files: Files) -> None:
+    rna = anndata.read_h5ad(prepare(**files.arguments()).rna)
+    assert list(rna.var_names) == GENES
+    np.testing.assert_array_equal(rna.X.toarray(), rna_counts().toarray()[:, :10])
+    np.testing.assert_array_equal(rna.layers["counts"].toarray(), rna.X.toarray())
+    assert list(rna.obs["celltype"]) == ["a", "b"] * 4
+    assert {"chrom", "chromStart", "chromEnd", "strand", "highly_variable", "in_hic"} <= set(rna.var)
+
+
+def test_counts_layer_wins_over_a_scaled_matrix_and_empty_cells_go(files: Files) -> None:
+    counts = rna_counts().toarray()
+    counts[3, :10] = 0
+    write_rna(files.rna, counts - 0.5, layer=sp.csr_matrix(counts))
+    rna = anndata.read_h5ad(prepare(**files.arguments()).rna)
+    np.testing.assert_array_equal(rna.X.toarray(), np.delete(counts, 3, axis=0)[:, :10])
+    assert rna.uns["amp"]["n_dropped_cells"] == 1
+
+
+def test_graph_has_the_edges_that_the_definitions_give(files: Files) -> None:
+    found = prepare(**files.arguments(), loop_quantile=0.5)
+    graph = networkx.read_graphml(found.graph)
+    assert not graph.is_directed()
+    bins = [f"{c}:{s}-{e}" for c, s, e in make_bins().itertuples(index=False)]
+    assert set(graph) == {*GENES, *bins}
+    edges = list(graph.edges(data=True))
+    overlap = {frozenset((u, v)) for u, v, data in edges if data["type"] == "overlap"}
+    assert overlap == {frozenset((gene, bins[i % 6 + 12 * (i >= 6)])) for i, gene in enumerate(GENES)}
+    assert {u for u, v, data in edges if data["type"] == "self-loop" and u == v} == {*GENES, *bins}
+    hic = {frozenset((u, v)): data["weight"] for u, v, data in edges if data["type"] == "hic"}
+    neighbours = [frozenset(bins[i : i + 2]) for i in range(19) if i != 11]
+    assert all(hic.pop(pair) == 1 for pair in neighbours)
+    total = sum(
+        p.set_index(["bin1_id", "bin2_id"])["count"].reindex(every_pair(), fill_value=0) for p in all_pixels()
+    )
+    for first, after in ((0, 12), (12, 20)):
+        far = {(i, j): n for (i, j), n in total.items() if first <= i < j - 1 < after - 1 and n > 0}
+        limit = np.quantile(list(far.values()), 0.5)
+        frequent = {frozenset((bins[i], bins[j])): n for (i, j), n in far.items() if n > limit}
+        weights = {pair: hic.pop(pair) for pair in frequent}
+        by_count = sorted(frequent, key=frequent.__getitem__)
+        assert max(weights.values()) <= 1
+        assert min(weights.values()) > 0
+        assert weights[by_count[0]] <= weights[by_count[-1]]
+    assert hic == {}
+    assert {data["sign"] for _, _, data in edges} == {1.0}
+
+
+def every_pair() -> pd.MultiIndex:
+    return pd.MultiIndex.from_product([range(20), range(20)])
+
+
+def all_pixels() -> list[pd.DataFrame]:
+    return [make_pixels(i) for i in range(len(CELLS))]
+
+
+def test_reading_the_graph_agrees_with_networkx(files: Files) -> None:
+    path = prepare(**files.arguments()).graph
+    assert path is not None
+    reference, graph = networkx.read_graphml(path), read_graph(path)
+    assert count_graph(path) == (reference.number_of_nodes(), reference.number_of_edges())
+    assert list(graph.vertices) == list(reference)
+    assert list(graph.feature_type) == [data["feature_type"] for _, data in reference.nodes(data=True)]
+    for s, t, weight, sign in zip(graph.source, graph.target, graph.weight, graph.sign, strict=True):
+        data = reference.edges[graph.vertices[s], graph.vertices[t]]
+        assert (np.float32(data["weight"]), data["sign"]) == (weight, sign)
+
+
+def test_the_same_input_gives_the_same_graph_file(files: Files) -> None:
+    first = prepare(**files.arguments()).graph.read_bytes()
+    assert prepare(**files.arguments(), overwrite=True).graph.read_bytes() == first
+
+
+def test_equal_contacts_share_a_rank() -> None:
+    bulk = sp.coo_array(([5.0, 5.0, 9.0, 1.0], ([0, 1, 0, 2], [2, 3, 4, 4])), shape=(5, 5))
+    bins = pd.DataFrame({"chrom": "chr1", "start": range(5), "end": range(1, 6)})
+    source, target, weight = contact_edges(bulk, bins, loop_quantile=0.0)
+    edges = dict(zip(zip(source.tolist(), target.tolist(), strict=True), weight, strict=True))
+    assert edges[0, 2] == edges[1, 3] == pytest.approx(0.5)
+    assert edges[0, 4] == 1
+    assert (2, 4) not in edges
+
+
+def test_pseudobulk_is_the_sum_however_often_it_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_amp.data.prepare.pseudobulk.FLUSH_AT", 50)
+    bulk, expected = Pseudobulk(20), np.zeros((20, 20))
+    for pixels in all_pixels():
+        i, j, n = (pixels[c].to_numpy() for c in ("bin1_id", "bin2_id", "count"))
+        bulk.add(i, j, n)
+        expected[i, j] += n
+    np.testing.assert_array_equal(bulk.total().toarray(), expected)
+
+
+def test_most_variable_finds_the_genes_that_vary_beyond_their_mean() -> None:
+    """Rare genes have the larger variance on the log scale, so only a comparison at equal mean finds the others."""
+    rng = np.random.default_rng(0)
+    rate = np.tile(np.linspace(0.3, 30, 400), (300, 1))
+    varied = np.arange(200, 400, 20)
+    rate[:150, varied] *= 1.5
+    rate[150:, varied] *= 0.5
+    counts = rng.poisson(rate).astype(float)
+    assert list(np.flatnonzero(most_variable(sp.csr_array(counts), n_genes=10))) == list(varied)
+    assert not most_variable(sp.csr_array(counts * (np.arange(400) > 0)), n_genes=400)[0]
+
+
+def test_promoters_touch_bins_to_the_base() -> None:
+    """Bins of 10 kb: a promoter of 2001 bases that ends with a bin, starts with one, or lies across two."""
+    bins = pd.DataFrame({"chrom": "1", "start": [0, 10_000, 20_000], "end": [10_000, 20_000, 30_000]})
+    starts = {
+        "last base of bin 0": 9_999,
+        "first base of bin 1": 10_000,
+        "all in bin 1": 12_000,
+        "beyond": 32_001,
+    }
+    genes = pd.DataFrame({"chrom": "1", "start": list(starts.values()), "strand": "+"}).assign(
+        end=lambda t: t["start"] + 9
+    )
+    gene, touched = overlap_bins(genes, bins)
+    assert list(zip(gene.tolist(), touched.tolist(), strict=True)) == [(0, 0), (1, 0), (1, 1), (2, 1)]
+
+
+def test_genes_beyond_the_last_bin_are_left_out(files: Files) -> None:
+    files.genes.write_text(f"chr1\t5\t9\tG0\nchr1\t{40 * BIN}\t{41 * BIN}\tG1\n")
+    assert list(anndata.read_h5ad(prepare(**files.arguments()).rna).var_names) == ["G0"]
+
+
+def gtf(feature: str, start: int, end: int, symbol: str, strand: str = "+") -> str:
+    attributes = f'gene_id "ID_{symbol}"; gene_name "{symbol}";' if symbol != "NONAME" else 'gene_id "ID0";'
+    return f"chr1\tsource\t{feature}\t{start}\t{end}\t.\t{strand}\t.\t{attributes}\n"
+
+
+def test_gtf_gives_half_open_positions_and_the_longest_of_a_symbol(tmp_path: Path) -> None:
+    path = tmp_path / "genes.gtf.gz"
+    lines = [
+        gtf("gene", 11, 20, "A"),
+        gtf("exon", 11, 12, "A"),
+        gtf("gene", 1, 50, "B", "-"),
+        gtf("gene", 1, 5, "NONAME"),
+    ]
+    path.write_bytes(gzip.compress(("#!comment\n" + "".join([*lines, gtf("gene", 101, 200, "A")])).encode()))
+    genes = read_genes(path)
+    assert genes.attrs["n_duplicated"] == 1
+    assert genes.loc["A"].tolist() == ["chr1", 100, 200, "+"]
+    assert genes.loc["B"].tolist() == ["chr1", 0, 50, "-"]
+    assert "ID0" in genes.index
+    start, end = promoters(genes)
+    assert (start[genes.index == "B"], end[genes.index == "B"]) == (49, 2050)
+    assert (start[genes.index == "A"], end[genes.index == "A"]) == (0, 101)
+
+
+def test_gtf_without_genes_falls_to_transcripts(tmp_path: Path) -> None:
+    path = tmp_path / "genes.gtf"
+    path.write_text(gtf("transcript", 1, 10, "A") + gtf("exon", 1, 99, "A") + gtf("transcript", 1, 30, "A"))
+    assert read_genes(path).loc["A"].tolist() == ["chr1", 0, 30, "+"]
+
+
+def test_labels_have_defaults_for_absent_columns(tmp_path: Path) -> None:
+    path = tmp_path / "labels.tsv"
+    path.write_text("cell\tcelltype\na.500kb\tx\nb\t\n")
+    labels = read_labels(path, resolution=500_000)
+    assert labels.to_dict("index") == {
+        "a": {"celltype": "x", "batch": "0", "read_depth": 1.0},
+        "b": {"celltype": "n/a", "batch": "0", "read_depth": 1.0},
+    }
+
+
+@pytest.mark.parametrize(("text", "width"), [("500kb", 500_000), ("1mb", BIN), (5000, 5000), ("2.5KB", 2500)])
+def test_resolutions_parse(text: Any, width: int) -> None:
+    assert parse_resolution(text) == width
+    assert parse_resolution(format_resolution(width)) == width
+
+
+def test_only_the_files_own_resolution_is_taken_off_a_cell_name() -> None:
+    names = ["a.1mb", "a.1000kb", "a.1000000.cool", "a.cool"]
+    assert {strip_resolution(name, resolution=BIN) for name in names} == {"a"}
+    for name in ("a.500kb", "a.b.c", "a.0", "1mb"):
+        assert strip_resolution(name, resolution=BIN) == name
+
+
+def test_cells_may_have_bins_of_their_own_if_equal(tmp_path: Path, real_data: Path) -> None:
+    scool = ScoolFile(real_data / "scool_test_file.scool")
+    cells = scool.named_cells()
+    assert len(cells) == 5
+    assert scool.resolution() == 100_000
+    assert "GSM2687248_41669_ACAGTG-R1-DpnII" in cells
+    for cell in cells.values():
+        reference = cooler.Cooler(f"{scool.path}::/cells/{cell}").pixels()[:]
+        pd.testing.assert_frame_equal(scool.pixels(cell), reference)
+
+
+def test_real_cells_keep_every_contact_in_the_strata(tmp_path: Path, real_data: Path) -> None:
+    source = real_data / "cortex_lee2019_chr1_1mb.scool"
+    found = prepare(
+        hic=source,
+        labels=real_data / "cortex_lee2019_ref.tsv",
+        rna=real_data / "cortex_darmanis2015_rna.h5ad",
+        genes=real_data / "hg19_genes.gtf.gz",
+        strata=32,
+        resolution="1mb",
+        out=tmp_path / "out",
+    )
+    assert found.hic.name == "hic_1000kb_raw_0.98_2d_32.h5ad"
+    hic, rna = anndata.read_h5ad(found.hic), anndata.read_h5ad(found.rna)
+    assert hic.shape == (400, sum(250 - k for k in range(32)))
+    assert hic.obs["celltype"].value_counts().to_dict() == {"Astro": 100, "MG": 100, "ODC": 100, "Sst": 100}
+    for cell in ("Astro_1", "MG_50", "Sst_100"):
+        clr = cooler.Cooler(f"{source}::/cells/{cell}")
+        pixels = clr.pixels()[:]
+        near = pixels[pixels["bin2_id"] - pixels["bin1_id"] < 32]
+        assert hic.obs.loc[cell, "depth"] == near["count"].sum() == hic[cell].X.sum()
+        assert hic.obs.loc[cell, "read_depth"] == clr.info["sum"]
+        row = hic.X[hic.obs_names.get_loc(cell)].toarray().ravel()
+        stratum = hic.var["stratum"].to_numpy()
+        sums = near.groupby(near["bin2_id"] - near["bin1_id"])["count"].sum().reindex(range(32), fill_value=0)
+        np.testing.assert_array_equal(np.bincount(stratum, weights=row), sums)
+    assert set(rna.var["chrom"]) == {"chr1"}
+    assert rna.n_obs == 466
+    backed = anndata.read_h5ad(found.hic, backed="r")
+    assert backed[:3].to_memory().X.sum() == hic.X[:3].sum()
+    graph = read_graph(found.graph)
+    assert (len(graph.vertices), len(graph.source)) == count_graph(found.graph)
+    assert set(graph.vertices) == {*rna.var_names, *hic.var_names[:250]}
+
+
+def test_cells_come_in_natural_order_and_pixels_as_cooler_reads_them(files: Files) -> None:
+    scool = ScoolFile(files.hic)
+    assert scool.cells() == CELLS
+    reference = cooler.Cooler(f"{files.hic}::/cells/cell_10").pixels()[:]
+    pd.testing.assert_frame_equal(scool.pixels("cell_10"), reference)
+
+
+def test_empty_cells_are_dropped(files: Files) -> None:
+    empty = make_pixels(0).iloc[:0]
+    write_scool(files.hic, {"full": make_pixels(1), "empty": empty})
+    hic = anndata.read_h5ad(prepare(**files.arguments()).hic)
+    assert list(hic.obs_names) == ["full"]
+    assert hic.uns["amp"]["n_dropped_cells"] == 1
+
+
+def test_scaffolds_and_the_mitochondrial_chromosome_are_left_out_unless_asked_for(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {
+        "chr1": 12,
+        "chr2": 8,
+        "chr1_gl000191_random": 2,
+        "chrUn_KI270302v1": 1,
+        "GL000009.2": 1,
+        "chrM": 1,
+    }
+    write_scool(files.hic, {cell: make_pixels(i) for i, cell in enumerate(CELLS)}, make_bins(names))
+    depths = sorted(int(make_pixels(i).query("bin2_id < 12")["count"].sum()) for i in range(len(CELLS)))
+    counts = rna_counts().toarray()
+    counts[3, :10] = 0
+    write_rna(files.rna, counts)
+    words = [w for name, value in files.arguments().items() for w in (f"--{name}", str(value))]
+    assert (
+        main(["prepare", *words, "--min-depth", str(depths[2]), "--n-genes", "7", "--chromosomes", "1"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert max(map(len, text.split("\n\n")[0].splitlines())) <= 80
+    told = " ".join(text.split())
+    assert f"Hi-C cells 6 4 2 with fewer than {depths[2]} contacts" in told
+    assert "RNA cells 8 7 1 without counts in the genes kept" in told
+    assert "genes 12 6 2 without a position in the annotation, 4 on chromosomes left out" in told
+    assert (
+        "chromosomes 6 1 chr2, chr1_gl000191_random, chrUn_KI270302v1, GL000009.2, chrM; --chromosomes"
+        in told
+    )
+    hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True).hic)
+    assert set(hic.var["chrom"]) == {"chr1", "chr2"}
+    hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True, chromosomes=["2", "M"]).hic)
+    assert set(hic.var["chrom"]) == {"chr2", "chrM"}
+
+
+@pytest.mark.parametrize(
+    ("present", "kept"),
+    [
+        (["chrI", "chrXVI", "chrM", "2-micron"], ["chrI", "chrXVI"]),
+        (["2L", "2R", "4", "X", "mitochondrion_genome", "211000022278279"], ["2L", "2R", "4", "X"]),
+        (["NC_000001.11", "NT_187361.1", "NC_012920.1"], ["NC_000001.11", "NC_012920.1"]),
+        (["10", "1", "MT", "KI270728.1", "hs37d5", "chr6_apd_hap1", "chrEBV"], ["10", "1"]),
+        (["scaffold_1", "scaffold_2"], ["scaffold_1", "scaffold_2"]),
+    ],
+)
+def test_what_counts_as_a_chromosome(present: list[str], kept: list[str]) -> None:
+    assert choose_chromosomes(None, present, path="x") == kept
+
+
+def test_every_column_of_the_cells_is_kept(files: Files) -> None:
+    table = anndata.read_h5ad(files.rna)
+    table.obs["donor"] = pd.Categorical(["d1", "d2", "d3", None] * 2)
+    table.obs["age"] = np.arange(8.0)
+    table.obs["batch"] = [1, 2] * 4
+    table.write_h5ad(files.rna)
+    counts = rna_counts().toarray()
+    counts[3, :10] = 0
+    table.X = counts
+    table.write_h5ad(files.rna)
+    found = anndata.read_h5ad(prepare(**files.arguments()).rna).obs
+    kept = np.delete(np.arange(8), 3)
+    assert list(found) == ["celltype", "batch", "cell_type", "donor", "age"]
+    for name in ("cell_type", "donor", "age"):
+        assert found[name].astype(str).tolist() == table.obs[name].astype(str).iloc[kept].tolist()
+    assert found["batch"].tolist() == [str(1 + i % 2) for i in kept]
+    assert found["donor"].dtype == "category"

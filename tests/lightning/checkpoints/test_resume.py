@@ -1,0 +1,421 @@
+"""Claim: a checkpoint of any plan is the plain single-device one, and training goes on from it anywhere, alike.
+
+Runs of one, two and four ranks save in mid-epoch after three of six steps, as a file or as a directory of shards, and
+go on from each other's checkpoints; all must end where a plain Trainer ends that was never interrupted. Double
+precision, so up to rounding. Loading needs none of this package; damaged directories are refused by name.
+"""
+
+import itertools
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_amp.cli.main import main
+from lightning_amp.errors import DataError, PlanError
+from lightning_amp.lightning.checkpoints.convert import convert_checkpoint
+from lightning_amp.lightning.checkpoints.read_directory import Stored, open_directory, refuse_interrupted
+from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.lightning.checkpoints.state_cases import CASE, KINDS, N_FEATURES, Job, Maps, several
+from tests.ranks import run_ranks
+
+RTOL = 1e-9
+CORE = ("plain", "ddp", "S2 + S5", "S2 in shards", "2 x 2")
+FURTHER = ("S1", "strata", "nodes", "stream", "2 x 2 in shards")
+PAIRS = [
+    *itertools.permutations(CORE, 2),
+    *((reader, "S2 + S5") for reader in FURTHER),
+    *(("plain", writer) for writer in FURTHER),
+    *((reader, "2 x 2 in shards") for reader in ("stream", "ddp", "S2 + S5")),
+    ("nodes", "strata"),
+]
+"""(goes on, has saved)"""
+TWO = ("plain", "S2 in shards", "S2 + S5")
+"""Trained by two optimisers as well; each goes on from the one before it."""
+
+WRITE = [Job(kind=kind) for kind in KINDS] + [Job(kind=kind, two=True) for kind in TWO]
+RESUME = [Job(kind=kind, saved_by=by) for kind, by in PAIRS] + [
+    Job(kind=kind, saved_by=by, two=True) for by, kind in itertools.pairwise([*TWO, "plain"])
+]
+Runs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+def phases() -> list[tuple[int, list[Job]]]:
+    """What runs together, on how many ranks; jobs that read what the others save come after it."""
+    left, saved, found = WRITE + RESUME, set(), []
+    for ranks in (1, 2, 4, 2, 1):
+        here = {job.name for job in WRITE if KINDS[job.kind].ranks == ranks}
+        ready = saved | here
+        jobs = [
+            job
+            for job in left
+            if KINDS[job.kind].ranks == ranks and job.source in (ready, saved)[job.reads_file]
+        ]
+        found.append((ranks, jobs))
+        left = [job for job in left if job not in jobs]
+        saved |= here
+    assert not left, "every job has found its place"
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Runs:
+    """What every rank of every job found: the same four processes, as one, two and four ranks in turn."""
+    meet = folder / "meet"
+    meet.mkdir()
+    reports = run_ranks(several, 4, meet, folder, phases(), timeout=280)
+    return {name: [report[name] for report in reports if name in report] for name in reports[0]}
+
+
+def whole_checkpoint(folder: Path, job: Job, step: int) -> dict[str, Any]:
+    """What a job has saved, from a directory or a file."""
+    path = folder / job.name / f"{step}.ckpt"
+    if path.is_dir():
+        convert_checkpoint(path, path.with_name(f"whole{step}.ckpt"))
+        path = path.with_name(f"whole{step}.ckpt")
+    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
+    return checkpoint
+
+
+def differences(found: Any, expected: Any, place: str = "") -> list[str]:
+    """Where two nestings are not alike: types, keys in their order, shapes, dtypes, and values up to rounding."""
+    if type(found) is not type(expected):
+        return [f"{place}: {type(found).__name__} instead of {type(expected).__name__}"]
+    if isinstance(expected, dict):
+        if list(found) != list(expected):
+            return [f"{place}: keys {list(found)} instead of {list(expected)}"]
+        return [d for key in expected for d in differences(found[key], expected[key], f"{place}/{key}")]
+    if isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return [f"{place}: {len(found)} instead of {len(expected)}"]
+        return [
+            d
+            for i, pair in enumerate(zip(found, expected, strict=True))
+            for d in differences(*pair, f"{place}/{i}")
+        ]
+    if isinstance(expected, Tensor):
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            return [f"{place}: {found.shape} {found.dtype} instead of {expected.shape} {expected.dtype}"]
+        off = (found - expected).double().norm() / expected.double().norm().clamp(min=1e-3)
+        return [] if off <= RTOL else [f"{place}: off by {off:.1e}"]
+    return [] if found == expected else [f"{place}: {found!r} instead of {expected!r}"]
+
+
+def of_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """All but the callbacks, which hold names of files."""
+    return {name: value for name, value in checkpoint.items() if name != "callbacks"}
+
+
+@pytest.mark.parametrize("job", WRITE, ids=lambda job: job.name)
+def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Runs, job: Job) -> None:
+    plain = Job(kind="plain", two=job.two)
+    for step in (3, 6):
+        found, expected = (whole_checkpoint(folder, j, step) for j in (job, plain))
+        assert differences(of_training(found), of_training(expected)) == []
+        assert sorted(found["callbacks"]) == sorted(expected["callbacks"])
+    assert found["state_dict"]["encoder.0.weight"].shape == (CASE.dim, N_FEATURES)
+    assert list(found["optimizer_states"][0]["state"][0]) == (
+        ["step", "square_avg", "momentum_buffer"] if job.two else ["step", "exp_avg", "exp_avg_sq"]
+    )
+
+
+@pytest.mark.parametrize("job", RESUME, ids=lambda job: job.name)
+def test_training_goes_on_as_if_it_had_not_been_interrupted(folder: Path, runs: Runs, job: Job) -> None:
+    plain = Job(kind="plain", two=job.two)
+    one, whole = runs[plain.name][0], whole_checkpoint(folder, plain, 6)
+    assert len(runs[job.name]) == KINDS[job.kind].ranks
+    for found in runs[job.name]:
+        assert found["losses"] == pytest.approx(one["losses"][3:], rel=RTOL)
+        np.testing.assert_allclose(found["values"], one["values"], rtol=RTOL, atol=1e-12)
+    again = whole_checkpoint(folder, job, 6)
+    assert differences(of_training(again), of_training(whole)) == []
+
+
+def test_the_comparison_can_fail(folder: Path, runs: Runs) -> None:
+    start, one = Maps().state_dict(), runs["plain"][0]
+    end = whole_checkpoint(folder, Job(kind="plain"), 6)["state_dict"]
+    moved = {name for name, value in end.items() if (value - start[name]).abs().max() > 1e-3}
+    assert {"encoder.0.weight", "decoder.strata.1.key.qk.weight", "v", "seen"} <= moved
+    half, whole = (whole_checkpoint(folder, Job(kind="plain"), step) for step in (3, 6))
+    assert len(differences(half["optimizer_states"], whole["optimizer_states"])) > 50
+    assert len(set(one["losses"])) == len(one["losses"]), "every step is another"
+
+
+def test_step_three_lies_in_mid_epoch(folder: Path, runs: Runs) -> None:
+    loops = whole_checkpoint(folder, Job(kind="2 x 2"), 3)["loops"]["fit_loop"]
+    assert loops["state_dict"]["combined_loader"] == [{"epoch": 0, "step": 3, "global_batch": 8}]
+    assert loops["epoch_loop.batch_progress"]["current"]["ready"] == 3
+
+
+LOADS = """
+import sys
+sys.modules["lightning_amp"] = None  # an import of it fails
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+path = sys.argv[1]
+saved = torch.load(path, weights_only=True)
+
+class Bare(LightningModule):
+    def __init__(self):
+        super().__init__()
+        for name, value in saved["state_dict"].items():
+            *parents, last = name.split(".")
+            module = self
+            for parent in parents:
+                if not hasattr(module, parent):
+                    module.add_module(parent, nn.Module())
+                module = getattr(module, parent)
+            if last == "seen":
+                module.register_buffer(last, torch.zeros_like(value))
+            else:
+                module.register_parameter(last, nn.Parameter(torch.zeros_like(value)))
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            loaded = self.state_dict()
+            assert all(torch.equal(loaded[name], value) for name, value in saved["state_dict"].items())
+            state = self.trainer.optimizers[0].state_dict()["state"]
+            assert torch.equal(state[0]["exp_avg"], saved["optimizer_states"][0]["state"][0]["exp_avg"])
+            print("loaded", len(state))
+        return sum(p.square().sum() for p in self.parameters())
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+trainer = Trainer(max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False,
+                  enable_progress_bar=False, enable_model_summary=False)
+
+class Resumable(DataLoader):
+    # Lightning wants a loader with a state where there was one
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, state):
+        print("position", state)
+
+trainer.fit(Bare(), Resumable(torch.zeros(8), batch_size=2), ckpt_path=path)
+print("steps", trainer.global_step)
+"""
+
+
+def test_loading_needs_nothing_of_this_package(folder: Path, runs: Runs) -> None:
+    path = folder / "2 x 2 in shards" / "converted.ckpt"
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "position {'epoch': 0, 'step': 3, 'global_batch': 8}",
+        f"loaded {len(list(Maps().parameters()))}",
+        "steps 5",
+    ]
+
+
+def test_every_rank_writes_its_own_and_what_is_whole_is_written_once(folder: Path, runs: Runs) -> None:
+    for kind in ("S2 in shards", "2 x 2 in shards"):
+        metadata = FileSystemReader(folder / kind / "3.ckpt").read_metadata()
+        chunks: dict[str, list[tuple[int, ...]]] = {}
+        for index, info in metadata.storage_data.items():
+            rank = int(info.relative_path.removeprefix("__").partition("_")[0])
+            chunks.setdefault(index.fqn, []).append((rank, *index.offset))
+        split = {key: sorted(found) for key, found in chunks.items() if len(found) > 1}
+        index = [name for name, _ in Maps().named_parameters()].index("encoder.0.weight")
+        states = [f"optimizer_states/0/state/{index}/{name}" for name in ("exp_avg", "exp_avg_sq")]
+        halves = [(0, 0, 0), (1, 0, -(-N_FEATURES // 2))]
+        assert split == dict.fromkeys(["state_dict/encoder.0.weight", *states], halves)
+        assert {found[0][0] for key, found in chunks.items() if key not in split} == {0}
+
+
+def test_directories_are_chosen_replaced_and_removed_like_files(runs: Runs) -> None:
+    first, second = runs["directories"]
+    assert first["best"] == second["best"] == "epoch=1.ckpt"
+    names = {Path(name).parts[1] for name in first["left"] if name.startswith("best")}
+    assert names == {"epoch=1.ckpt", "last.ckpt"}
+    for found in (first, second):
+        # Lightning saves the last one when it saves the best one
+        assert found["losses"]["last"] == found["losses"]["best"] == first["losses"]["best"]
+        assert abs(found["losses"]["last"] - found["losses"][None]) > 0.1, "without loading, v is zero"
+        assert "storage_options={'mode': 3}" in found["options"]
+
+
+def test_rows_that_are_dealt_one_by_one_come_back(runs: Runs) -> None:
+    assert [found["scattered"] for found in runs["directories"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (
+            "full",
+            "failed on ranks {1: \"OSError(28, 'No space left on device')\"}; what was there before is as it was",
+        ),
+        ("piece", "with a part of a tensor of shape (7, 3) outside of 'state_dict' and 'optimizer_states'"),
+        ("no folder", "was to be written and failed with"),
+        ("gap", "invalid fill tensor-volume"),
+    ],
+)
+def test_what_cannot_be_written_is_told_to_every_rank_and_leaves_the_old(
+    runs: Runs, case: str, text: str
+) -> None:
+    for found in runs["directories"]:
+        assert found["told"][case].startswith("DataError: ")
+        assert text in found["told"][case]
+        assert found["intact"]
+        assert found["aside"] == []
+
+
+@pytest.fixture
+def damaged(folder: Path, runs: Runs, tmp_path: Path) -> Path:
+    return shutil.copytree(folder / "S2 in shards" / "3.ckpt", tmp_path / "damaged.ckpt")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_meta(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    meta = torch.load(path / "meta.pt", weights_only=True)
+    change(meta)
+    torch.save(meta, path / "meta.pt")
+
+
+def of_another_shape(meta: dict[str, Any]) -> None:
+    meta["state_dict"]["encoder.0.weight"] = torch.empty(3, 4, device="meta", dtype=torch.float64)
+
+
+def of_another_type(meta: dict[str, Any]) -> None:
+    meta["state_dict"]["v"] = meta["state_dict"]["v"].float()
+
+
+def forget_a_chunk(path: Path) -> None:
+    metadata = FileSystemReader(path).read_metadata()
+    weight = metadata.state_dict_metadata["state_dict/encoder.0.weight"]
+    assert isinstance(weight, TensorStorageMetadata)
+    weight.chunks.pop()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: (path / "meta.pt").unlink(), "has no file 'meta.pt'"),
+        (lambda path: (path / ".metadata").unlink(), "has no file '.metadata'"),
+        (lambda path: cut(path / "meta.pt"), "has a file 'meta.pt' that cannot be read"),
+        (lambda path: cut(path / ".metadata"), "has a file '.metadata' that cannot be read"),
+        (lambda path: (path / "__1_0.distcp").unlink(), "lacks the shard '__1_0.distcp' of 2"),
+        (lambda path: cut(path / "__1_0.distcp"), "has a shard '__1_0.distcp' of"),
+        (forget_a_chunk, f"of the {CASE.dim * N_FEATURES} entries of 'state_dict/encoder.0.weight'"),
+        (lambda path: change_meta(path, of_another_shape), "and as (3, 4) of torch.float64 in 'meta.pt'"),
+        (lambda path: change_meta(path, of_another_type), "and as (23, 12) of torch.float32 in 'meta.pt'"),
+        (lambda path: change_meta(path, lambda m: m["state_dict"].pop("v")), "e.g. ['state_dict/v']"),
+        (
+            lambda path: change_meta(path, lambda m: m["state_dict"].update(w=m["state_dict"]["v"])),
+            "no tensor 'state_dict/w'",
+        ),
+        (lambda path: change_meta(path, lambda m: m.pop("state_dict")), "another strategy has written it"),
+    ],
+)
+def test_damaged_directories_are_refused(damaged: Path, damage: Callable[[Path], Any], text: str) -> None:
+    open_directory(damaged)
+    damage(damaged)
+    with pytest.raises(DataError) as caught:
+        open_directory(damaged)
+    assert text in str(caught.value)
+    assert str(damaged) in str(caught.value)
+
+
+def test_bytes_that_are_no_tensor_are_refused(damaged: Path, tmp_path: Path) -> None:
+    shard = damaged / "__1_0.distcp"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    with pytest.raises(DataError, match="has shards that cannot be read"):
+        convert_checkpoint(damaged, tmp_path / "out.ckpt")
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_the_command_converts(
+    folder: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.ckpt"
+    assert main(["convert", str(damaged), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    plain = whole_checkpoint(folder, Job(kind="plain"), 3)
+    assert differences(of_training(torch.load(out, weights_only=True)), of_training(plain)) == []
+    assert main(["convert", str(damaged), "--out", str(out)]) == 2
+    assert "and exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    assert main(["convert", str(damaged), "--out", str(out), "--overwrite"]) == 0
+    (damaged / "__1_0.distcp").unlink()
+    before = out.read_bytes()
+    assert main(["convert", str(damaged), "--out", str(out), "--overwrite"]) == 2
+    assert "lacks the shard" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged.ckpt", "out.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("directory", "out", "text"),
+    [
+        ("nothing", "out.ckpt", "found nothing; give a directory"),
+        ("file", "out.ckpt", "found a file; give a directory"),
+        (".", "nowhere/out.ckpt", "lies in a folder that does not exist"),
+        (".", ".", "is a directory"),
+        (".", "out.ckpt", "has no file 'meta.pt'"),
+    ],
+)
+def test_the_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, out: str, text: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["convert", str(tmp_path / directory), "--out", str(tmp_path / out)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_values_stay_on_the_disk_until_they_are_asked_for(damaged: Path) -> None:
+    (state,) = open_directory(damaged)["optimizer_states"]
+    average = state["state"][0]["exp_avg"]
+    assert isinstance(average, Stored)
+    assert average.read().shape == average.shape
+
+
+def test_a_file_takes_the_name_of_a_directory_or_leaves_it(damaged: Path) -> None:
+    def fail() -> None:
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        replacing_directory(damaged, fail)
+    open_directory(damaged)
+    replacing_directory(damaged, damaged.touch)
+    assert damaged.is_file()
+    assert [p.name for p in damaged.parent.iterdir()] == ["damaged.ckpt"]
+
+
+def test_a_run_that_ended_between_two_renamings_is_told_where_the_old_one_is(damaged: Path) -> None:
+    refuse_interrupted(damaged)
+    damaged.rename(damaged.with_name(".damaged.ckpt.previous"))
+    with pytest.raises(DataError, match=r"one before is complete: rename .*\.damaged\.ckpt\.previous"):
+        refuse_interrupted(damaged)
+
+
+def test_the_option_is_checked() -> None:
+    with pytest.raises(
+        PlanError, match="save_distributed_checkpoint=1 was asked for; allowed are True, False"
+    ):
+        AMPStrategy(save_distributed_checkpoint=1)  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""Claim: a directory of shards cannot run code when it is read, unless its reader says weights_only=False."""
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_amp.cli.main import main
+from lightning_amp.errors import DataError
+from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
+from tests.lightning.conformance.cases import QUIET
+
+WEIGHT = torch.arange(6.0).reshape(2, 3)
+
+
+class Runs:
+    """What reading it does: it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.folder,)
+
+
+class Renamed:
+    """The same, with a class of torch's own around it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return Metadata, ({}, Runs(self.folder), {})
+
+
+def in_metadata(folder: Path, inside: Callable[[Path], Any], ran: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(inside(ran)))
+
+
+def in_meta(folder: Path, inside: Callable[[Path], Any], ran: Path) -> None:
+    torch.save({"state_dict": {}, "hyper_parameters": inside(ran)}, folder / "meta.pt")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save({"state_dict/w": WEIGHT}, checkpoint_id=folder, no_dist=True)
+    skeleton = {"state_dict": {"w": WEIGHT.to("meta")}, "hyper_parameters": {"lr": 0.1}}
+    torch.save(skeleton, folder / "meta.pt")
+    return folder
+
+
+def test_what_torch_has_written_is_read(directory: Path) -> None:
+    found = open_directory(directory)
+    assert found["hyper_parameters"] == {"lr": 0.1}
+    assert torch.equal(fill(found["state_dict"])["w"], WEIGHT)
+
+
+@pytest.mark.parametrize("inside", [Runs, Renamed])
+@pytest.mark.parametrize(("place", "name"), [(in_metadata, ".metadata"), (in_meta, "meta.pt")])
+def test_a_pickle_that_runs_code_is_refused(
+    directory: Path, tmp_path: Path, place: Callable[..., None], name: str, inside: Callable[[Path], Any]
+) -> None:
+    ran = tmp_path / "ran"
+    place(directory, inside, ran)
+    for weights_only in (None, True):
+        with pytest.raises(
+            DataError, match=rf"its file '{name}' asks for '.*', which is neither .*weights_only=False"
+        ):
+            open_directory(directory, weights_only=weights_only)
+    assert not ran.exists()
+    with pytest.raises(DataError):
+        open_directory(directory, weights_only=False)
+    assert ran.is_dir()
+
+
+@pytest.mark.parametrize("place", [in_metadata, in_meta])
+def test_a_run_refuses_to_resume_from_it(directory: Path, tmp_path: Path, place: Callable[..., None]) -> None:
+    place(directory, Runs, tmp_path / "ran")
+    trainer = Trainer(strategy="amp", accelerator="cpu", devices=1, max_steps=1, **QUIET)
+    with pytest.raises(DataError, match="could run code"):
+        trainer.fit(BoringModel(), ckpt_path=str(directory))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_command_refuses_it_unless_it_is_trusted(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta = torch.load(directory / "meta.pt", weights_only=True)
+    torch.save(meta | {"hyper_parameters": Runs(tmp_path / "ran")}, directory / "meta.pt")
+    asked = ["convert", str(directory), "--out", str(tmp_path / "out.ckpt")]
+    assert main(asked) == 2
+    assert "`lightning-amp convert --trust`" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    assert main([*asked, "--trust"]) == 0
+    assert torch.equal(torch.load(tmp_path / "out.ckpt")["state_dict"]["w"], WEIGHT)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), b"\x80\x04\x8c\x01a\x93."])
+def test_metadata_that_are_none_are_damaged(directory: Path, content: bytes) -> None:
+    (directory / ".metadata").write_bytes(content)
+    with pytest.raises(DataError, match="has a file '.metadata' that cannot be read"):
+        open_directory(directory)

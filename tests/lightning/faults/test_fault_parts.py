@@ -1,0 +1,407 @@
+"""Claim: the parts that end a run do so whatever fails beside them, and end no run that is sound: a pause, an error
+that the user catches, a stranger on the port, a file system without locks, a save or a SIGTERM at a bad moment.
+
+No process is started but for one run of two ranks.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_amp.errors import AmpError, DataError, PlanError
+from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
+from lightning_amp.lightning.checkpoints.whole_state import WholeState
+from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
+from lightning_amp.lightning.faults.activity import Doing, doing_of_thread
+from lightning_amp.lightning.faults.ends_together import _requeues_on_sigterm
+from lightning_amp.lightning.faults.fault import Fault
+from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
+from lightning_amp.lightning.faults.watch import Limits, Watch
+from lightning_amp.lightning.same_on_ranks import all_ranks_save as save_guard
+from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
+from lightning_amp.lightning.steps.weighted_steps import WeightedSteps
+from lightning_amp.lightning.strategy.same_plan import facts_of_plan
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.lightning.faults.fault_cases import Case, run_group
+
+FAULT = Fault(rank=1, host="x", what="y")
+
+
+def until(come: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not come():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def watching(lost_after: float = 100.0) -> Iterator[tuple[Watch, int]]:
+    """Rank 0's watch and its port."""
+    listener = listen("localhost")
+    limits = Limits(lost_after=lost_after, stuck_after=100)
+    watch = Watch(0, Doing, limits=limits, listener=listener, link=None, token="t")
+    try:
+        yield watch, listener.getsockname()[1]
+    finally:
+        watch.stop(failed=False)
+
+
+# --- the watch ---
+
+
+def test_a_rank_ends_although_nothing_can_be_said_and_no_process_be_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    statuses: list[int] = []
+    flushed = threading.Event()
+
+    def none(*_: Any) -> None:
+        raise psutil.NoSuchProcess(1)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no such child")
+
+    with watching() as (watch, _), (tmp_path / "closed").open("w") as closed:
+        closed.close()
+        monkeypatch.setattr(os, "_exit", statuses.append)
+        monkeypatch.setattr(psutil, "Process", none)
+        monkeypatch.setattr(sys, "__stderr__", closed)
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=flushed.set))
+        watch._leave(FAULT)
+        monkeypatch.setattr(watch, "_end_children", fail)
+        with pytest.raises(OSError, match="no such child"):
+            watch._leave(FAULT)
+        monkeypatch.undo()
+    assert statuses == [1, 1]
+    assert flushed.is_set()
+
+
+def test_a_pause_of_the_process_is_not_the_silence_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(lost_after=1) as (watch, port):
+        link = connect("localhost", port, timeout=5)
+        link.send(hello=1, token="t", host="x")
+        until(lambda: 1 in watch._seen)
+        select, paused = watch._selector.select, threading.Event()
+
+        def pause(timeout: float) -> Any:
+            monkeypatch.undo()
+            time.sleep(1.5)
+            paused.set()
+            return select(timeout)
+
+        monkeypatch.setattr(watch._selector, "select", pause)
+        paused.wait(5)
+        time.sleep(0.5)
+        assert watch.fault is None
+        until(lambda: watch.fault)
+        link.close()
+
+
+def test_a_main_thread_that_unwinds_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching() as (watch, _):
+        for unwinding, seconds, due in (
+            (False, 2, False),
+            (False, 5, True),
+            (True, 5, False),
+            (True, 101, True),
+        ):
+            monkeypatch.setattr(watch, "_look", lambda unwinding=unwinding: Doing(unwinding=unwinding))
+            watch._learned = time.monotonic() - seconds
+            assert watch._is_due() == due
+
+
+def trainer_of(strategy: AMPStrategy) -> Trainer:
+    """A Trainer that has been interrupted."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", devices=1, enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
+    strategy._lightning_module = LightningModule()
+    strategy._lightning_module.trainer = trainer
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    return trainer
+
+
+def test_whether_a_rank_unwinds_is_known_from_its_trainer() -> None:
+    trainer = trainer_of(AMPStrategy())
+    assert doing_of_thread(threading.get_ident(), trainer).unwinding
+    trainer.state.status = TrainerStatus.RUNNING
+    assert not doing_of_thread(threading.get_ident(), trainer).unwinding
+
+
+def test_a_stranger_s_lines_are_short_and_not_deep() -> None:
+    for sent, received in (
+        (b"[" * 4000 + b"\n", None),
+        (b" " * (LONGEST_HELLO + 10), None),
+        (b'{"hello": 1}\n{"doing": ', [{"hello": 1}]),
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            raw = socket.create_connection(server.getsockname())
+            link = Link(server.accept()[0])
+        raw.sendall(sent)
+        assert link.receive() == received
+        link.close()
+        raw.close()
+
+
+def test_a_connection_that_cannot_be_accepted_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def full(self: socket.socket) -> Any:
+        tried.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with watching() as (watch, port):
+        monkeypatch.setattr(socket.socket, "accept", full)
+        link = connect("localhost", port, timeout=5)
+        link.send(hello=1, token="t", host="x")
+        assert tried.wait(5)
+        monkeypatch.undo()
+        until(lambda: 1 in watch._seen)
+        link.send(bye=True)
+        until(lambda: watch.ended_ranks())
+        link.close()
+
+
+# --- saving and SIGTERM ---
+
+
+def test_a_save_after_an_error_waits_shortly_and_asks_only_those_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, asked = dist.HashStore(), []
+
+    class Counted:
+        def add(self, key: str, value: int) -> int:
+            asked.append(key.rpartition("/")[2])
+            return store.add(key, value)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(save_guard, "_get_default_store", Counted)
+    monkeypatch.setattr(save_guard, "PATIENCE_AFTER_ERROR_S", 0.1)
+    store.add(save_guard._key(2), 1)
+    error = ValueError("boom")
+    try:
+        raise error
+    except ValueError:
+        with pytest.raises(AmpError, match=r"ranks \[1\] have not come to save it within 0.1 s") as caught:
+            wait_for_all(rank=0, ranks=3, failed=True)
+    assert caught.value.__context__ is error
+    assert asked.count("2") == 1
+    assert asked.count("1") > 1
+
+
+def test_an_error_is_told_and_not_the_save_that_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, told = AMPStrategy(), []
+    trainer_of(strategy)
+    strategy._watch = SimpleNamespace(fault=None, tell=told.append, ended_ranks=list)  # type: ignore[assignment]
+    monkeypatch.setattr(AMPStrategy, "global_rank", 1)
+
+    def alone(self: Any) -> None:
+        raise AmpError("others have not come")
+
+    monkeypatch.setattr(WholeState, "lightning_module_state_dict", alone)
+    with pytest.raises(AmpError, match="others have not come"):
+        strategy.lightning_module_state_dict()
+    assert not told, "there was no error before"
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        with pytest.raises(AmpError, match="others have not come"):
+            strategy.lightning_module_state_dict()
+    assert "ValueError: boom" in told[0].what
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PlanError("unlike"), []),
+        (PlanError("like no other"), ["rank 1 ends: rank 0 (vm) failed in setup: PlanError: unlike"]),
+        (ValueError("unlike"), ["rank 1 ends: rank 0 (vm) failed in setup: PlanError: unlike"]),
+    ],
+)
+def test_what_all_ranks_raise_is_said_by_the_error_alone_whoever_is_first(
+    error: Exception, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, said = AMPStrategy(), []
+    trainer_of(strategy)
+    heard = Fault(rank=0, host="vm", what="failed in setup: PlanError: unlike")
+    strategy._watch = SimpleNamespace(fault=heard)  # type: ignore[assignment]
+    monkeypatch.setattr(AMPStrategy, "global_rank", 1)
+    monkeypatch.setattr("lightning_amp.lightning.faults.ends_together.say", said.append)
+    strategy.on_exception(error)
+    assert said == says
+
+
+@pytest.mark.parametrize(("calls", "at", "taken"), [(1, 1, False), (1, 0, True), (0, 0, True), (3, 2, True)])
+def test_a_step_that_has_begun_is_taken_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, calls: int, at: int, taken: bool
+) -> None:
+    """Asked to end in the closure's call number `at`, or after all calls."""
+    strategy, steps, called = AMPStrategy(), [], []
+    trainer = trainer_of(strategy)
+    strategy._end_on_sigterm(trainer)
+    end = trainer._signal_connector._sigterm_notifier_fn
+
+    def closure() -> None:
+        called.append(1)
+        if len(called) == at:
+            end(signal.SIGTERM, None)
+
+    def step(self: Any, optimizer: Any, closure: Callable[[], Any], *_: Any) -> None:
+        for _ in range(calls):
+            closure()
+        if not at:
+            end(signal.SIGTERM, None)
+        steps.append(1)
+
+    monkeypatch.setattr(WeightedSteps, "optimizer_step", step)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    with pytest.raises(SIGTERMException) as caught:
+        strategy.optimizer_step(optimizer, closure)
+    assert caught.value.code == 143
+    assert bool(steps) == taken
+    assert not strategy._stepping
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "ours"),
+    [
+        (1, None, False),
+        (2, None, True),
+        (2, SLURMEnvironment(requeue_signal=signal.SIGTERM), False),
+        (2, SLURMEnvironment(requeue_signal=signal.SIGUSR1), True),
+        (2, SLURMEnvironment(auto_requeue=False, requeue_signal=signal.SIGTERM), True),
+    ],
+)
+def test_sigterm_is_lightning_s_where_it_queues_again_or_there_is_one_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, environment: Any, ours: bool
+) -> None:
+    strategy = AMPStrategy(cluster_environment=environment)
+    trainer = trainer_of(strategy)
+    before = trainer._signal_connector._sigterm_notifier_fn
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    monkeypatch.setattr(AMPStrategy, "world_size", ranks)
+    monkeypatch.setattr(AMPStrategy, "_begin_watch", lambda *_: None)
+    super(AMPStrategy, strategy).setup_environment()
+    assert (trainer._signal_connector._sigterm_notifier_fn != before) == ours
+    assert _requeues_on_sigterm(environment) == (ranks == 2 and not ours)
+
+
+def test_a_teardown_that_fails_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, stopped = AMPStrategy(), []
+    strategy._watch = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(DDPStrategy, "teardown", fail)
+    with pytest.raises(RuntimeError, match="boom"):
+        strategy.teardown()
+    assert stopped == [True]
+
+
+def test_a_process_without_a_run_of_its_own_tears_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one whose forks are the ranks, whose error it has to hand on."""
+    strategy, stopped = AMPStrategy(), []
+    strategy._lightning_module = LightningModule()
+    strategy._watch = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    strategy.teardown()
+    assert stopped == [False]
+
+
+def test_batches_may_differ_between_ranks() -> None:
+    facts = [
+        facts_of_plan(AMPStrategy(), SimpleNamespace(datamodule=SimpleNamespace(batch_size=n, data_dir=None)))  # type: ignore[arg-type]
+        for n in (3, 4)
+    ]
+    assert facts[0] == facts[1]
+
+
+# --- files ---
+
+
+def test_writers_of_one_name_and_process_do_not_share_a_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    left = tmp_path / f".partial-{platform.node()}-{os.getpid()}-dead"
+    left.touch()
+    with _aside(first) as one, _aside(second) as two:
+        one.write(b"1")
+        two.write(b"2")
+        _remove_left_over(tmp_path)
+        assert not left.exists()
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"2")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+def test_a_file_system_without_locks_and_flushes_has_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = errno.EINVAL
+
+    def without(*_: Any) -> None:
+        raise OSError(number, "not here")
+
+    for module, name in ((os, "fsync"), (fcntl, "flock"), (os, "open")):
+        monkeypatch.setattr(module, name, without)
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
+    number = errno.EIO
+    with pytest.raises(DataError, match="not here"):
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "b.ckpt")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_what_a_killed_run_was_about_to_replace_is_kept(tmp_path: Path) -> None:
+    path, previous = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.previous"
+    for kept in ("a.ckpt-recovered", "a.ckpt-recovered-2"):
+        path.unlink(missing_ok=True)
+        previous.mkdir()
+        (previous / "meta.pt").touch()
+        with pytest.warns(UserWarning, match=rf"the one before is kept as '.*{kept}'"):
+            replacing_directory(path, path.touch)
+        assert path.is_file()
+        assert (tmp_path / kept / "meta.pt").exists()
+        assert not previous.exists()
+
+
+def test_what_a_thread_of_its_own_is_to_replace_is_kept_until_it_has(tmp_path: Path) -> None:
+    path, previous = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.previous"
+    path.mkdir()
+    (path / "meta.pt").touch()
+    replacing_directory(path, lambda: None)
+    assert (previous / "meta.pt").exists()
+    path.touch()
+    replacing_directory(path, path.touch)
+    assert not previous.exists()
+
+
+def test_a_checkpoint_on_one_rank_s_exception_does_not_hide_it(tmp_path: Path) -> None:
+    outcome = run_group(Case(1, "training_step", "raise", saves_on_exception=True), tmp_path)
+    assert outcome.left == []
+    assert all(outcome.statuses)
+    assert outcome.seconds < 30
+    for text in outcome.texts:
+        assert "rank 1 " in text
+        assert "failed in training_step (epoch 0, batch 5), at fault_cases.py" in text
+        assert "ValueError: boom" in text

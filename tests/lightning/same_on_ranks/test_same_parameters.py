@@ -1,0 +1,232 @@
+"""Claim: parameters and buffers that ranks should have in common and have not are told, with the ranks, before a
+validation, in a save and at the end; rounding, shards of the model axis, what is nan everywhere and buffers that may
+differ are not told.
+"""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.lightning.strategy.model_axis_cases import Batch, Maps, loader_of, trainer_of
+from tests.ranks import run_ranks
+from tests.verification.verify_cases import RunningScale, Scaled, SharedScale, cells
+
+KINDS: dict[str, Tensor] = {
+    "a": torch.tensor([[1.0, -4.0], [0.5, 2.0]]),
+    "bf16": torch.tensor([1.0, -4.0]).bfloat16(),
+    "integer": torch.tensor([1, -4]),
+    "complex": torch.tensor([1.0 + 1j, -4.0]),
+    "scalar": torch.tensor(4.0, dtype=torch.float64),
+    "turned": torch.tensor([[1.0, -4.0, 3.0], [0.5, 2.0, 3.0]]).T,
+    "nothing": torch.ones(0, 3),
+    "nan": torch.tensor([torch.nan, 4.0]),
+    "infinite": torch.tensor([torch.inf, 4.0]),
+    "shard": torch.ones(2),
+}
+
+
+def holder(*, by: float) -> nn.Module:
+    """Holds `running`, which is told where it differs, and everything that is not."""
+    module = nn.Module()
+    module.register_buffer("running", torch.full((3, 2), 4.0).T + by)
+    module.register_buffer("cache", torch.zeros(2) + by, persistent=False)
+    module.register_buffer("counter", torch.tensor(3) + int(by))
+    module.register_buffer("generator", torch.Generator().manual_seed(int(by)).get_state())
+    module.register_buffer("sparse", torch.eye(2).to_sparse() * (by + 1))
+    module.add_module("norm", nn.BatchNorm1d(2))
+    module.norm.running_mean += by
+    module.add_module("metric", Kept())
+    module.metric.edges += by
+    module.metric.update(by)
+    return module
+
+
+class Kept(torchmetrics.MeanMetric):
+    """Keeps its state in checkpoints, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.persistent(True)
+        self.register_buffer("edges", torch.zeros(2))
+
+
+def looks(rank: int, ranks: int) -> dict[str, str]:
+    """What rank 0 says of a 2 x 2 mesh, by case; a case changes the first entry of one parameter on one rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    # by how much, on which rank, of which parameter
+    cases: dict[str, list[tuple[float, int, str]]] = {"as they were": []}
+    for name in set(KINDS) - {"nothing", "shard", "nan", "infinite"}:
+        cases[name] = [(1.0, 3, name)]
+    cases |= {
+        "rounding": [(1e-7, 3, "a"), (3e-6, 2, "scalar"), (2**-7, 1, "bf16")],
+        "two": [(1.0, 3, "a"), (0.5, 1, "a"), (2.0, 2, "scalar")],
+        "the first": [(1.0, 0, "a")],
+        "shard of another data rank": [(1.0, 3, "shard")],
+        "nan on one": [(torch.nan, 2, "a")],
+        "finite on one": [(-torch.inf, 2, "infinite")],
+        "buffers": [],
+    }
+    found = {}
+    for case, changes in cases.items():
+        held = {
+            name: nn.Parameter(value.clone(), requires_grad=value.is_floating_point())
+            for name, value in KINDS.items()
+        }
+        held["shard"].data += rank % 2
+        for by, where, name in changes:
+            if rank == where:
+                value = held[name].data
+                value[(0,) * value.dim()] += torch.tensor(by, dtype=value.dtype)
+        module = nn.Module()
+        for name, parameter in held.items():
+            module.register_parameter(name, parameter)
+        module.add_module("within", holder(by=float(rank) if case == "buffers" else 0.0))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            warn_of_differences(module, [held["shard"]], mesh, step=7)
+        found[case] = "".join(str(w.message) for w in told)
+    return found
+
+
+def test_what_differs_is_named_with_its_ranks(tmp_path: Path) -> None:
+    first, *others = run_ranks(looks, 4, tmp_path)
+    assert not any(text for other in others for text in other.values()), "rank 0 says it"
+    assert first.pop("as they were") == first.pop("rounding") == ""
+    assert all(text.startswith("after step 7, ") for text in first.values())
+    for name in ("a", "bf16", "integer", "complex", "scalar", "turned"):
+        assert f"'{name}' by 2.5e-01, on ranks [3]" in first[name]
+    assert "'scalar' by 5.0e-01, on ranks [2]; 'a' by 2.5e-01, on ranks [1, 3]." in first["two"]
+    assert "'a' by 2.5e-01, on ranks [1, 2, 3]" in first["the first"]
+    assert "'shard' by 5.0e-01, on ranks [3]" in first["shard of another data rank"]
+    assert "'a' by nan, on ranks [2]" in first["nan on one"]
+    assert "'infinite' by nan, on ranks [2]" in first["finite on one"]
+    assert "buffers differ between ranks" in first["buffers"]
+    assert (
+        "first such rank's largest entry): 'within.running' by 7.5e-01, on ranks [1, 2, 3]."
+        in first["buffers"]
+    )
+    assert "sum what it is made of and its number of cells over the ranks" in first["buffers"]
+    assert "parameters" not in first["buffers"]
+
+
+ALSO = ("validates", "saves", "nothing")
+
+
+class ByHand(Maps):
+    """Clips gradients by a norm that it takes by itself."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        found = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        norm = strategy.gradient_norm() if self.asks else found
+        nn.utils.clip_grads_with_norm_(self.parameters(), 0.1, norm)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(rank: int, ranks: int, folder: Path) -> dict[tuple[bool, str], set[str]]:
+    """Warnings by whether the module asks the strategy for the norm, and what else the run does."""
+    found = {}
+    for asks in (True, False):
+        for also in ALSO:
+            trainer = trainer_of(
+                rank,
+                ranks,
+                AMPStrategy(strategies="S2", model_parallel_size=ranks),
+                max_epochs=1,
+                default_root_dir=folder,
+                enable_checkpointing=also == "saves",
+                limit_val_batches=1 if also == "validates" else 0,
+            )
+            loader = partial(loader_of, rank, ranks)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                trainer.fit(ByHand(asks), loader(), loader() if also == "validates" else None)
+            texts = (str(w.message) for w in told)
+            found[asks, also] = {text for text in texts if "differ between ranks" in text}
+    return found
+
+
+def test_a_norm_taken_by_hand_is_told_and_the_strategy_s_is_not(tmp_path: Path) -> None:
+    first, _ = run_ranks(trained, 2, tmp_path, tmp_path)
+    for also in ALSO:
+        assert not first[True, also]
+        (text,) = first[False, also]
+        assert "after step 5, " in text
+        assert "'encoder.1.bias' by 2.9e-02, on ranks [1]" in text, "the largest difference comes first"
+        assert ", on ranks [1]" in text
+
+
+SCALERS = {"own": RunningScale, "shared": SharedScale}
+
+
+def scaled(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
+    """Warnings of buffers, and the trained state, by how the running scale is made and what else the run does."""
+    found: dict[tuple[str, str], Any] = {}
+    rows = slice(None) if ranks == 1 else slice(6 * rank, 6 * rank + 6)
+    for kind, scaler in SCALERS.items():
+        for also in ALSO:
+            trainer = trainer_of(
+                rank,
+                ranks,
+                AMPStrategy(),
+                max_epochs=2,
+                default_root_dir=folder,
+                enable_checkpointing=also == "saves",
+                limit_val_batches=1 if also == "validates" else 0,
+            )
+            module = Scaled(scaler())
+            batches = [
+                {name: part[rows].double() for name, part in cells(12, seed=s).items()} for s in range(3)
+            ]
+            loader = partial(DataLoader, batches, batch_size=None)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                trainer.fit(module.double(), loader(), loader() if also == "validates" else None)
+            texts = {str(w.message) for w in told if "buffers differ between ranks" in str(w.message)}
+            found[kind, also] = texts, {name: value.clone() for name, value in module.state_dict().items()}
+    return found
+
+
+def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is_exact(
+    tmp_path: Path,
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (one,) = run_ranks(scaled, 1, tmp_path / "one", tmp_path)
+    first, second = run_ranks(scaled, 2, tmp_path / "two", tmp_path)
+    for also in ALSO:
+        assert not one["own", also][0]
+        assert not first["shared", also][0]
+        assert not second["own", also][0], "rank 0 says it"
+        # Adam makes something of the bias in front of batch normalisation, whose gradient is rounding
+        assert distance(first["shared", also][1], one["shared", also][1]) < 1e-8
+        assert distance(first["own", also][1], one["own", also][1]) > 1e-3
+        assert any("after step 6, buffers differ" in text for text in first["own", also][0])
+        for text in first["own", also][0]:
+            assert "'encoder.0.mean'" in text
+            assert "'encoder.0.scale'" in text
+            assert "encoder.2." not in text, "shared statistics are not told"
+
+
+def distance(found: dict[str, Tensor], one: dict[str, Tensor]) -> float:
+    return max(float((found[name].double() - value.double()).norm()) for name, value in one.items())

@@ -1,0 +1,451 @@
+"""Claim: signals and techniques from outside are diagnosed, planned, written, installed and refused as the paper's are.
+
+The example `examples/own_technique.py` is that outside; each test registers it anew and leaves no trace.
+"""
+
+import copy
+import importlib.util
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_amp.diagnosis import diagnose as signals
+from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION, diagnose, register_signal
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.models.cell_encoder import Encoder
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.install import install
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.register_technique import register_technique
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import plan_report
+from lightning_amp.profiling.profile import Profile
+from tests.paths import EXAMPLES
+from tests.planning.profiles import hic, profile, rna
+
+EXAMPLE = EXAMPLES / "own_technique.py"
+FEATURES = 90
+SPARSE = profile(replace(hic(anchors=60, strata=4), nonzero=1000), rna())
+"""400 x 234 counts of which 1,000 are not zero."""
+paper = partial(plan, policy="paper")
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Give the next test the library that this one found."""
+    tables: tuple[dict[str, Any], ...] = (STRATEGIES, signals.FROM_OUTSIDE)
+    before = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example, imported for the first time."""
+    spec = importlib.util.spec_from_file_location("own_technique", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "own_technique", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Split:
+    """A spec with a setting."""
+
+    parts: int = 2
+
+
+def technique(strategy: str = "S7", **changes: Any) -> None:
+    """Register a technique that changes nothing."""
+    settings = {
+        "title": "split",
+        "shrinks": "[B, F] to [B, F / 2]",
+        "spec": Split,
+        "targets": lambda shape: [("encoders.hic.first", Split(parts=3))],
+        "install": lambda module, spec, mesh: module,
+    }
+    register_technique(strategy, **(settings | changes))
+
+
+class Model(nn.Module):
+    """An encoder under the name that the reference model gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        sizes = {"hidden_dim": 6, "hidden_depth": 2, "dropout": 0.0, "total": 1e4, "stream": 0}
+        self.encoders = nn.ModuleDict({"hic": Encoder(FEATURES, 4, **sizes)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loc, std = self.encoders["hic"](x, x.sum(1, keepdim=True) + 1)
+        return (loc.square() + std).sum()
+
+
+def sparse_counts() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.poisson(torch.full((7, FEATURES), 0.05, dtype=torch.float64), generator=generator)
+    x[2] = 0
+    assert 0 < (x != 0).sum() < 0.1 * x.numel()
+    return x
+
+
+# --- the example ---
+
+
+def test_the_raised_signal_adds_its_technique_with_its_evidence_and_its_savings(own: ModuleType) -> None:
+    made = paper(SPARSE, devices=2, device_memory="24GiB", batch_size=256)
+    assert made.strategies == ("S1", "S6")
+    assert "SPARSE_INPUT" in made.signals
+    assert made.evidence[-1] == "SPARSE_INPUT: 98.9% of the Hi-C counts are zero (from 95%)"
+    rule = made.rules[-1]
+    assert (rule.fqn, rule.strategy) == ("encoders.hic.first", "S6")
+    assert rule.spec == own.SparseInput()
+    assert rule.why == made.evidence[-1]
+    plain = plan(SPARSE, devices=2, strategies="S1", batch_size=256)
+    saved = plain.predicted_base_bytes - made.predicted_base_bytes
+    assert saved == 256 * 234 * (4 - 1) == rule.saves_bytes
+    assert made.predicted_peak_bytes == plain.predicted_peak_bytes - saved
+    text = " ".join(plan_report(made).split())
+    assert "S1 data parallel, S6 sparse input" in text
+    assert "S6 SparseInput" in text
+    assert max(map(len, plan_report(made).splitlines())) <= 80
+    assert not any("does not count" in note for note in made.notes)
+
+
+def test_a_signal_that_is_not_raised_is_said_to_be_so_and_adds_nothing(own: ModuleType) -> None:
+    made = paper(profile(replace(hic(), nonzero=10**8), rna()), devices=2, batch_size=256)
+    assert made.strategies == ("S1",)
+    assert "SPARSE_INPUT" not in made.signals
+    assert made.evidence[-1].startswith("SPARSE_INPUT: -")
+    assert plan(SPARSE, devices=2, strategies="s6").strategies == ("S1", "S6")
+
+
+def test_it_stands_beside_the_strategies_of_the_paper_and_on_one_device(own: ModuleType) -> None:
+    tight = paper(SPARSE, devices=4, device_memory="100KiB", batch_size=256)
+    assert tight.strategies == ("S1", "S2", "S3", "S4", "S5", "S6")
+    assert [rule.strategy for rule in tight.rules if rule.strategy != "S1"] == [
+        *("S2", "S2", "S3", "S4", "S5", "S6")
+    ]
+    alone = paper(SPARSE, devices=1)
+    assert alone.strategies == ("S6",)
+    assert alone.mesh == MeshShape(data=1, model=1)
+
+
+def test_policy_auto_has_it_in_every_plan_that_it_compares(own: ModuleType) -> None:
+    made = plan(SPARSE, devices=2, batch_size=256)
+    assert "S6" in made.strategies
+    assert all("S6" in candidate.strategies for candidate in made.candidates)
+    assert {rule.why for rule in made.rules if rule.strategy == "S6"} == {made.evidence[-1]}
+    less = plan(profile(replace(hic(), nonzero=10**8), rna()), devices=2, batch_size=256)
+    assert not any("S6" in candidate.strategies for candidate in less.candidates)
+
+
+def test_a_plan_with_it_survives_json_where_it_is_registered(own: ModuleType) -> None:
+    technique()
+    made = plan(SPARSE, devices=2, strategies="S1,S3,S6,S7")
+    text = made.to_json()
+    assert Plan.from_json(text) == made
+    assert json.loads(text)["rules"][-1]["spec"] == {"type": "Split", "parts": 3}
+    del STRATEGIES["S7"]
+    with pytest.raises(PlanError, match=r"'Split'; this version can install .* import that package before"):
+        Plan.from_json(text)
+    assert "S7 (not registered here)" in plan_report(made)
+    with pytest.raises(PlanError, match=r"strategies=\['S7'\] are not of S1.*S6 \(a package that registers"):
+        replace(made, notes=())
+
+
+def test_its_rules_may_not_belong_to_another_strategy(own: ModuleType) -> None:
+    plain = json.loads(plan(SPARSE, devices=2, strategies="S1,S3,S6").to_json())
+    plain["rules"][-1]["spec"] = {"type": "ChunkedAttention", "buckets": 1}
+    with pytest.raises(PlanError, match="a rule of S6 asks for ChunkedAttention, which is S3"):
+        Plan.from_json(json.dumps(plain))
+
+
+def test_the_technique_is_exact_and_owns_the_same_parameters(own: ModuleType) -> None:
+    eager, model, x = Model().double(), Model().double(), sparse_counts()
+    parameters = dict(model.named_parameters())
+    installed = install(model, paper(SPARSE, devices=1))
+    assert type(model.encoders["hic"].first) is own.SparseLinear
+    assert all(dict(model.named_parameters())[name] is p for name, p in parameters.items())
+    assert list(model.state_dict()) == list(eager.state_dict())
+    losses = []
+    for one in (eager, model):
+        optimizer = torch.optim.RMSprop(one.parameters(), lr=1e-3)
+        losses.append(one(x))
+        losses[-1].backward()
+        optimizer.step()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+    for name, p in eager.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(parameters[name].grad, p.grad, rtol=1e-10, atol=1e-13, msg=name)
+        torch.testing.assert_close(parameters[name], p, rtol=1e-9, atol=1e-12, msg=name)
+    installed.undo()
+    assert type(model.encoders["hic"].first) is nn.Linear
+
+
+def test_a_layer_that_it_cannot_replace_is_left_as_it_was(own: ModuleType) -> None:
+    model = Model()
+    model.encoders["hic"].second = nn.Linear(6, 6, bias=False)
+    made = paper(SPARSE, devices=1)
+    two = (*made.rules, replace(made.rules[0], fqn="encoders.hic.second"))
+    before = dict(model.named_modules())
+    with pytest.raises(InstallError, match=r"S6 was asked for on 'Linear'; it replaces .* with a bias only"):
+        install(model, replace(made, rules=two))
+    assert dict(model.named_modules()) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+def test_the_example_trains_with_it(own: ModuleType, tmp_path, caplog, monkeypatch) -> None:
+    calls = []
+    forward = own.SparseLinear.forward
+    monkeypatch.setattr(own.SparseLinear, "forward", lambda self, x: calls.append(len(x)) or forward(self, x))
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        own.train(tmp_path, devices=1)
+    assert re.search("S6 +SparseInput", caplog.text)
+    assert len(calls) > 2
+
+
+# --- what may be registered ---
+
+
+def test_names_are_taken_once(own: ModuleType) -> None:
+    with pytest.raises(
+        PlanError, match="'SPARSE_INPUT', which is registered already; choose a name other than"
+    ):
+        register_signal("SPARSE_INPUT", own.look_for_zeros)
+    with pytest.raises(PlanError, match="'HEAVY_DECOMPOSITION', which is registered already"):
+        register_signal(HEAVY_DECOMPOSITION, own.look_for_zeros)
+    with pytest.raises(
+        PlanError, match="as 'S6', which is 'sparse input' already; choose a number other than"
+    ):
+        technique("S6")
+    with pytest.raises(PlanError, match="as 'S2', which is 'feature parallel' already"):
+        technique("S2")
+    with pytest.raises(PlanError, match="spec=SparseInput, the name of another spec"):
+        technique("S7", spec=own.SparseInput)
+
+
+@dataclass
+class Thawed:
+    """Not frozen."""
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """Its field is the tag of a plan's JSON."""
+
+    type: int = 0
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Its field cannot be given."""
+
+    parts: int = field(init=False, default=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "S06"}, "registered as 'S06'; allowed is S and a number, such as 'S6'"),
+        ({"strategy": 7}, "registered as 7; allowed is S and a number"),
+        (
+            {"signal": "MY_SIGNAL"},
+            "signal='MY_SIGNAL'; known are HIGH_INPUT.* and None: register a signal of",
+        ),
+        ({"spec": Thawed}, r"Thawed'>; allowed is a class made with @dataclass\(frozen=True\)"),
+        ({"spec": int}, "spec=<class 'int'>; allowed is a class made with"),
+        ({"spec": Split()}, r"spec=Split\(parts=2\); allowed is a class made with"),
+        ({"spec": Tagged}, r"spec=Tagged, whose fields \['type'\] cannot be read back"),
+        ({"spec": Derived}, r"spec=Derived, whose fields \['parts'\] cannot be read back"),
+        ({"title": ""}, "title=''; allowed is a text of a few words"),
+        ({"shrinks": None}, "shrinks=None; allowed is a text of a few words"),
+        ({"install": "install"}, "install='install'; allowed is a function"),
+        ({"targets": []}, r"targets=\[\]; allowed is a function"),
+        ({"shape_after": 0}, "shape_after=0; allowed is a function"),
+    ],
+)
+def test_what_cannot_be_a_technique_is_refused_and_not_kept(changes, message) -> None:
+    before = dict(STRATEGIES)
+    with pytest.raises(PlanError, match=message):
+        technique(**changes)
+    assert before == STRATEGIES
+
+
+def test_what_cannot_be_a_signal_is_refused() -> None:
+    for name in ("my signal", "", "A: B", 3):
+        with pytest.raises(PlanError, match="allowed are capitals, digits and _"):
+            register_signal(name, lambda profile: (True, "always"))
+    with pytest.raises(PlanError, match="detect=None; allowed is a function"):
+        register_signal("MY_SIGNAL", None)
+    assert signals.FROM_OUTSIDE == {}
+
+
+@pytest.mark.parametrize("answer", [True, (1, "one"), (True, None), (True, "a", "b"), None])
+def test_a_signal_answers_with_a_bool_and_a_sentence(answer) -> None:
+    register_signal("MY_SIGNAL", lambda profile: answer)
+    with pytest.raises(
+        PlanError, match="the signal 'MY_SIGNAL' answered .* allowed is a pair of True or False"
+    ):
+        diagnose(SPARSE)
+
+
+# --- what its functions return ---
+
+
+def test_signals_see_the_whole_profile_also_without_three_dimensional_contacts() -> None:
+    seen: list[Profile] = []
+    register_signal("MANY_GENES", lambda data: (seen.append(data) is None, "5,000 genes"))
+    technique(signal="MANY_GENES")
+    data = profile(rna())
+    found = diagnose(data)
+    assert seen == [data]
+    assert found.signals == ("MANY_GENES",)
+    assert [f.modality for f in found.findings] == [None]
+    assert plan(data, devices=2).strategies == ("S1", "S7")
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([("fqn", 3)], r"targets of S7 returned \('fqn', 3\); allowed are pairs .* and a Split"),
+        ([("", Split())], "targets of S7 returned"),
+        (["fqn"], "targets of S7 returned 'fqn'"),
+        ([("fqn", Split(parts=(1, 2)))], r"Split\(parts=\(1, 2\)\); a plan is kept as JSON"),
+        ([], r"S7 \(split\) was asked for and finds nothing to change in this model; leave S7 out"),
+    ],
+)
+def test_targets_are_pairs_of_a_name_and_the_spec(targets, message) -> None:
+    technique(targets=lambda shape: targets)
+    with pytest.raises(PlanError, match=message):
+        plan(SPARSE, devices=2, strategies="S7")
+
+
+def test_a_shape_comes_back_as_a_shape() -> None:
+    technique(shape_after=lambda shape, ranks: None)
+    with pytest.raises(PlanError, match="shape_after of S7 returned None; allowed is a ModelShape"):
+        plan(SPARSE, devices=2, strategies="S7")
+
+
+def test_savings_that_are_not_predicted_are_said_to_be_missing() -> None:
+    technique()
+    made = plan(SPARSE, devices=2, strategies="S7")
+    assert "the prediction does not count what S7 (split) saves: [B, F] to [B, F / 2]" in made.notes
+    assert made.rules[-1].saves_bytes == 0
+    assert made.rules[-1].why == "asked for by the user (no signal asks for it)"
+
+
+def test_the_policies_leave_out_what_has_nothing_to_change_and_say_so() -> None:
+    technique("S7", signal=HEAVY_DECOMPOSITION, targets=lambda shape: [])
+    made = paper(SPARSE, devices=2)
+    assert made.strategies == ("S1",)
+    for each in (made, plan(SPARSE, devices=2)):
+        assert "S7 is left out: it finds nothing to change in this model" in each.notes
+
+
+def test_a_technique_of_the_model_axis_gets_one() -> None:
+    ranks = []
+    technique(
+        "S10",
+        signal=HEAVY_DECOMPOSITION,
+        model_axis=True,
+        shape_after=lambda shape, model_ranks: ranks.append(model_ranks) or shape,
+    )
+    assert paper(SPARSE, devices=4).mesh == MeshShape(data=1, model=4)
+    assert set(ranks) == {4}
+    assert paper(SPARSE, devices=4, model_parallel_size=2).mesh == MeshShape(data=2, model=2)
+    found = plan(SPARSE, devices=4).candidates
+    assert {(c.data, c.model, "S10" in c.strategies) for c in found} == {(1, 4, True), (2, 2, True)}
+    alone = paper(SPARSE, devices=1)
+    assert alone.strategies == ()
+    assert "S10 is left out: it splits over the model axis, which one device has not" in alone.notes
+    assert parse_strategies("S10,S2") == ("S1", "S2", "S10")
+
+
+# --- what is installed ---
+
+
+def swap(module: nn.Module, **parts: Any) -> nn.Module:
+    other = copy.deepcopy(module)
+    for name, part in parts.items():
+        setattr(other, name, part)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda old: None,
+            "the technique of S7 returned None for 'encoders.hic.first'; allowed are a module and",
+        ),
+        (copy.deepcopy, r"own the same parameters: \['bias', 'weight'\] differ"),
+        (
+            lambda old: nn.Identity(),
+            r"'Identity' was to replace 'encoders.hic.first' .* \['bias', 'weight'\]",
+        ),
+        (lambda old: swap(old, weight=old.weight), r"own the same parameters: \['bias'\] differ"),
+        (lambda old: nn.Sequential(old), r"\['0.bias', '0.weight', 'bias', 'weight'\] differ"),
+        (lambda old: Change({"inner": old}), "replace 'encoders.hic.first.inner', which is no module"),
+    ],
+)
+def test_a_replacement_that_owns_other_parameters_is_refused(made, message) -> None:
+    technique(install=lambda module, spec, mesh: made(module))
+    model = Model()
+    before = dict(model.named_modules())
+    with pytest.raises(InstallError, match=message):
+        install(model, plan(SPARSE, devices=1, strategies="S7"))
+    assert dict(model.named_modules()) == before
+
+
+def test_a_technique_gets_the_module_its_spec_and_the_mesh() -> None:
+    given = []
+    technique(install=lambda module, spec, mesh: given.append((module, spec, mesh)) or Change({"": module}))
+    model = Model()
+    installed = install(model, plan(SPARSE, devices=1, strategies="S7"))
+    assert given == [(model.encoders["hic"].first, Split(parts=3), None)]
+    assert [swap.fqn for swap in installed.swaps] == ["encoders.hic.first"]
+
+
+def test_a_process_that_has_not_registered_it_says_so() -> None:
+    technique()
+    made = plan(SPARSE, devices=1, strategies="S7")
+    del STRATEGIES["S7"]
+    model = Model()
+    before = dict(model.named_modules())
+    with pytest.raises(
+        PlanError, match=r"S7 \(Split\) is prescribed .* call register_technique in a module that"
+    ):
+        install(model, made)
+    assert dict(model.named_modules()) == before
+
+
+def test_registering_loads_no_torch() -> None:
+    code = (
+        "import sys, lightning_amp as amp, dataclasses;"
+        "spec = dataclasses.make_dataclass('Own', [], frozen=True);"
+        "amp.register_signal('MY_SIGNAL', lambda profile: (True, 'always'));"
+        "amp.register_technique('S6', title='t', shrinks='s', spec=spec, targets=lambda shape: [('x', spec())],"
+        " install=lambda module, spec, mesh: module, signal='MY_SIGNAL');"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,140 @@
+"""Claim: a plan's rules are installed all or not at all, on the modules they name, and can be undone."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
+from lightning_amp.parallel import install as installer
+from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.install import Installed, install
+from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.policies.make_plan import plan
+from tests.planning.profiles import hic, profile, rna
+
+ANCHORS, STRATA, DIM = 60, 4, 8
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        nodes = [list(range(ANCHORS - k)) for k in range(STRATA)]
+        decoder = StratifiedDecoder(
+            DIM, nodes, stratum_index=list(range(STRATA)), n_anchors=ANCHORS, n_batches=1, window=16
+        )
+        self.decoders = nn.ModuleDict({"hic": decoder})
+
+
+def planned(strategies: str = "S1,S3,S4", devices: int = 1) -> Plan:
+    made_for = describe(Model(), batch_size=5)
+    data = profile(hic(anchors=ANCHORS, strata=STRATA), rna())
+    return plan(data, devices=devices, strategies=strategies, batch_size=5, shape=made_for)
+
+
+def step(model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    decoder = model.decoders["hic"]
+    u = torch.randn(5, DIM, dtype=torch.float64)
+    v = torch.randn(ANCHORS, DIM, dtype=torch.float64)
+    x = torch.poisson(torch.rand(5, decoder.n_features, dtype=torch.float64))
+    loss = decoder(u, v, batch=torch.zeros(5, dtype=torch.long), library=x.sum(1, keepdim=True) + 1, x=x)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_installed_modules_compute_the_same_with_the_same_parameters() -> None:
+    model = Model().double()
+    eager = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
+    installed = install(model, planned())
+    strata = model.decoders["hic"].strata
+    assert isinstance(strata[1].key.attention, ChunkedAttention)
+    assert all(isinstance(stratum.decode, KeyFirstDecode) for stratum in strata)
+    now = dict(model.named_parameters())
+    assert list(now) == list(parameters)
+    assert all(now[name] is parameter for name, parameter in parameters.items())
+    assert list(model.state_dict()) == list(eager.state_dict())
+    loss, gradients = step(model)
+    expected, expected_gradients = step(eager)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
+    installed.undo()
+    installed.undo()
+    assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in eager.named_modules()}
+
+
+def unchanged(model: Model, before: dict[str, nn.Module]) -> bool:
+    return dict(model.named_modules()) == before
+
+
+def test_a_rule_that_matches_nothing_leaves_the_module_as_it_was() -> None:
+    model = Model()
+    before = dict(model.named_modules())
+    made = planned("S1,S3,S4")
+    stray = replace(made.rules[-1], fqn="decoders.atac.decode")
+    with pytest.raises(
+        InstallError, match="S4 is to change 'decoders.atac.decode', which matches no module of Model"
+    ):
+        install(model, replace(made, rules=(*made.rules[:-1], stray)))
+    assert unchanged(model, before)
+
+
+def test_two_rules_on_one_module_are_refused() -> None:
+    model = Model()
+    made = planned("S1,S4")
+    with pytest.raises(InstallError, match="'decoders.hic.strata.0.decode' is claimed by two rules"):
+        install(model, replace(made, rules=(*made.rules, made.rules[-1])))
+
+
+@pytest.mark.parametrize("strategies", ["S1,S2", "S1,S3,S5"])
+def test_strategies_without_an_installer_are_named_before_anything_changes(strategies, monkeypatch) -> None:
+    for spec in STRATEGIES[strategies[-2:]].specs:
+        monkeypatch.delitem(installer.TECHNIQUES, spec)
+    model = Model()
+    before = dict(model.named_modules())
+    missing = strategies[-2:]
+    with pytest.raises(
+        PlanError, match=rf"{missing} \(.* parallel\) is prescribed .* has no installer for it"
+    ):
+        install(model, planned(strategies, devices=2))
+    assert unchanged(model, before)
+
+
+def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:
+    one, other, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    installed = Installed()
+    installed.apply("", Change({}, partial=[other, one, other]), Model())
+    installed.apply("", Change({}, partial=[third, one]), Model())
+    assert [id(p) for p in installed.partial] == [id(p) for p in (other, one, third)], (
+        "equal, and not the same"
+    )
+
+
+def test_the_shape_of_a_module_is_read_from_its_structure() -> None:
+    shape = describe(Model(), batch_size=5)
+    assert shape.decoder is not None
+    assert shape.decoder.fqn == "decoders.hic"
+    assert (shape.decoder.anchors, shape.decoder.dim, shape.decoder.window) == (ANCHORS, DIM, 16)
+    assert shape.decoder.features == (60, 59, 58, 57)
+    assert shape.decoder.distances == (0, 1, 2, 3)
+    assert describe(nn.Linear(3, 4), batch_size=5).decoder is None
+    assert describe(nn.Linear(3, 4), batch_size=5).parameter_bytes == 64
+
+
+def test_the_wide_layers_are_those_outside_the_decoder() -> None:
+    model = Model()
+    features = sum(len(stratum.nodes) for stratum in model.decoders["hic"].strata)
+    model.decoders["hic"].head = nn.Linear(features, 3)
+    model.encoder = nn.Sequential(nn.Linear(features, 4), nn.Linear(4, features))
+    shape = describe(model, batch_size=5)
+    assert shape.wide_layers == ("encoder.0",)
+    assert shape.wide_weight_bytes == 4 * 4 * features

@@ -1,0 +1,304 @@
+"""Claim: policy "auto" takes the fastest legal plan that fits, always the same one, and shows what it compared."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.conflicts import conflicts
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.policies.auto import TIE, candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import SHOWN_DROPPED, SHOWN_FITTING, plan_report
+from lightning_amp.planning.sizes import terms
+from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
+from lightning_amp.planning.time.step_seconds import step_seconds
+from lightning_amp.quantities import format_bytes, format_seconds
+from tests.planning.profiles import hic, profile, rna
+
+DATA = profile(hic(anchors=1500, strata=6), rna())
+CONVOLUTION = profile(hic(anchors=1500, strata=6, attention=False), rna())
+auto = partial(plan, DATA, batch_size=64)
+
+
+def shape(**decoder: object) -> ModelShape:
+    whole = reference_shape(DATA, batch_size=64)
+    assert whole.decoder is not None
+    return replace(whole, decoder=replace(whole.decoder, **decoder))
+
+
+def compared(**options: object):
+    return candidates(shape(), **{"devices": 1, "budget": None, "rates": CPU_CORE} | options)
+
+
+def test_the_same_request_gets_the_same_plan() -> None:
+    one, other = (auto(devices=4, device_memory="100MiB").to_json() for _ in range(2))
+    assert one == other
+
+
+def test_the_chosen_one_comes_first_and_is_the_plan() -> None:
+    for devices, budget in ((1, None), (2, "100MiB"), (4, "24GiB"), (1, "1KiB")):
+        made = auto(devices=devices, device_memory=budget)
+        first = made.candidates[0]
+        assert [c.verdict for c in made.candidates].count("chosen") == 1
+        assert first.verdict == "chosen"
+        assert made.strategies == first.strategies
+        assert made.mesh == MeshShape(data=first.data, model=first.model)
+        assert made.predicted_peak_bytes == first.peak_bytes
+        assert made.predicted_step_seconds == first.step_seconds
+        assert first.cell_seconds == pytest.approx(first.step_seconds / (64 * first.data))
+
+
+def test_it_is_the_fastest_that_fits_and_of_those_as_fast_the_simplest() -> None:
+    found = compared(devices=2)
+    budget = sorted(c.peak_bytes for c in found)[len(found) // 2]
+    best, *others = compared(devices=2, budget=budget)
+    fitting = [c for c in (best, *others) if c.peak_bytes <= budget]
+    assert 1 < len(fitting) < len(found)
+    fastest = min(c.cell_seconds for c in fitting)
+    level = [c for c in fitting if c.cell_seconds <= TIE * fastest]
+    assert best in level
+    assert len(level) > 1
+    assert len(best.strategies) == min(len(c.strategies) for c in level)
+    assert compared(devices=2, budget=best.peak_bytes)[0].strategies == best.strategies, "it fits exactly"
+    assert compared(devices=2, budget=best.peak_bytes - 1)[0].strategies != best.strategies
+    # without a tie the simplest would be slower than needed
+    assert min(fitting, key=lambda c: len(c.strategies)).cell_seconds > TIE * fastest
+
+
+def test_of_equal_times_the_fewest_techniques_win_and_the_library_decides_between_as_few(monkeypatch) -> None:
+    monkeypatch.setattr("lightning_amp.planning.policies.auto.step_seconds", lambda *args, **kwargs: 1.0)
+    assert compared()[0].strategies == ()
+    assert {c.verdict for c in compared()[1:]} == {"within 2 %, no simpler"}
+    peaks = {c.strategies: c.peak_bytes for c in compared()}
+    assert peaks["recompute",] < peaks["stream",] < peaks[()]
+    level = [s for s in STRATEGIES if (s,) in peaks and peaks[s,] <= peaks["stream",]]
+    assert level == ["recompute", "stream"]
+    assert compared(budget=peaks["stream",])[0].strategies == ("recompute",)
+    assert compared(budget=peaks["recompute",])[0].strategies == ("recompute",)
+
+
+def test_every_candidate_is_legal_and_predicted_as_the_models_say() -> None:
+    found = compared(devices=2)
+    assert len({(c.strategies, c.model) for c in found}) == len(found)
+    for c in found[::7]:
+        assert not list(conflicts(c.strategies))
+        assert c.data * c.model == 2
+        assert (c.model > 1) == any(STRATEGIES[s].model_axis for s in c.strategies)
+        assert c.peak_bytes == predict(shape(), c.strategies, model_ranks=c.model).peak_bytes
+        mesh = MeshShape(data=c.data, model=c.model)
+        assert c.step_seconds == step_seconds(shape().decoder, Axes.of(c.strategies), mesh, cells=64)
+
+
+@pytest.fixture
+def weights_of_attention_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in large decoders; in small ones they make stream the fastest, and the choice is none."""
+    # sizes that were counted before are remembered
+    terms.same_strata.cache_clear()
+    monkeypatch.setattr(
+        "lightning_amp.planning.sizes.rank_sizes.keeps_weights", lambda anchors, *, window: False
+    )
+    yield
+    terms.same_strata.cache_clear()
+
+
+@pytest.mark.usefixtures("weights_of_attention_are_not_kept")
+def test_a_smaller_budget_never_means_a_larger_peak_or_a_faster_plan() -> None:
+    peaks = sorted({c.peak_bytes for c in compared()})
+    made = [auto(device_memory=budget) for budget in reversed(peaks)]
+    assert all(m.fits for m in made)
+    assert all(m.predicted_peak_bytes <= m.budget_bytes for m in made)
+    taken = [m.predicted_peak_bytes for m in made]
+    assert taken == sorted(taken, reverse=True)
+    assert len(set(taken)) >= 3
+    times = [m.predicted_step_seconds for m in made]
+    assert all(later >= before / TIE for before, later in pairwise(times))
+    assert taken[-1] == peaks[0]
+
+
+def test_where_nothing_fits_it_takes_the_smallest_peak_and_says_so() -> None:
+    made = auto(devices=2, device_memory="1MiB")
+    assert made.fits is False
+    assert made.predicted_peak_bytes == min(c.peak_bytes for c in made.candidates)
+    assert {c.verdict for c in made.candidates[1:]} == {"exceeds 1.00 MiB"}
+    peaks = [c.peak_bytes for c in made.candidates[1:]]
+    assert peaks == sorted(peaks)
+    text = plan_report(made)
+    assert "does NOT fit" in text
+    assert "predicted to run out of memory" in text
+    assert f"and {len(peaks) - 9} more: {len(peaks) - 9} that exceed 1.00 MiB" in text
+
+
+def test_verdicts_say_why_others_were_not_taken() -> None:
+    found = compared(devices=2)
+    budget = sorted(c.peak_bytes for c in found)[len(found) // 2]
+    best, *others = compared(devices=2, budget=budget)
+    for c in others:
+        ratio = c.cell_seconds / best.cell_seconds
+        if c.peak_bytes > budget:
+            assert c.verdict == f"exceeds {format_bytes(budget)}"
+        elif ratio < TIE:
+            assert c.verdict == "within 2 %, no simpler"
+        else:
+            assert c.verdict == f"{ratio:.2f} x the time"
+    times = [c.cell_seconds for c in others if c.peak_bytes <= budget]
+    assert times == sorted(times)
+
+
+def test_what_a_decoder_refuses_is_never_taken() -> None:
+    refused = ("fused", "sparse", "stream", "strata")
+    found = candidates(shape(unsupported=refused), devices=2, budget=None, rates=CPU_CORE)
+    taken = {s for c in found for s in c.strategies}
+    assert not taken & set(refused)
+    # scores in chunks where they cannot be fused, and only there
+    assert {"S3", "recompute", "nodes", "S5"} <= taken
+    assert all("S5" in c.strategies for c in compared(devices=2) if "S3" in c.strategies)
+
+
+def test_decoders_without_attention_and_models_without_a_decoder() -> None:
+    found = plan(CONVOLUTION, devices=2, batch_size=64).candidates
+    assert not {s for c in found for s in c.strategies} & {"S3", "fused", "nodes"}
+    assert any("S5" in c.strategies for c in found)
+    alone = plan(profile(rna()), devices=2)
+    assert (alone.strategies, alone.candidates, alone.predicted_step_seconds) == (("S1",), (), None)
+    assert plan(profile(rna())).strategies == ()
+
+
+def test_one_device_has_nothing_to_split() -> None:
+    made = auto()
+    assert made.mesh == MeshShape(data=1, model=1)
+    assert not any(STRATEGIES[s].model_axis or s == "S1" for c in made.candidates for s in c.strategies)
+
+
+def test_the_model_axis_is_as_long_as_asked_for() -> None:
+    for size in (1, 2, 4):
+        made = auto(devices=4, model_parallel_size=size)
+        assert {(c.data, c.model) for c in made.candidates} == {(4 // size, size)}
+        assert not any("policy paper" in note for note in made.notes)
+    with pytest.raises(PlanError, match=r"model_parallel_size=3 .* with 4 devices; .* one of \[1, 2, 4\]"):
+        auto(devices=4, model_parallel_size=3)
+    with pytest.raises(PlanError, match="model_parallel_size=64 .* share this model among so many ranks"):
+        plan(CONVOLUTION, devices=64, model_parallel_size=64, shape=shape_of_convolution())
+
+
+def shape_of_convolution() -> ModelShape:
+    whole = reference_shape(CONVOLUTION, batch_size=64, latent_dim=8)
+    return replace(whole, decoder=replace(whole.decoder, unsupported=("S2",)))
+
+
+def test_strata_and_nodes_go_to_no_more_ranks_than_there_are() -> None:
+    found = compared(devices=16, model_parallel_size=16)
+    assert not any("strata" in c.strategies for c in found), "6 strata"
+    assert not any("nodes" in c.strategies for c in found), "13 buckets"
+    assert any("nodes" in c.strategies for c in compared(devices=8, model_parallel_size=8))
+
+
+def test_the_text_shows_the_best_and_stays_narrow() -> None:
+    for devices, budget in ((1, None), (2, "90MiB"), (4, "24GiB"), (2, "1KiB")):
+        made = auto(devices=devices, device_memory=budget, rates=rates_for("A100"))
+        text = plan_report(made)
+        assert max(map(len, text.splitlines())) <= 80, text
+        assert "rates of an A100" in text
+        lines = text.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("verdict "))
+        rows = lines[start + 2 : next((i for i in range(start, len(lines)) if not lines[i]), None)]
+        assert rows[0].startswith("chosen ")
+        shown = SHOWN_FITTING + SHOWN_DROPPED
+        more = next(line for line in rows if line.startswith("and "))
+        assert more.startswith(f"and {len(made.candidates) - shown} more")
+        assert f" {made.mesh.data} x {made.mesh.model} " in rows[0]
+        assert format_seconds(made.predicted_step_seconds) in rows[0]
+        assert "more techniques" not in text, "the column is narrow"
+        if budget == "90MiB":
+            assert sum(row.startswith("exceeds ") for row in rows) == SHOWN_DROPPED
+
+
+def test_titles_read_as_words() -> None:
+    made = auto(devices=2, strategies="S4,fused,sparse,stream,strata")
+    first = " ".join(plan_report(made).split("\n\n")[0].split())
+    assert first == (
+        "Plan (policy strategies): S1 data parallel, S4 key-first decode, fused attention, sparse likelihood, stream"
+        " strata, strata parallel"
+    )
+    assert "domain parallel over nodes" in plan_report(auto(devices=2, strategies="nodes"))
+
+
+def test_the_papers_mapping_is_named_where_it_is_another() -> None:
+    made = auto(devices=4, device_memory="60MiB")
+    note = next(note for note in made.notes if note.startswith("policy paper would take"))
+    other = auto(devices=4, device_memory="60MiB", policy="paper")
+    assert other.strategies != made.strategies
+    assert f"take {', '.join(other.strategies)} on {other.mesh.data} x {other.mesh.model}:" in note
+    assert f"a peak of {format_bytes(other.predicted_peak_bytes)} and" in note
+    assert note.endswith(format_seconds(made.candidates[0].cell_seconds))
+    same = [auto(device_memory=b) for b in ("1TiB",)] + [plan(profile(rna()), devices=2)]
+    assert not [n for m in same if m.strategies in ((), ("S1",)) for n in m.notes if "policy paper" in n]
+
+
+def test_json_has_all_candidates_and_reads_back() -> None:
+    made = auto(devices=2, device_memory="100MiB", rates=rates_for("H100"))
+    plain = json.loads(made.to_json())
+    assert len(plain["candidates"]) == len(made.candidates) > 20
+    assert plain["rates_device"] == "an H100"
+    assert Plan.from_json(made.to_json()) == made
+    for old in ("candidates", "rates_device", "predicted_step_seconds"):
+        del plain[old]
+    assert Plan.from_json(json.dumps(plain)).candidates == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"predicted_step_seconds": "soon"}, "a time of 'soon' is not a number above 0"),
+        ({"predicted_step_seconds": 0}, "a time of 0 is not a number above 0"),
+        ({"predicted_step_seconds": float("inf")}, "a time of inf is not a number above 0"),
+        ({"rates_device": 7}, "rates_device=7 is not text"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(change, message) -> None:
+    plain = json.loads(auto().to_json()) | change
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(plain))
+    plain = json.loads(auto().to_json())
+    plain["candidates"][0] |= {"peak_bytes": -1}
+    with pytest.raises(PlanError, match=r"candidates\[0\].peak_bytes=-1 is not a whole number"):
+        Plan.from_json(json.dumps(plain))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.3e-8, "0.03 us"),
+        (1.2e-5, "12.0 us"),
+        (0.8704, "870 ms"),
+        (1.0, "1.00 s"),
+        (93.0, "93.0 s"),
+        (150, "2.50 min"),
+        (9000, "2.50 h"),
+    ],
+)
+def test_durations_are_written_with_three_digits(seconds, text) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.usefixtures("weights_of_attention_are_not_kept")
+def test_of_plans_as_fast_one_with_memory_to_spare_is_taken() -> None:
+    usual = compared(devices=1, budget=None)[0]
+    streamed = next(
+        c for c in compared(devices=1, budget=None) if c.strategies == (*usual.strategies, "stream")
+    )
+    assert streamed.peak_bytes < usual.peak_bytes
+    near = compared(devices=1, budget=2 * usual.peak_bytes - 1)
+    assert near[0].peak_bytes < usual.peak_bytes
+    assert near[0].strategies != usual.strategies
+    verdicts = {c.strategies: c.verdict for c in near}
+    assert verdicts[usual.strategies] == "over half the memory"
+    assert compared(devices=1, budget=2 * usual.peak_bytes)[0].strategies == usual.strategies

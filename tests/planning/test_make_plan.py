@@ -1,0 +1,307 @@
+"""Claim: the policy follows AMP's mapping, refuses what cannot run, and a plan survives JSON unchanged."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.peak_model import estimate
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ShareBatchStatistics
+from lightning_amp.planning.plan.strategies import parse_strategies
+from lightning_amp.planning.policies.build_rules import with_shared_statistics
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import plan_report, profile_report
+from lightning_amp.quantities import format_bytes, parse_bytes
+from tests.planning.profiles import hic, profile, rna, shape
+
+
+def peak(strategies: str, devices: int) -> int:
+    return plan(profile(), devices=devices, strategies=strategies, batch_size=256).predicted_peak_bytes
+
+
+def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> None:
+    made = plan(profile(), devices=1, device_memory="1GiB", batch_size=256, policy="paper")
+    assert made.strategies == ()
+    assert made.rules == ()
+    assert made.fits is False
+    assert made.fails_at_stratum is not None
+    assert f"out of memory at stratum {made.fails_at_stratum}: " in plan_report(made)
+
+
+def test_no_contacts_or_enough_memory_is_data_parallel_only() -> None:
+    assert plan(profile(rna()), devices=4, device_memory="1MiB").strategies == ("S1",)
+    assert plan(profile(), devices=4, device_memory="24GiB", policy="paper").strategies == ("S1",)
+
+
+def test_signals_activate_their_strategies_when_data_parallelism_does_not_fit() -> None:
+    roomy = peak("S1,S2,S3,S4", 4) + 1
+    paper = partial(plan, devices=4, batch_size=256, policy="paper")
+    made = paper(profile(), device_memory=roomy)
+    assert made.strategies == ("S1", "S2", "S3", "S4")
+    assert made.mesh == MeshShape(data=1, model=4)
+    tight = paper(profile(), device_memory=roomy - 2)
+    assert tight.strategies == ("S1", "S2", "S3", "S4", "S5")
+    no_ratio = paper(profile(hic(scale=2.0), rna()), device_memory="10MiB")
+    assert no_ratio.strategies == ("S1", "S3", "S5")
+    convolution = paper(profile(hic(attention=False), rna()), device_memory="10MiB")
+    assert convolution.strategies == ("S1", "S2", "S4", "S5")
+
+
+def test_each_rule_says_why_and_what_it_saves() -> None:
+    made = plan(profile(), devices=2, strategies=["s3", "S4"], batch_size=256)
+    assert made.strategies == ("S1", "S3", "S4")
+    assert made.axes == Axes(attention="chunked", decode="key-first")
+    by_strategy = {rule.strategy: rule for rule in made.rules if rule.strategy != "S1"}
+    assert "ATTENTION_DECODER" in by_strategy["S3"].why
+    assert by_strategy["S3"].fqn == "decoders.hic.strata.*.key.attention"
+    assert by_strategy["S3"].saves_bytes == peak("S1,S4", 2) - made.predicted_peak_bytes > 0
+    assert all(rule.why for rule in made.rules)
+
+
+def test_cells_are_balanced_where_contacts_vary_and_not_on_one_rank() -> None:
+    assert plan(profile(), devices=2, batch_size=32).balance_cells
+    assert not plan(profile(), devices=2, batch_size=100_000).balance_cells
+    assert not plan(profile(), devices=1, batch_size=32).balance_cells
+
+
+def test_json_round_trip_and_the_contract_of_its_keys() -> None:
+    made = plan(profile(), devices=2, strategies="S1,S3", device_memory="24GiB", batch_size=8)
+    assert Plan.from_json(made.to_json()) == made
+    plain = json.loads(made.to_json())
+    for key in ("schema", "signals", "strategies", "mesh", "predicted_peak_bytes", "budget_bytes", "rules"):
+        assert key in plain
+    assert plain["mesh"] == {"data": 2, "model": 1}
+    assert all({"fqn", "why"} <= set(rule) for rule in plain["rules"])
+
+
+def test_plans_are_deterministic() -> None:
+    assert plan(profile(), devices=4, device_memory="1GiB") == plan(
+        profile(), devices=4, device_memory="1GiB"
+    )
+
+
+def test_reports_fit_80_columns() -> None:
+    made = plan(profile(), devices=4, device_memory="512MiB", batch_size=256, policy="paper")
+    text = profile_report(profile()) + "\n" + plan_report(made)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "S5" in text
+    assert "does NOT fit" in text
+
+
+def test_memory_grows_by_the_same_amount_per_stratum_and_shrinks_with_each_strategy() -> None:
+    whole = estimate(shape(), Axes())
+    assert len(whole.strata_bytes) == 32
+    assert whole.strata_bytes[-1] == whole.base_bytes + sum(whole.stratum_bytes)
+    steps = [b - a for a, b in zip(whole.strata_bytes[1:], whole.strata_bytes[2:], strict=False)]
+    assert max(steps) < 1.01 * min(steps)
+    for axes in (Axes(attention="chunked"), Axes(placement="hidden"), Axes(features="sharded")):
+        assert estimate(shape(), axes, model_ranks=4).peak_bytes < whole.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"policy": "fast"}, "policy='fast' was asked for; allowed are 'auto', 'paper'"),
+        ({"devices": 0}, "devices=0 was asked for; allowed is a whole number from 1 to 1,000,000"),
+        ({"devices": "two"}, "devices='two'"),
+        ({"batch_size": -1}, "batch_size=-1"),
+        ({"device_memory": "24 apples"}, "'24 apples' was found; allowed are a number of bytes"),
+        ({"device_memory": "0GiB"}, "larger than zero, found '0GiB'"),
+        ({"strategies": "S1,S9"}, r"\['S9'\] is not in the library; allowed are S1, S2, S3, S4, S5"),
+        ({"strategies": ""}, "'nothing' is not in the library"),
+        ({"model_parallel_size": "most"}, "model_parallel_size='most'"),
+        (
+            {"model_parallel_size": 3, "devices": 4, "strategies": "S5"},
+            r"must divide them, choose one of \[1, 2, 4\]",
+        ),
+        (
+            {"model_parallel_size": 2, "devices": 2, "strategies": "S1"},
+            "S1 split nothing over the model axis",
+        ),
+        ({"strategies": "S5", "devices": 1}, "S5 split a module over the model axis"),
+    ],
+)
+def test_bad_requests_are_refused(request_, message) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(profile(), **request_)
+
+
+def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
+    with pytest.raises(
+        PlanError, match="S3 change attention, but 'decoders.hic' builds its keys without attention"
+    ):
+        plan(profile(hic(attention=False), rna()), devices=2, strategies="S3")
+    with pytest.raises(
+        PlanError, match="S4 was asked for and changes how a decomposed decoder is computed, and none was"
+    ):
+        plan(profile(rna()), devices=2, strategies="S4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the plan is not JSON"),
+        ("[]", r"has schema \[\]"),
+        ('{"schema": 99}', "schema 1 was asked for, the plan has schema 99"),
+        ('{"schema": 1}', "does not read as a plan"),
+    ],
+)
+def test_plans_that_cannot_be_read(text, message) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_rule_of_unknown_type_and_a_missing_file(tmp_path) -> None:
+    plain = json.loads(plan(profile(), devices=2).to_json())
+    plain["rules"][0]["spec"]["type"] = "Teleport"
+    with pytest.raises(PlanError, match="a rule asks for 'Teleport'; this version can install"):
+        Plan.from_json(json.dumps(plain))
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.read(tmp_path / "absent.json")
+    with pytest.raises(PlanError, match="a mesh of 0 x 2"):
+        MeshShape(data=0, model=2)
+
+
+EDITS = [
+    (lambda p: p["rules"].pop(), r"strategies=\['S1', 'S3'\], but its rules are for \['S1'\]"),
+    (
+        lambda p: p["axes"].update(attention="eager"),
+        "axes.attention='eager', with these strategies it is 'chunked'",
+    ),
+    (lambda p: p["axes"].update(decode="bogus"), "axes.decode='bogus', with these strategies it is 'full'"),
+    (
+        lambda p: p["rules"][-1].update(spec={"type": "KeyFirstDecode"}),
+        "a rule of S3 asks for KeyFirstDecode, which is S4",
+    ),
+    (lambda p: p.update(balance_cells=not p["balance_cells"]), "and the rules say otherwise"),
+    (lambda p: p.update(balance_cells="false"), "balance_cells='false' is neither true nor false"),
+    (lambda p: p.update(predicted_peak_bytes="lots"), "predicted_peak_bytes='lots' is not a whole number"),
+    (lambda p: p.update(batch_size=-1), "batch_size=-1 is not a whole number"),
+    (lambda p: p.update(budget_bytes=float("nan")), "budget_bytes=nan is not a whole number"),
+    (lambda p: p.update(strata_bytes="abc"), r"strata_bytes\[0\]='a' is not a whole number"),
+    (lambda p: p["rules"][-1].update(fqn=5), "fqn=5 is not text"),
+    (lambda p: p.update(notes=[1]), "holds something other than text"),
+    (lambda p: p["mesh"].update(data=2.0), "a mesh of 2.0 x 1 was asked for"),
+    (
+        lambda p: (p["strategies"].append("S7"), p["rules"][0].update(strategy="S7")),
+        r"strategies=\['S7'\] are not of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), EDITS)
+def test_a_plan_that_contradicts_itself_is_refused(edit, message) -> None:
+    plain = json.loads(plan(profile(), devices=2, strategies="S1,S3").to_json())
+    edit(plain)
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(plain))
+
+
+def test_a_plan_of_a_model_without_batch_norm_shares_the_statistics_of_one_that_has_it() -> None:
+    without = replace(shape(), batch_norms=False)
+    of_other = plan(profile(), devices=2, strategies="S1", shape=without)
+    assert not [rule for rule in of_other.rules if isinstance(rule.spec, ShareBatchStatistics)]
+    shared = with_shared_statistics(of_other)
+    assert [rule.spec for rule in shared.rules].count(ShareBatchStatistics()) == 1
+    assert with_shared_statistics(shared) == shared
+    alone = plan(profile(), devices=1, policy="paper")
+    assert with_shared_statistics(alone) == alone
+
+
+def test_more_cells_in_a_step_than_there_are_is_said() -> None:
+    made = plan(profile(), devices=8, batch_size=64, model_parallel_size=1, strategies="S1")
+    assert (
+        "a step of 8 x 64 = 512 cells was asked for, and hic has 400, rna has 466: some cells come more than once in a"
+        " step; choose fewer cells per rank, or fewer ranks on the data axis"
+    ) in made.notes
+    assert not [n for n in plan(profile(), devices=2, batch_size=64).notes if "cells was asked for" in n]
+
+
+def test_sizes_that_no_model_can_have() -> None:
+    for latent_dim in (-800, 0, 7):
+        with pytest.raises(
+            PlanError, match=f"latent_dim={latent_dim} was asked for; allowed .* even for attention"
+        ):
+            reference_shape(profile(), batch_size=8, latent_dim=latent_dim)
+    with pytest.raises(PlanError, match="window=0 was asked for; allowed is a whole number of bins"):
+        reference_shape(profile(), batch_size=8, window=0)
+
+
+def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
+    unknown = ModelShape(decoder=None, batch_size=8, parameter_bytes=1000, base_activation_bytes=0)
+    made = plan(profile(rna()), devices=2, device_memory="1GiB", shape=unknown)
+    assert made.strategies == ("S1",)
+    assert made.fits is None
+    assert "unknown, at least 2.93 KiB of 1.00 GiB: weights, gradients," in " ".join(
+        plan_report(made).split()
+    )
+    assert "ShareBatchStatistics" not in plan_report(made), "there is no batch norm"
+    for normed in (None, replace(unknown, batch_norms=True)):
+        assert "ShareBatchStatistics" in plan_report(plan(profile(rna()), devices=2, shape=normed))
+    tight = plan(
+        profile(rna()), devices=2, device_memory="1MiB", shape=replace(unknown, parameter_bytes=10**7)
+    )
+    assert tight.fits is False
+    assert "without the activations, which are not known," in plan_report(tight)
+    assert "no decomposed decoder was recognised: data parallelism (S1) only" in plan_report(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 gb", 24 * 10**9),
+        ("1.5k", 1536),
+        (7, 7),
+        ("1048576", 2**20),
+        ("2TiB", 2 * 2**40),
+    ],
+)
+def test_sizes_are_read(text, n_bytes) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+def test_sizes_are_written_with_three_digits() -> None:
+    sizes = (0, 999, 1024, 123_456, 10**9, 25_769_803_776)
+    assert [format_bytes(n) for n in sizes] == ["0 B", "999 B", "1.00 KiB", "121 KiB", "954 MiB", "24.0 GiB"]
+
+
+def test_strategies_are_sorted_and_include_data_parallelism() -> None:
+    assert parse_strategies(" s4,S3, S3") == ("S1", "S3", "S4")
+
+
+def test_the_model_axis_has_no_more_ranks_than_there_are_channels() -> None:
+    data = profile(hic(), rna())
+    made = plan(data, devices=96, strategies="S5", shape=reference_shape(data, batch_size=4, latent_dim=64))
+    assert (made.mesh.data, made.mesh.model) == (3, 32)
+    with pytest.raises(PlanError, match="S5 was asked for with 48 ranks .* D=64 can be dealt to 32 at most"):
+        plan(
+            data,
+            devices=96,
+            strategies="S5",
+            model_parallel_size=48,
+            shape=reference_shape(data, batch_size=4, latent_dim=64),
+        )
+
+
+def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
+    data = profile(hic(anchors=61, strata=2), rna())
+    ours = reference_shape(data, batch_size=4, window=20)
+    for strategies, ranks in (("nodes", 4), ("S4,nodes", 2)):
+        made = plan(data, devices=4, strategies=strategies, model_parallel_size=ranks, shape=ours)
+        assert made.mesh.model == ranks, "61 anchors fill 4 buckets"
+    for strategies, ranks in (("nodes", 4), ("strata", 2), ("S4,nodes", 4)):
+        assert plan(data, devices=8, strategies=strategies, shape=ours).mesh.model == ranks
+    with pytest.raises(
+        PlanError,
+        match="nodes was asked for with 8 ranks .* N=61 anchors in buckets of 20 can be dealt to 4 at most; choose a",
+    ):
+        plan(data, devices=8, strategies="nodes", model_parallel_size=8, shape=ours)
+    compared = plan(data, devices=8, model_parallel_size=8, shape=ours).candidates
+    assert compared
+    assert not any("nodes" in c.strategies for c in compared)

@@ -1,0 +1,112 @@
+"""Claim: the library's rows are those of the paper's Table 4, light configurations get S1 (Table 6), and all parts of a
+plan follow from these rows.
+"""
+
+import json
+
+import pytest
+
+from lightning_amp.diagnosis.diagnose import (
+    ATTENTION_DECODER,
+    HEAVY_DECOMPOSITION,
+    HIGH_INPUT_DIMENSIONALITY,
+    SIGNALS,
+)
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.plan import specs
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
+from lightning_amp.planning.policies.make_plan import plan
+from tests.planning.profiles import hic, profile, rna, shape
+
+TABLE_4 = {
+    HIGH_INPUT_DIMENSIONALITY: ["S2", "S4"],
+    ATTENTION_DECODER: ["S3"],
+    HEAVY_DECOMPOSITION: ["S5"],
+}
+
+
+def test_each_signal_asks_for_the_strategies_of_table_4() -> None:
+    asked = {signal: [s for s, row in STRATEGIES.items() if row.signal == signal] for signal in SIGNALS}
+    assert asked == TABLE_4
+    assert STRATEGIES["S1"].signal is None
+
+
+@pytest.mark.parametrize(("bins", "batch_size"), [(5_400, 256), (27_000, 128)])
+def test_light_configurations_get_data_parallelism_only(bins, batch_size) -> None:
+    made = plan(
+        profile(hic(anchors=bins, strata=10), rna()),
+        devices=4,
+        device_memory="24GiB",
+        policy="paper",
+        batch_size=batch_size,
+    )
+    assert len(made.signals) == 3
+    assert made.strategies == ("S1",)
+    assert made.fits
+
+
+def test_s5_is_added_when_the_epm_under_the_others_exceeds_the_budget() -> None:
+    others = ("S1", "S2", "S3", "S4")
+    for model_parallel_size, ranks in (("auto", 8), (2, 2)):
+        peak = predict(shape(), others, model_ranks=ranks).peak_bytes
+        for budget, expected in ((peak, others), (peak - 1, (*others, "S5"))):
+            made = plan(
+                profile(),
+                devices=8,
+                device_memory=budget,
+                batch_size=256,
+                model_parallel_size=model_parallel_size,
+                policy="paper",
+            )
+            assert made.strategies == expected
+    one = profile(hic(strata=1), rna())
+    flat = plan(one, devices=8, device_memory="1MiB", batch_size=256, policy="paper")
+    assert flat.strategies == others
+
+
+def test_rules_are_installed_in_the_order_of_the_paper() -> None:
+    assert in_order({"stream", "S5", "S4", "S2", "S1"}) == ("S1", "S2", "S4", "S5", "stream")
+    made = plan(profile(), devices=2, strategies="S5,S4,S3,S2")
+    order = [rule.strategy for rule in made.rules]
+    assert order == sorted(order)
+    assert order.index("S2") < order.index("S4")
+    assert [rule.saves_bytes > 0 for rule in made.rules if rule.strategy == "S2"] == [True, False]
+
+
+def test_every_spec_belongs_to_one_strategy() -> None:
+    owned = [spec for row in STRATEGIES.values() for spec in row.specs]
+    assert len(owned) == len(set(owned))
+    here = {kind for kind in vars(specs).values() if getattr(kind, "__module__", "") == specs.__name__}
+    assert here - {specs.Spec} == set(owned)
+
+
+def test_axes_follow_from_the_strategies() -> None:
+    assert Axes.of(()) == Axes.of(("S1",)) == Axes()
+    paper = Axes.of(("S1", "S2", "S3", "S4", "S5"))
+    assert paper == Axes(placement="hidden", features="sharded", attention="chunked", decode="key-first")
+    ours = Axes.of(("S1", "S2", "S4", "fused", "sparse", "stream", "strata"))
+    # S2 is left with the layers outside the decoder
+    assert ours == Axes(
+        placement="strata", attention="fused", decode="key-first", likelihood="sparse", activations="stream"
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "allowed"),
+    [
+        ("placement", "replicated"),
+        ("features", "all"),
+        ("attention", "chunked"),
+        ("decode", "full"),
+        ("activations", "retain"),
+    ],
+)
+def test_an_axis_that_its_strategies_do_not_choose_is_refused(axis, allowed) -> None:
+    plain = json.loads(plan(profile(), devices=2, strategies="S1,S3").to_json())
+    plain["axes"][axis] = "stream"
+    message = f"axes.{axis}='stream', with these strategies it is '{allowed}'"
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(plain))

@@ -1,0 +1,122 @@
+"""Claim: terms that plans share give every plan the numbers that it has by itself, to the last bit, and make planning
+quick; a term that reads more of a plan than it says fails at once.
+"""
+
+import hashlib
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.decoder_only import decoder_alone
+from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
+from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.questions.recommend_devices import recommend_devices
+from lightning_amp.planning.sizes import terms
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
+from lightning_amp.planning.time.device_rates import rates_for
+from tests.planning.profiles import hic, profile, rna
+
+DECODER = DecoderShape(
+    fqn="decoders.hic",
+    anchors=997,
+    dim=16,
+    features=(980, 960, 940, 920, 900),
+    distances=(0, 1, 2, 3, 4),
+    attention=True,
+    window=33,
+)
+
+
+def decoder(**changes: object) -> ModelShape:
+    return decoder_alone(replace(DECODER, **changes), batch_size=48)
+
+
+def reference(**sizes: int) -> ModelShape:
+    return reference_shape(profile(hic(**sizes), rna()), batch_size=64)
+
+
+SHAPES = {
+    "reference": reference(anchors=1500, strata=6),
+    "convolution": reference(anchors=1500, strata=6, attention=False),
+    "large": reference(anchors=113_505, strata=4),
+    "chained": decoder(chained=True, variant="paper", n_batches=2),
+    "chained convolution": decoder(chained=True, attention=False, dim=15),
+    "threads": decoder(threads=4, distances=(0, 1, 0, 1, 2), unsupported=("sparse",)),
+    "copies": decoder(features=(900, 700, 500, 300, 100), n_batches=3),
+}
+BEFORE = {
+    "reference": ("2c09ba43b69016b5", "04e408313148400d"),
+    "convolution": ("3294dee60691c7e6", "62873e239609ca14"),
+    "large": ("33302cf585d9d51e", "bd07dd9538ee5cf0"),
+    "chained": ("9694ffdb33cc1e22", "8be0e035c7d316ff"),
+    "chained convolution": ("9abcddbd0a219180", "453a58de5289d58a"),
+    "threads": ("92da697cfd2bd12c", "a9c6bb008b14a492"),
+    "copies": ("7b438c831386f01e", "b7de59564e2a421d"),
+}
+"""Digests of what was predicted for each when every plan was counted by itself."""
+
+
+def digest(shape: ModelShape, devices: int) -> str:
+    found = candidates(shape, devices=devices, budget=2**30, rates=rates_for("A100"), own=frozenset({"S1"}))
+    numbers = sorted((c.strategies, c.model, c.peak_bytes, c.step_seconds) for c in found)
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_plan_has_the_numbers_that_it_had_when_it_was_counted_by_itself(name) -> None:
+    assert (digest(SHAPES[name], 1), digest(SHAPES[name], 6)) == BEFORE[name]
+
+
+def test_a_term_sees_the_axes_that_it_names_and_no_others() -> None:
+    decoder = replace(DECODER)
+    strata = Strata(RankSizes, decoder, cells=4, ranks=1)
+    placed = Term(lambda s: s.axes.placement, "placement")
+    assert strata.column(placed, Axes(placement="nodes")) == ("nodes",) * 5
+    assert strata.column(placed, Axes(placement="strata")) == ("replicated",) * 5, (
+        "a stratum is as it is alone"
+    )
+    with pytest.raises(AttributeError, match="decode"):
+        strata.column(Term(lambda s: s.axes.decode, "placement"), Axes())
+
+
+def test_a_term_is_counted_once_for_plans_that_differ_in_what_it_does_not_read() -> None:
+    counted = []
+    term = Term(lambda s: counted.append(s.k) or s.k, "decode")
+    alike = Term(lambda s: counted.append(s.keyed) or s.keyed, "decode", of_features=False)
+    terms.same_strata.cache_clear()
+    for placement in ("replicated", "strata"):
+        for ranks in (1, 2):
+            axes = Axes(placement=placement, attention="fused")
+            strata = strata_of(RankSizes, DECODER, axes, ranks=ranks, cells=4)
+            assert strata.column(term, axes) == (0, 1, 2, 3, 4)
+            assert strata.column(alike, axes) == (False, True, True, True, True)
+    assert counted == [0, 1, 2, 3, 4, False, True]
+    strata.column(term, Axes(decode="key-first"))
+    assert len(counted) == 12
+
+
+def seconds(run) -> float:
+    """CPU time of the quickest of three runs, each as in a new process."""
+    found = []
+    for _ in range(3):
+        terms.same_strata.cache_clear()
+        begin = time.process_time()
+        run()
+        found.append(time.process_time() - begin)
+    return min(found)
+
+
+def test_planning_is_quick() -> None:
+    data = profile(hic(), rna())
+    assert seconds(lambda: plan(data, devices=8, device_memory="24GiB")) < 0.5
+    assert seconds(lambda: plan(data, devices=64, device_memory="24GiB")) < 1.0
+    many = profile(hic(anchors=13_800), rna())
+    assert many.modalities[0].features == 441_104
+    asked = {"cells": 64, "budget": 24 * 2**30, "rates": rates_for("A100")}
+    assert (
+        seconds(lambda: recommend_devices(many, lambda n: reference_shape(many, batch_size=n), **asked)) < 3.0
+    )

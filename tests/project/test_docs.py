@@ -1,0 +1,161 @@
+"""Claim: what README and the pages show works: Python runs, commands are understood, links lead somewhere.
+
+A block with a title is a file, which later blocks of the page may use. A block after `<!-- not run: why -->` is only
+read by people. `max_epochs` is lowered to 1.
+"""
+
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_amp.cli.main import TRAINING, main
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.diagnosis.diagnose import FROM_OUTSIDE
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from tests.paths import ROOT
+
+PAGES = {
+    str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+NOT_RUN = 13
+"""Blocks that are marked as not run; a page that marks one more says so here."""
+RUN = ("profile", "plan")
+"""Commands that are cheap; the others are parsed."""
+BLOCK = re.compile(
+    r"^(?P<indent> *)```(?P<language>python|console|yaml)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+LINK = re.compile(r"(?<!`)\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    title: str | None
+    text: str
+    runs: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        before = text[: found.start()].rstrip().splitlines()
+        marked = bool(before) and before[-1].strip().startswith("<!-- not run: ")
+        indent = len(found["indent"])
+        lines = (line[indent:] for line in found["text"].splitlines())
+        yield Block(found["language"], found["title"], "\n".join(lines), not marked)
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each `$ command`, without its comment; lines that end in a backslash go on."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            yield shlex.split(line[2:], comments=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place with a data directory and the repository's configurations, where a reader would stand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    synthesize("data", cells=48, bins=70, strata=4, genes=40, depth=300)
+    for name in ("configs", "examples", "Makefile"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """What a page registers is forgotten after it."""
+    tables: tuple[dict[str, Any], ...] = (STRATEGIES, FROM_OUTSIDE)
+    before = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if any(blocks(page))])
+def test_the_blocks_of_a_page_work(name: str, folder: Path, forget: None) -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks(PAGES[name]):
+        if not block.runs:
+            continue
+        text = re.sub(r"max_epochs([=:]) ?\d+", r"max_epochs\1 1", block.text)
+        if block.title:
+            (folder / block.title).write_text(text)
+        elif block.language == "python":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                exec(compile(text, name, "exec"), names)
+        for words in commands(block):
+            understood(words)
+
+
+def understood(words: list[str]) -> None:
+    """Run or parse a command of `lightning-amp`; of the others, see that what they name is there."""
+    match words:
+        case ["lightning-amp", verb, *_] if verb in RUN:
+            assert main(words[1:]) == 0, words
+        case ["lightning-amp", verb, *rest]:
+            # parsed: help is printed once all flags before it are known
+            last = ["--print_config"] if verb in TRAINING else ["--help"]
+            with pytest.raises(SystemExit) as end:
+                main([verb, *rest, *last])
+            assert end.value.code == 0, words
+        case ["make", target]:
+            assert f"\n{target}:" in Path("Makefile").read_text(), words
+        case _:
+            pytest.fail(f"{words} is no command that this test knows; mark the block as not run, and why")
+
+
+def test_few_blocks_are_not_run() -> None:
+    marked = [(name, block.text) for name, page in PAGES.items() for block in blocks(page) if not block.runs]
+    assert len(marked) == NOT_RUN, "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in marked)
+    comments = sum(page.read_text().count("<!-- not run:") for page in PAGES.values())
+    assert comments == NOT_RUN, "a mark stands before no block"
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, and of the names that the Python page documents."""
+    text = page.read_text()
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+    return slugs | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    page = PAGES[name]
+    for link in LINK.findall(page.read_text()):
+        target, _, anchor = link.partition("#")
+        if target.startswith("https://") or anchor.startswith("only-"):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.is_file(), f"{name}: {link}"
+        assert not anchor or anchor in anchors(file), f"{name}: {link}"
+
+
+def test_every_page_is_in_the_navigation_and_every_public_name_on_the_python_page() -> None:
+    import lightning_amp
+
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(f"docs/{path}" for path in listed) == sorted(set(PAGES) - {"README.md"})
+    python = PAGES["docs/reference/api.md"].read_text()
+    assert [name for name in lightning_amp.__all__ if f"::: lightning_amp.{name}\n" not in python] == []
+
+
+def test_the_readme_is_two_screens() -> None:
+    text = PAGES["README.md"].read_text()
+    assert len(text.splitlines()) <= 90
+    assert "docs/memory_per_stratum.png" in text
+    assert len(LINK.findall(text)) >= 15
