@@ -5,15 +5,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)-docs
+WHEEL := $(VENV)-wheel
+# two at a time, each with one thread; a file's tests stay together, for they share what is made once
+PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo test lint docs real scglue clean
+.PHONY: demo check test full lint docs real scglue wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
 
+# what one change is tried with again and again: under a minute
+check: lint
+	$(BIN)/python -m pytest $(PYTEST) -m "not ranks and not long and not exhaustive and not slow" tests
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive and not slow" tests
+
+full: test
+	$(BIN)/python -m pytest $(PYTEST) -m "exhaustive and not slow" tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -28,6 +38,16 @@ docs: $(DOCS)/.installed
 
 real: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests
+
+# what a user installs: the wheel in an environment that has nothing else, run outside of the sources
+wheel:
+	rm -rf dist $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet torch --constraint constraints.txt
+	$(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(WHEEL)/bin/python -m pip install --quiet dist/*.whl --constraint constraints.txt
+	cd $(WHEEL) && bin/lightning-amp demo --out demo
+	test -s $(WHEEL)/demo/embedding.png
 
 # the package scglue, whose imports warn of much, joins the environment for its own tests only
 scglue: $(STAMP)
@@ -47,4 +67,4 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $(DOCS)/.installed
 
 clean:
-	rm -rf $(VENV) $(DOCS) demo site build *.egg-info
+	rm -rf $(VENV) $(DOCS) $(WHEEL) demo dist site build *.egg-info

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.lightning.callbacks.live_bytes import tensors_of
 from lightning_amp.simulation.sent_bytes import NAMESPACES, sent_bytes
 

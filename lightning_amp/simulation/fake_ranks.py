@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_amp._torch import FakeStore
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import MeshShape
 

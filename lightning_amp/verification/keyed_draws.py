@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_amp._torch import TorchDispatchMode
 
 NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 """Folders of code between the user's line and the draw."""

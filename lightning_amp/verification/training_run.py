@@ -19,8 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 # the common base of BatchNorm1d, 2d and 3d has no public name
-from torch.nn.modules.batchnorm import _BatchNorm
-
+from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.atomic_file import write_state
@@ -179,7 +178,7 @@ def run_rank(rank: int, folder: Path, trial: Trial) -> Report:
         strategies=plan.strategies,
         mesh=(plan.mesh.data, plan.mesh.model),
         module=type(module).__name__,
-        norms=[n for n, m in module.named_modules() if isinstance(m, _BatchNorm)],
+        norms=[n for n, m in module.named_modules() if isinstance(m, AnyBatchNorm)],
         uneven=place[1] > 1 and any(n % place[1] for n in sizes),
     )
 

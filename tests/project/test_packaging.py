@@ -2,11 +2,13 @@
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 
 import pytest
+import yaml
 
 import lightning_amp
 from tests.paths import ROOT
@@ -46,3 +48,40 @@ def test_the_version_is_said_once() -> None:
     assert settings["project"]["dynamic"] == ["version"]
     assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_amp.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_amp.__version__)
+
+
+def test_the_recipe_of_conda_needs_what_the_package_needs() -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    recipe = yaml.safe_load((ROOT / ".ci" / "recipe.yaml").read_text())
+    # conda's names of two packages; extras are packages of their own there
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    declared = [re.sub(r"\[.*\]", "", line) for line in project["dependencies"]]
+    wanted = {re.sub(r"^[\w-]+", lambda name: names.get(name[0], name[0]), line) for line in declared}
+    found = {line.replace(" ", "") for line in recipe["requirements"]["run"]}
+    assert found - {f"python{project['requires-python']}"} == wanted
+    assert recipe["context"]["version"] == lightning_amp.__version__
+    assert recipe["package"]["name"] == project["name"]
+    (entry,) = recipe["build"]["python"]["entry_points"]
+    assert dict([entry.split(" = ")]) == project["scripts"]
+
+
+def test_planning_is_tested_without_torch() -> None:
+    code = (
+        "import sys, pytest; sys.modules['torch'] = None;"
+        " sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', 'tests/planning']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_private_names_are_in_one_file_each() -> None:
+    private = re.compile(r"(torch|lightning)(\.\w+)*\._[a-z]|from (torch|lightning)\S* import \(?\s*_", re.I)
+    homes = {"lightning_amp/_torch.py", "lightning_amp/lightning/_compat.py"}
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "lightning_amp").rglob("*.py")}
+    uses = {
+        name
+        for name, text in files.items()
+        if private.search(text.replace("lightning_amp.lightning", "amp").replace("lightning_amp", "amp"))
+    }
+    assert uses == homes

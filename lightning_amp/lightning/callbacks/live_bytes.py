@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.data.batch_parts import tensors_in
 
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)

@@ -9,8 +9,7 @@ import time
 import torch.distributed as dist
 
 # the store has no public name
-from torch.distributed.distributed_c10d import _get_default_store
-
+from lightning_amp._torch import default_store
 from lightning_amp.errors import AmpError
 
 PATIENCE_S = 600.0
@@ -34,7 +33,7 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     """
     if ranks == 1 or not dist.is_initialized():
         return
-    store = _get_default_store()
+    store = default_store()
     mine = store.add(_key(rank), 1)
     patience = PATIENCE_AFTER_ERROR_S if failed else PATIENCE_S
     deadline = time.monotonic() + patience

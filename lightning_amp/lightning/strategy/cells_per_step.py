@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils._pytree import tree_leaves
 
+from lightning_amp._torch import tree_leaves
 from lightning_amp.lightning._compat import request_dataloader
 from lightning_amp.parallel.contract.protocol import find_decoders
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins import Precision
 from torch import nn
-from torch._dynamo import OptimizedModule
 
+from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
@@ -48,7 +48,7 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
     Raises:
         PlanError: A rule is for a compiled module, or what is inside of it.
     """
-    compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
+    compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     if getattr(module, "_compiler_ctx", None) is not None:
         compiled.append("")
     changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
@@ -73,7 +74,7 @@ def _sees_the_batch(part: nn.Module) -> bool:
     keeps = isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
     hooks = part._forward_pre_hooks.values()
     spectral = any("SpectralNorm" in type(one).__name__ for one in (part, *hooks))
-    return isinstance(part, nn.modules.batchnorm._BatchNorm) or keeps or spectral
+    return isinstance(part, AnyBatchNorm) or keeps or spectral
 
 
 class _Example(nn.Module):

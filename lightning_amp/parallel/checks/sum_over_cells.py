@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import InstallError
 
 TOLERANCE = 1e-3

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
 
 

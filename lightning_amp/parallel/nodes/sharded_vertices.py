@@ -17,12 +17,12 @@ Known limits: second derivatives are refused. A call of `rows` takes [ends, D] o
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives as functional
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.parallel.contract.protocol import HoldsVertices, Messages
 from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexRows
 from lightning_amp.parallel.ranks import collectives

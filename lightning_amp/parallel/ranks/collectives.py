@@ -20,10 +20,11 @@ Known limit: second derivatives are refused.
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp._torch import functional_collectives as functional
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor

@@ -25,8 +25,7 @@ from torch.distributed import ProcessGroup, all_gather, all_reduce, get_world_si
 from torch.distributed.device_mesh import DeviceMesh
 
 # the common base of BatchNorm1d, 2d and 3d has no public name
-from torch.nn.modules.batchnorm import _BatchNorm
-
+from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks.combine_moments import union_moments
 
@@ -45,19 +44,19 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
         InstallError: A subclass of BatchNorm with a forward of its own; nothing is changed.
     """
     names = {layer: name for name, layer in module.named_modules() if is_local(layer)}
-    own = [name for layer, name in names.items() if type(layer).forward is not _BatchNorm.forward]
+    own = [name for layer, name in names.items() if type(layer).forward is not AnyBatchNorm.forward]
     if own:
         raise InstallError(
             f"batch statistics are to be shared over ranks; {own!r} are BatchNorm layers with a forward of"
             " their own, which cannot be replaced. Keep statistics per rank with share_batch_statistics=False"
         )
-    shared = {layer: SharedBatchNorm(layer, mesh) for layer in names if isinstance(layer, _BatchNorm)}
+    shared = {layer: SharedBatchNorm(layer, mesh) for layer in names if isinstance(layer, AnyBatchNorm)}
     # a list of places, for one layer may hang under two parents
     places = [
         (parent, name, layer)
         for parent in module.modules()
         for name, layer in parent._modules.items()
-        if isinstance(layer, _BatchNorm) and layer in shared
+        if isinstance(layer, AnyBatchNorm) and layer in shared
     ]
     for parent, name, layer in places:
         parent._modules[name] = shared[layer]
@@ -72,20 +71,20 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
 
 def has_batch_norms(module: nn.Module) -> bool:
     """Whether there is a BatchNorm inside a module."""
-    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    return any(isinstance(layer, AnyBatchNorm) for layer in module.modules())
 
 
 def is_local(layer: nn.Module) -> bool:
     """Whether a module is a BatchNorm over the cells of its rank."""
-    return isinstance(layer, _BatchNorm) and not isinstance(layer, SharedBatchNorm | nn.SyncBatchNorm)
+    return isinstance(layer, AnyBatchNorm) and not isinstance(layer, SharedBatchNorm | nn.SyncBatchNorm)
 
 
-class SharedBatchNorm(_BatchNorm):
+class SharedBatchNorm(AnyBatchNorm):
     """A BatchNorm whose training statistics are those of all ranks of a mesh axis."""
 
     mesh: DeviceMesh
 
-    def __init__(self, local: _BatchNorm, mesh: DeviceMesh) -> None:
+    def __init__(self, local: AnyBatchNorm, mesh: DeviceMesh) -> None:
         """Take over a layer.
 
         Args:

@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.data.sparse_counts import SparseCounts
 
 ASSUMED_SHARE = 0.05

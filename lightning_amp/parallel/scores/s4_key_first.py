@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.decode import decode_problem
 

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_amp._torch import AnyDropout, FakeTensor, is_watched
 from lightning_amp.errors import InstallError
 
 Item = TypeVar("Item")
@@ -41,10 +41,9 @@ def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> in
     alone = (
         like.device.type != "cpu"
         or isinstance(like, FakeTensor)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or is_watched()
         or len(set(map(id, parts))) < len(parts)
-        or any(isinstance(part, nn.modules.dropout._DropoutNd) and part.training for part in parts)
+        or any(isinstance(part, AnyDropout) and part.training for part in parts)
     )
     return 1 if alone else max(1, min(asked, torch.get_num_threads()))
 

@@ -1,0 +1,54 @@
+"""Every name of torch outside its public interface that this package uses, with the reason."""
+
+import torch
+
+# collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
+import torch.distributed._functional_collectives as functional_collectives
+from torch import nn
+
+# tensors with a shape and no values: a module that is given one is being simulated
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+# the store of the default process group, which all ranks can reach without a collective
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# what `nn.SyncBatchNorm.convert_sync_batchnorm` itself looks for
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+
+# the common class of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+
+# a process group of any size inside one process, whose collectives move nothing
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+# a context that sees every operator: counts of bytes, draws that depend on the cell
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# the leaves of nested tuples, lists and dictionaries
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+__all__ = [
+    "AnyBatchNorm",
+    "AnyDropout",
+    "FakeStore",
+    "FakeTensor",
+    "TorchDispatchMode",
+    "default_store",
+    "functional_collectives",
+    "is_compiled",
+    "is_watched",
+    "tree_leaves",
+]
+
+
+def is_watched() -> bool:
+    """Whether a mode sees every operator of this thread; other threads' operators it would not see."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module is what `torch.compile` returns."""
+    # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
