@@ -10,17 +10,21 @@ WHEEL := $(VENV)-wheel
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo check test full lint docs real scglue wheel clean
+.PHONY: demo check fast test full lint docs real scglue wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
 
 # what one change is tried with again and again: under a minute
-check: lint
-	$(BIN)/python -m pytest $(PYTEST) -m "not ranks and not long and not exhaustive and not slow" tests
+check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint fast
+
+fast: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST) -m "not (ranks or long or alone or exhaustive or slow)" tests
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive and not slow" tests
+	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or exhaustive or slow)" tests
+	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
 
 full: test
 	$(BIN)/python -m pytest $(PYTEST) -m "exhaustive and not slow" tests

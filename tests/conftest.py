@@ -29,6 +29,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in absent]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tell the helper that starts ranks whether this test says that it does; before any fixture."""
+    ranks = sys.modules.get("tests.ranks")
+    if ranks is not None:
+        marks = {mark.name for mark in item.iter_markers()}
+        ranks.MARKED = bool(marks & {"ranks", "alone", "exhaustive", "slow"})
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -19,6 +19,8 @@ from tests.paths import ROOT
 
 COPIED = ("lightning_amp", "tests", "examples", "configs", "pyproject.toml")
 LIMIT_S = 240
+CHOSEN = ("-m", "not exhaustive and not slow")
+"""Those of `make test`: what `make full` adds may not be what a mutant needs to be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ def copy_repository(to: Path) -> None:
 
 def run_tests(folder: Path, tests: str) -> tuple[bool, str]:
     """Whether the tests pass in a copy, and their last line."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *CHOSEN, *tests.split()]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:

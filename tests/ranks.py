@@ -33,6 +33,9 @@ GRACE_S = 2.0
 """How long the other ranks may still report once one has failed."""
 
 
+MARKED = True
+"""Whether the running test is marked `ranks` (conftest.py sets it), so that `make check` can leave it out."""
+
 BOOKKEEPING = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators of functional collectives that move nothing."""
 
@@ -76,6 +79,7 @@ def run_ranks(
         *args: Given to every rank.
         timeout: Seconds for the body, not counting the start of the processes.
     """
+    assert MARKED, "a test that starts ranks needs @pytest.mark.ranks"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     pipes = [context.Pipe() for _ in range(world_size)]

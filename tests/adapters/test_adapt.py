@@ -69,6 +69,7 @@ def results(given: Any, inputs: list[Tensor], x: Tensor) -> list[Tensor]:
     return [total, *torch.autograd.grad(total, inputs, allow_unused=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COPIES)
 def test_ours_computes_what_the_copy_computes(name: str) -> None:
     module, given, x = example(COPIES[name])
@@ -89,6 +90,7 @@ def test_ours_computes_what_the_copy_computes(name: str) -> None:
         assert a is None or (a - b).norm() <= 1e-10 * b.norm()
 
 
+@pytest.mark.ranks
 def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any) -> None:
     for found in (rank["plans"] for rank in on_two_ranks):
         for name, kind in ON_RANKS.items():
@@ -96,12 +98,15 @@ def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any) -> None
         assert {key: far for key, far in found.items() if not far <= RTOL} == {}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.ranks
 def test_every_plan_on_four_ranks_trains_as_one_device(on_four_ranks: Any) -> None:
     for found in on_four_ranks:
         assert [plan for _, plan in found] == plans(4)
         assert {key: far for key, far in found.items() if not far <= RTOL} == {}
 
 
+@pytest.mark.long
 def test_one_device_trains_the_same() -> None:
     found = every_plan(0, 1, {"independent": BASE, "binary": COPIES["binary"]})
     assert len(found) == 2 * len(plans(1))
@@ -139,6 +144,7 @@ def fit(module: Foreign, batches: Any, strategy: AMPStrategy) -> None:
         )
 
 
+@pytest.mark.long
 def test_its_forward_comes_back_after_the_run_and_where_nothing_was_installed() -> None:
     module, batches = Foreign(BASE), foreign_cases.batches(BASE)[:2]
     trained(module, batches, "S1,stream")
@@ -271,12 +277,14 @@ def test_what_is_computed_in_full_with_gradients_is_said_and_exact() -> None:
     assert torch.equal(torch.autograd.grad(found, given[0])[0], expected)
 
 
+@pytest.mark.ranks
 def test_a_decoder_of_own_units_is_dealt_to_ranks(on_two_ranks: Any) -> None:
     for found in (rank["units"] for rank in on_two_ranks):
         assert list(found) == ["S1,strata", "S1,stream,strata"]
         assert max(found.values()) <= RTOL
 
 
+@pytest.mark.ranks
 def test_where_ranks_share_the_strata_the_rest_is_exact_or_refused(on_two_ranks: Any) -> None:
     for found in (rank["in full"] for rank in on_two_ranks):
         for placement in ("S2", "strata", "nodes", "S5"):

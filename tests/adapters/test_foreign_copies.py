@@ -239,6 +239,7 @@ DIFFERENT: dict[Any, str] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", DIFFERENT, ids=lambda change: change.__name__)
 def test_a_copy_that_differs_is_told_apart(change: Any) -> None:
     module = Foreign(BASE)

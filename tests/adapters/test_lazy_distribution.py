@@ -344,6 +344,7 @@ NUMBERS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.filterwarnings("ignore:.*asked for with gradients")

@@ -83,6 +83,7 @@ def possible(strategies: str, kind: Bands) -> str:
     return ",".join(s for s in strategies.split(",") if s not in left_out)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_trains_the_same_under_every_plan(name: str) -> None:
     kind = KINDS[name]
@@ -124,6 +125,7 @@ def on_two_ranks(rank: int, ranks: int) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.ranks
 def test_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
     for found in run_ranks(on_two_ranks, 2, tmp_path, timeout=120):
         refused = found.pop("refused")
@@ -155,6 +157,7 @@ def test_is_recognised_with_what_its_parts_can_have() -> None:
     assert "forward" not in vars(module.decoder)
 
 
+@pytest.mark.long
 def test_a_step_holds_little_of_what_the_own_forward_holds() -> None:
     kind = Bands(sizes=((8, 150), (8, 300)), dim=32, window=32, experiments=1)
 
@@ -248,6 +251,7 @@ class Sized(Decoder):
         return super().key(i, k, v) * (1.001 if len(v) > 25 and k else 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["two resolutions", "checkpointed", "a subset of the anchors"])
 def test_what_differs_at_the_real_size_alone_is_refused_with_the_first_batch(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +296,7 @@ DIFFERENT: dict[Callable[..., Any], str] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", DIFFERENT, ids=lambda change: change.__name__)
 def test_a_copy_that_differs_is_told_apart(change: Any) -> None:
     module = Several(BASE, decoder=change if isinstance(change, type) else Decoder)

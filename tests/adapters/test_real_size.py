@@ -246,6 +246,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "strata"), TURNS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_a_copy_that_differs_in_what_a_small_example_does_not_reach_is_refused(
     kind: type, strata: int
@@ -258,6 +259,7 @@ def test_a_copy_that_differs_in_what_a_small_example_does_not_reach_is_refused(
         assert "at its real size" in note
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strata", STRATA)
 def test_the_decoder_itself_is_recognised_for_every_number_of_strata(strata: int) -> None:
     assert noted(Decoder, base(strata)) == []

@@ -70,6 +70,7 @@ def on_two_ranks(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ranks
 def test_every_placement_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
     for found in run_ranks(on_two_ranks, 2, tmp_path, timeout=120):
         auto = found.pop("auto")
@@ -78,6 +79,7 @@ def test_every_placement_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
         assert max(found.values()) <= 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategies", ["S1,stream", "S1,S4,recompute", "S1,fused,sparse"])
 def test_trains_the_same_on_one_device(strategies: str) -> None:
     expected = trained(Longer(KIND), batches(KIND), None)
@@ -121,6 +123,7 @@ def peaks(module: Any, strategy: AMPStrategy) -> tuple[int, int]:
     return row["predicted_bytes"], row["peak_bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategies", [["S1", "fused"], ["S1", "stream"], None], ids=str)
 def test_the_prediction_is_for_the_rows_that_v_has(
     strategies: list[str] | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

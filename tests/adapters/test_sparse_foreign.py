@@ -120,6 +120,7 @@ def test_refuses_what_adds_it_elsewhere(kind: type) -> None:
 COUNTS = {name: kind for name, kind in COPIES.items() if not kind.binarize}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_copy_that_counts_may_be_given_it(name: str) -> None:
@@ -131,6 +132,7 @@ def test_every_copy_that_counts_may_be_given_it(name: str) -> None:
     assert "sparse" not in shape.unsupported
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategies", ["S1,sparse", "S1,S4,fused,sparse,stream", "S1,recompute,sparse"])
 def test_trains_as_without_it(strategies: str) -> None:
     kind = replace(Copy(), strata=3)

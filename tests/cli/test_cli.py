@@ -91,6 +91,7 @@ def test_every_command_says_what_it_does_and_gives_an_example(verb, capsys, monk
     assert example in rest
 
 
+@pytest.mark.long
 def test_the_package_runs_as_a_module(data_dir) -> None:
     for words, status in ((["profile", str(data_dir)], 0), (["profile", "absent"], 2)):
         command = [sys.executable, "-m", "lightning_amp", *words]
@@ -124,6 +125,7 @@ def config(data_dir: Path, **trainer: object) -> dict:
     }
 
 
+@pytest.mark.ranks
 def test_fit_from_yaml_by_name_and_by_class_path(data_dir, tmp_path) -> None:
     by_path = {
         "class_path": "lightning_amp.AMPStrategy",
@@ -140,6 +142,7 @@ def test_fit_from_yaml_by_name_and_by_class_path(data_dir, tmp_path) -> None:
         assert found in done.stdout + done.stderr
 
 
+@pytest.mark.ranks
 def test_fit_with_a_mistake_ends_with_status_2(data_dir, tmp_path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config(tmp_path / "absent")))

@@ -20,6 +20,7 @@ def run(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_json_has_what_the_text_says(capsys) -> None:
     words = ["--shape", SHAPE, "--devices", "4", "--strategies", "S1,S2,S3,S4,S5"]
     words += ["--model-parallel-size", "2", "--device-memory", "24GiB"]
@@ -90,6 +91,7 @@ def test_the_peak_of_a_simulated_step_is_inside_the_axes(monkeypatch, tmp_path, 
     assert 1 < high < 1.5
 
 
+@pytest.mark.long
 def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     words = [str(tmp_path / "data"), "--batch-size", "4", "--latent-dim", "8", "--window", "8"]
@@ -108,6 +110,7 @@ def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path
     assert held == saved - 8 * n_nodes // 2, "the anchors of the own features are kept beside all"
 
 
+@pytest.mark.long
 def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
     words = ["--shape", SHAPE, "--device-memory", "60KiB", "--policy", "paper"]
     text = run(capsys, *words)
@@ -143,6 +146,7 @@ def test_sizes_stay_in_one_piece_where_lines_are_wrapped(capsys) -> None:
     assert "the weights, optimiser state and batch (rank 0 holds\n  0 B of 1.00 MiB" in text
 
 
+@pytest.mark.long
 def test_ranks_that_read_the_same_share_a_row(capsys) -> None:
     shape = "anchors=4001,dim=8,strata=2,batch=1,window=16"
     words = ["--shape", shape, "--devices", "4", "--strategies", "S2"]
@@ -151,6 +155,7 @@ def test_ranks_that_read_the_same_share_a_row(capsys) -> None:
     assert "rank 0-3" in run(capsys, *words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("budget", "place"),
     [
@@ -243,6 +248,7 @@ def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_pat
     assert captured.out == ""
 
 
+@pytest.mark.long
 def test_strata_that_read_the_same_share_a_column(capsys) -> None:
     words = ["--shape", "anchors=150,dim=8,strata=60,batch=1,window=16", "--strategies", "fused,stream"]
     assert main(["simulate", *words]) == 0

@@ -83,6 +83,7 @@ def file_limit(n_bytes: int) -> Iterator[None]:
 
 
 # from the first byte to the last ones of the largest file, which has 119 kB
+@pytest.mark.ranks
 @pytest.mark.parametrize("limit", [100, 3000, 20_000, 60_000, 110_000])
 def test_prepare_leaves_nothing_and_does_not_crash(files: Files, limit: int) -> None:
     bins = make_bins({"chr1": 60, "chr2": 40})
@@ -184,6 +185,7 @@ def test_embeddings_are_written_in_full_or_not_at_all(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.obsm["X_amp"], embedding)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("limit", "words"),
     [

@@ -312,6 +312,7 @@ def test_cells_may_have_bins_of_their_own_if_equal(tmp_path: Path, real_data: Pa
         pd.testing.assert_frame_equal(scool.pixels(cell), reference)
 
 
+@pytest.mark.long
 def test_real_cells_keep_every_contact_in_the_strata(tmp_path: Path, real_data: Path) -> None:
     source = real_data / "cortex_lee2019_chr1_1mb.scool"
     found = prepare(

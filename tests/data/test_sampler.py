@@ -241,6 +241,7 @@ def fit(
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("crash_at", "workers"), [(3, 0), (3, 2), (5, 0), (7, 0), (9, 0), (10, 0)], ids=lambda value: str(value)
 )

@@ -356,6 +356,7 @@ def wide_layer(mesh: Any) -> list[str]:
     return differences(results, {"y": expected.detach(), "weight": layer.weight.grad}, RTOL)
 
 
+@pytest.mark.ranks
 def test_ranks_share_sparse_counts_as_dense_ones(root: Path, tmp_path: Path) -> None:
     assert ALL == "S1,S2,S3,S4,S5"
     assert run_ranks(over_ranks, 2, tmp_path, root, timeout=120) == [[], []]

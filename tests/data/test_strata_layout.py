@@ -140,6 +140,7 @@ def test_several_resolutions_are_numbered_one_after_another(
     assert list(layout.anchor_names) == ["chr1:0-9", "chrM:0-3", "chr1:0-5", "chr1:5-9", "chrM:0-3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("columns", "limit_s"), [(True, 2), (False, 4)], ids=["columns", "names"])
 def test_a_million_features_take_seconds_and_little_memory(
     tmp_path: Path, columns: bool, limit_s: float

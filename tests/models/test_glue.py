@@ -216,6 +216,7 @@ def test_burn_in_noise_fades(monkeypatch):
     assert not noise[3].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["finetune", "pretrain"])
 def test_training_lowers_the_loss(tmp_path, stage):
     model = GLUE(**SMALL, stage=stage).build(inputs())

@@ -157,6 +157,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(((one[k] - other[k]).double().norm() / (1 + other[k].double().norm())).item() for k in one)
 
 
+@pytest.mark.ranks
 def test_two_ranks_train_as_one_device_on_the_union(two: list[dict[str, Any]]) -> None:
     union = two[0]["union"]
     assert all(not torch.equal(union["start"][key], union["state"][key]) for key in union["parameters"])
@@ -169,10 +170,12 @@ def test_two_ranks_train_as_one_device_on_the_union(two: list[dict[str, Any]]) -
     torch.testing.assert_close(losses, union["losses"], rtol=1e-10, atol=0)
 
 
+@pytest.mark.ranks
 def test_statistics_of_a_rank_alone_would_be_noticed(two: list[dict[str, Any]]) -> None:
     assert distance(two[0]["own statistics"]["state"], two[0]["union"]["state"]) > 1e-4
 
 
+@pytest.mark.ranks
 def test_ranks_stay_equal_with_the_packages_own_dropout(two: list[dict[str, Any]]) -> None:
     for which in ("exact", "dropout"):
         first, second = (rank[which]["state"] for rank in two)
@@ -180,6 +183,7 @@ def test_ranks_stay_equal_with_the_packages_own_dropout(two: list[dict[str, Any]
         assert not torch.equal(two[0][which]["losses"], two[1][which]["losses"]), "each has its own cells"
 
 
+@pytest.mark.ranks
 def test_nothing_but_batch_statistics_is_replaced_and_the_plan_says_why(two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert rank["exact"]["replaced"] == {(nn.BatchNorm1d, SharedBatchNorm)}
@@ -190,6 +194,7 @@ def test_nothing_but_batch_statistics_is_replaced_and_the_plan_says_why(two: lis
         assert S1_ONLY in notes
 
 
+@pytest.mark.ranks
 def test_one_rank_trains_as_without_the_strategy(folder: Path, tmp_path: Path) -> None:
     (found,) = run_ranks(on_ranks, 1, tmp_path, folder)
     amp, alone = found["dropout"], found["alone"]
@@ -197,6 +202,7 @@ def test_one_rank_trains_as_without_the_strategy(folder: Path, tmp_path: Path) -
     assert all(torch.equal(value, alone["state"][key]) for key, value in amp["state"].items())
 
 
+@pytest.mark.long
 def test_the_example_runs_and_writes_what_it_says(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--epochs", "3"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=250)

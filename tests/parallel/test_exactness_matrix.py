@@ -58,7 +58,8 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
     return compared, wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
 def test_every_combination_over_ranks(world_size: int, tmp_path) -> None:
     results = run_ranks(compare_all, world_size, tmp_path, timeout=250)
     assert all(compared == 4 * len(SHARDED) + 6 for compared, _ in results), "nothing was left out"

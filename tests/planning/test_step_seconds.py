@@ -121,6 +121,7 @@ def moved(tensor: Tensor) -> int:
     return n_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
@@ -166,6 +167,7 @@ def sent(sizes: DecoderShape, axes: Axes, ranks: int) -> Counter[str]:
 PAPER = {"variant": "paper", "chained": True, "n_batches": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategies", "ranks", "rank", "changes"),
     [
@@ -199,6 +201,7 @@ def test_several_devices_do_what_is_counted(
     assert counted.kernels == pytest.approx(operators.kernels, rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategies", "ranks", "rank", "changes"),
     [

@@ -110,6 +110,7 @@ def seconds(run) -> float:
     return min(found)
 
 
+@pytest.mark.long
 def test_planning_is_quick() -> None:
     data = profile(hic(), rna())
     assert seconds(lambda: plan(data, devices=8, device_memory="24GiB")) < 0.5

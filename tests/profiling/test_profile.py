@@ -76,6 +76,7 @@ def test_a_missing_directory_is_named(tmp_path) -> None:
         profile(tmp_path / "absent")
 
 
+@pytest.mark.long
 def test_the_command_needs_no_torch(data_dir) -> None:
     code = (
         "import sys; from lightning_amp.cli.main import main;"

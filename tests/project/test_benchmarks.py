@@ -159,6 +159,7 @@ def test_simulated_case_counts_the_last_rank_too():
     assert 0 < alone.decoder_bytes < alone.peak_bytes
 
 
+@pytest.mark.long
 def test_fresh_processes_compute_the_same_as_the_eager_decoder():
     eager = Case(size=TINY, method=EAGER, threads=1)
     training = Training(eager, plan_of(eager), None)
@@ -182,6 +183,7 @@ def test_ranks_share_the_cells():
         assert sorted(torch.cat([own[name] for own in shares]).tolist()) == rows.tolist()
 
 
+@pytest.mark.ranks
 def test_a_process_that_fails_says_why():
     with pytest.raises(CaseFailed, match="PlanError: a plan of schema"):
         run_ranks(Case(size=TINY, method=EAGER), "{}")

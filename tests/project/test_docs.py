@@ -83,6 +83,7 @@ def forget() -> Iterator[None]:
         table.update(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if any(blocks(page))])
 def test_the_blocks_of_a_page_work(name: str, folder: Path, forget: None) -> None:
     names: dict[str, object] = {"__name__": "page"}

@@ -101,6 +101,7 @@ def runs(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     return [one, *run_ranks(on_rank, 2, tmp_path_factory.mktemp("two"), data_dir, settings, timeout=120)]
 
 
+@pytest.mark.ranks
 def test_the_runs_are_what_the_claim_says(runs: list[dict[str, Any]]) -> None:
     one, first, _ = runs
     assert (one["strategies"], one["balanced"]) == ((), False)
@@ -109,12 +110,14 @@ def test_the_runs_are_what_the_claim_says(runs: list[dict[str, Any]]) -> None:
     assert len(one["losses"]) == len(first["losses"]) == 12
 
 
+@pytest.mark.ranks
 def test_losses_of_every_step_agree(runs: list[dict[str, Any]]) -> None:
     one, *ranks = runs
     for rank in ranks:
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-9)
 
 
+@pytest.mark.ranks
 def test_weights_and_batch_statistics_agree(
     runs: list[dict[str, Any]], data_dir: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def furthest(state: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1)) for a, b in pairs)
 
 
+@pytest.mark.ranks
 def test_ranks_are_bitwise_equal(runs: list[dict[str, Any]]) -> None:
     _, first, second = runs
     assert all(torch.equal(first["state"][name], second["state"][name]) for name in first["state"])

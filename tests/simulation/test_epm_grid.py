@@ -129,6 +129,7 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("asked", "ranks", "cells", "sizes"), CASES)
 def test_decoder_alone(asked: str, ranks: int, cells: int, sizes: dict[str, Any]) -> None:
     found = compare(decoder(**sizes), asked, ranks=ranks, batch_size=cells)
@@ -145,6 +146,7 @@ def data(*, anchors: int, strata: int, genes: int, attention: bool = True) -> Pr
     return Profile(data_dir="d", modalities=modalities, graph=edges)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("known", "cells"),
     [
@@ -162,6 +164,7 @@ def test_reference_model(known: Profile, cells: int, strategies: str, ranks: int
     assert made.strata_bytes == pytest.approx(step.worst.strata_bytes, rel=WITHIN)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategies", ["S2,S4,strata,stream", "S2,S4,nodes,stream"])
 def test_wide_layers_are_shared_beside_another_placement(strategies: str) -> None:
     """S2 leaves the decoder's features alone where strata or anchors are split, not the encoders' layers."""

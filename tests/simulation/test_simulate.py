@@ -141,6 +141,7 @@ def measured_step(module: DecoderAlone, batch: dict[str, Tensor], optimizer: Any
     return live.peak, strata
 
 
+@pytest.mark.ranks
 def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
     real = run_ranks(real_steps, 2, tmp_path)
     for name in CASES:
@@ -208,6 +209,7 @@ def test_phases_of_a_step_of_the_reference_model(tmp_path, monkeypatch) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_step_ends_where_the_budget_does() -> None:
     free = simulated("S1", ranks=1)
     assert free.worst.requested_bytes is None

@@ -109,6 +109,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean_modules_are_equal_and_nothing_is_accused(workers: Workers, name: str) -> None:
     module, batch = CLEAN[name]
@@ -185,6 +186,7 @@ CULPRITS: dict[str, tuple[LightningModule, Any, dict[str, Any], list[tuple[str, 
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CULPRITS)
 def test_culprits_are_named_and_nothing_else_is(workers: Workers, name: str) -> None:
     module, batch, options, expected = CULPRITS[name]
@@ -196,6 +198,7 @@ def test_culprits_are_named_and_nothing_else_is(workers: Workers, name: str) -> 
         assert "draws from numpy.random" in found.culprits[0].evidence
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategies", "mesh", "n_cells"), [("S1,S2,S3,S4,S5", (1, 2), 5), ("S1,S3,stream", (2, 1), 7)]
 )
@@ -226,6 +229,7 @@ def test_what_cannot_be_verified_is_refused_and_the_next_one_is_not(workers: Wor
     assert verified(workers, cases.Inline(), torch.ones(4, 3)).ok
 
 
+@pytest.mark.long
 def test_the_command_reads_the_configuration_of_fit(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +251,7 @@ def test_the_command_reads_the_configuration_of_fit(
     assert "none.yaml' was asked of verify and is no file" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_session_without_a_file_can_verify_its_own_classes() -> None:
     done = subprocess.run(
         [sys.executable, "-"], input=IN_MAIN, capture_output=True, text=True, timeout=200, check=False

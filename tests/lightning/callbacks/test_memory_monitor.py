@@ -257,6 +257,7 @@ def gather(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     return monitor.rows
 
 
+@pytest.mark.ranks
 def test_rank_zero_writes_the_rows_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
     first, second = run_ranks(gather, 2, tmp_path / "meet", str(tmp_path / "out"))

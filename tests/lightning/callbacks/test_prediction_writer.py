@@ -246,6 +246,7 @@ def test_the_share_of_neighbours_of_the_same_type() -> None:
     assert same_type_share(apart, {"hic": names["hic"], "rna": np.full(100, "x")}) is None
 
 
+@pytest.mark.long
 def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path)
     predict(root, writer)
@@ -351,6 +352,7 @@ def test_contact_maps_share_a_logarithmic_scale_and_name_their_bins(
         assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.5", "1", "0", "0.5"]
 
 
+@pytest.mark.long
 def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
     curve(tmp_path / "memory.png", budget_bytes=4e9)
     rng = np.random.default_rng(0)

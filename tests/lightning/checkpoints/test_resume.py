@@ -122,6 +122,7 @@ def of_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in checkpoint.items() if name != "callbacks"}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("job", WRITE, ids=lambda job: job.name)
 def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Runs, job: Job) -> None:
     plain = Job(kind="plain", two=job.two)
@@ -135,6 +136,7 @@ def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Runs, job: Job) -> No
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("job", RESUME, ids=lambda job: job.name)
 def test_training_goes_on_as_if_it_had_not_been_interrupted(folder: Path, runs: Runs, job: Job) -> None:
     plain = Job(kind="plain", two=job.two)
@@ -147,6 +149,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(folder: Path, runs: 
     assert differences(of_training(again), of_training(whole)) == []
 
 
+@pytest.mark.ranks
 def test_the_comparison_can_fail(folder: Path, runs: Runs) -> None:
     start, one = Maps().state_dict(), runs["plain"][0]
     end = whole_checkpoint(folder, Job(kind="plain"), 6)["state_dict"]
@@ -157,6 +160,7 @@ def test_the_comparison_can_fail(folder: Path, runs: Runs) -> None:
     assert len(set(one["losses"])) == len(one["losses"]), "every step is another"
 
 
+@pytest.mark.ranks
 def test_step_three_lies_in_mid_epoch(folder: Path, runs: Runs) -> None:
     loops = whole_checkpoint(folder, Job(kind="2 x 2"), 3)["loops"]["fit_loop"]
     assert loops["state_dict"]["combined_loader"] == [{"epoch": 0, "step": 3, "global_batch": 8}]
@@ -217,6 +221,7 @@ print("steps", trainer.global_step)
 """
 
 
+@pytest.mark.long
 def test_loading_needs_nothing_of_this_package(folder: Path, runs: Runs) -> None:
     path = folder / "2 x 2 in shards" / "converted.ckpt"
     done = subprocess.run(
@@ -230,6 +235,7 @@ def test_loading_needs_nothing_of_this_package(folder: Path, runs: Runs) -> None
     ]
 
 
+@pytest.mark.ranks
 def test_every_rank_writes_its_own_and_what_is_whole_is_written_once(folder: Path, runs: Runs) -> None:
     for kind in ("S2 in shards", "2 x 2 in shards"):
         metadata = FileSystemReader(folder / kind / "3.ckpt").read_metadata()
@@ -245,6 +251,7 @@ def test_every_rank_writes_its_own_and_what_is_whole_is_written_once(folder: Pat
         assert {found[0][0] for key, found in chunks.items() if key not in split} == {0}
 
 
+@pytest.mark.ranks
 def test_directories_are_chosen_replaced_and_removed_like_files(runs: Runs) -> None:
     first, second = runs["directories"]
     assert first["best"] == second["best"] == "epoch=1.ckpt"
@@ -257,10 +264,12 @@ def test_directories_are_chosen_replaced_and_removed_like_files(runs: Runs) -> N
         assert "storage_options={'mode': 3}" in found["options"]
 
 
+@pytest.mark.ranks
 def test_rows_that_are_dealt_one_by_one_come_back(runs: Runs) -> None:
     assert [found["scattered"] for found in runs["directories"]] == [True, True]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -314,6 +323,7 @@ def forget_a_chunk(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -343,6 +353,7 @@ def test_damaged_directories_are_refused(damaged: Path, damage: Callable[[Path],
     assert str(damaged) in str(caught.value)
 
 
+@pytest.mark.ranks
 def test_bytes_that_are_no_tensor_are_refused(damaged: Path, tmp_path: Path) -> None:
     shard = damaged / "__1_0.distcp"
     shard.write_bytes(bytes(len(shard.read_bytes())))
@@ -351,6 +362,7 @@ def test_bytes_that_are_no_tensor_are_refused(damaged: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out.ckpt").exists()
 
 
+@pytest.mark.ranks
 def test_the_command_converts(
     folder: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,6 +400,7 @@ def test_the_command_refuses(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_values_stay_on_the_disk_until_they_are_asked_for(damaged: Path) -> None:
     (state,) = open_directory(damaged)["optimizer_states"]
     average = state["state"][0]["exp_avg"]
@@ -395,6 +408,7 @@ def test_values_stay_on_the_disk_until_they_are_asked_for(damaged: Path) -> None
     assert average.read().shape == average.shape
 
 
+@pytest.mark.ranks
 def test_a_file_takes_the_name_of_a_directory_or_leaves_it(damaged: Path) -> None:
     def fail() -> None:
         raise OSError("full")
@@ -407,6 +421,7 @@ def test_a_file_takes_the_name_of_a_directory_or_leaves_it(damaged: Path) -> Non
     assert [p.name for p in damaged.parent.iterdir()] == ["damaged.ckpt"]
 
 
+@pytest.mark.ranks
 def test_a_run_that_ended_between_two_renamings_is_told_where_the_old_one_is(damaged: Path) -> None:
     refuse_interrupted(damaged)
     damaged.rename(damaged.with_name(".damaged.ckpt.previous"))

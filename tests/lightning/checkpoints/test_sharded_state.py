@@ -91,6 +91,7 @@ def continued(rank: int, world_size: int, checkpoint: Checkpoint | None, steps: 
     return state, whole_optimizer_state(optimizer, optimizer.state_dict(), installed.sharded)
 
 
+@pytest.mark.ranks
 def test_a_checkpoint_moves_from_two_ranks_to_three_to_one(tmp_path: Path) -> None:
     model = Twice()
     optimizer = adam(model)
@@ -173,6 +174,7 @@ def each_parameter_comes_back(mesh: Any, world_size: int) -> None:
         assert whole.is_contiguous()
 
 
+@pytest.mark.ranks
 def test_norms_and_values_over_three_ranks(tmp_path: Path) -> None:
     run_ranks(clips_as_one_device, 3, tmp_path)
 

@@ -45,6 +45,9 @@ from lightning_amp.lightning.strategy.same_plan import facts_of_plan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.faults.fault_cases import Case, run_group
 
+# it measures seconds of several processes
+pytestmark = pytest.mark.alone
+
 FAULT = Fault(rank=1, host="x", what="y")
 
 
@@ -396,6 +399,7 @@ def test_what_a_thread_of_its_own_is_to_replace_is_kept_until_it_has(tmp_path: P
     assert not previous.exists()
 
 
+@pytest.mark.long
 def test_a_checkpoint_on_one_rank_s_exception_does_not_hide_it(tmp_path: Path) -> None:
     outcome = run_group(Case(1, "training_step", "raise", saves_on_exception=True), tmp_path)
     assert outcome.left == []

@@ -29,6 +29,9 @@ from lightning_amp.planning.plan.candidate import Candidate
 from tests.lightning.faults.fault_cases import Case, Outcome, run_group
 from tests.lightning.faults.fault_table import ROWS, Row, cells, committed, run_all, said
 
+# it measures seconds of several processes
+pytestmark = pytest.mark.alone
+
 BOUND_S = 30.0
 """On a busy machine; the table has what a quiet one takes."""
 
@@ -53,6 +56,7 @@ def killed(row: Row) -> bool:
     return row.case.how in ("kill", "killed while saving")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_every_process_ends_in_time_and_names_the_rank(row: Row, found: Found) -> None:
     outcome, _ = found[row.what]
@@ -71,6 +75,7 @@ def test_every_process_ends_in_time_and_names_the_rank(row: Row, found: Found) -
         assert frozen or any(row.says in message for message in messages), messages
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_complete_checkpoints_are_intact_and_no_other_is_there(row: Row, found: Found) -> None:
     _, folder = found[row.what]
@@ -81,6 +86,7 @@ def test_complete_checkpoints_are_intact_and_no_other_is_there(row: Row, found: 
         assert torch.load(file, weights_only=True)["global_step"] == int(file.stem.partition("=")[2])
 
 
+@pytest.mark.long
 def test_resuming_loses_nothing_but_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
     """With checkpoints at the ends of epochs: from within one, Lightning reads the epoch's data from its beginning."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"

@@ -18,6 +18,9 @@ from lightning_amp.lightning.faults.watch import ASKED_GRACE_S, GRACE_S, Limits,
 from tests.lightning.conformance.cases import QUIET
 from tests.lightning.faults.fault_cases import Case, run_scripts
 
+# it measures seconds of several processes
+pytestmark = pytest.mark.alone
+
 STUCK = Case(0, "on_train_batch_start", "stick")
 
 
@@ -28,6 +31,7 @@ def press(started: list["subprocess.Popen[str]"]) -> None:
         process.send_signal(signal.SIGINT)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_interrupted_run_says_how_to_go_on_with_status_130(tmp_path: Path, devices: int) -> None:
     outcome = run_scripts(STUCK, tmp_path, [[sys.executable]], devices=devices, after_fault=press)
@@ -60,6 +64,7 @@ def test_a_person_who_waits_waits_less(asked: bool, grace: float, monkeypatch: p
     assert ASKED_GRACE_S <= 0.5 < GRACE_S
 
 
+@pytest.mark.ranks
 def test_what_is_said_of_a_killed_rank_is_the_last_line_under_a_short_traceback(tmp_path: Path) -> None:
     outcome = run_scripts(Case(1, "training_step", "kill"), tmp_path, [[sys.executable]], devices=2)
     lines = outcome.texts[0].strip().splitlines()

@@ -24,6 +24,9 @@ from tests.lightning.faults import fault_cases, node_cases
 from tests.lightning.faults.fault_cases import Case, free_port, run_commands, run_scripts
 from tests.lightning.faults.fault_table import said
 
+# it measures seconds of several processes
+pytestmark = pytest.mark.alone
+
 ACROSS = {"strategies": "S1,S5", "model_parallel_size": 2, "balance_cells": False}
 INSIDE = {"strategies": "S1,S5", "balance_cells": False}
 ONE = {"strategies": "S3", "balance_cells": False, "model_parallel_size": 1}
@@ -85,6 +88,7 @@ def runs(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         return {"one": one, "slurm": inside, "torchrun": across.result()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["torchrun", "slurm"])
 def test_two_nodes_train_as_one_device(how: str, runs: dict[str, list[dict[str, Any]]]) -> None:
     (one,) = runs["one"]
@@ -100,6 +104,7 @@ def test_two_nodes_train_as_one_device(how: str, runs: dict[str, list[dict[str, 
         assert (ours - its).norm() <= 1e-9 * its.norm()
 
 
+@pytest.mark.ranks
 def test_lightning_s_own_environments_are_used(runs: dict[str, list[dict[str, Any]]]) -> None:
     assert [r["environment"] for r in runs["torchrun"]] == ["TorchElasticEnvironment"] * 2
     assert [r["environment"] for r in runs["slurm"]] == ["SLURMEnvironment"] * 4
@@ -107,6 +112,7 @@ def test_lightning_s_own_environments_are_used(runs: dict[str, list[dict[str, An
     assert [r["node"] for r in runs["slurm"]] == [0, 0, 1, 1]
 
 
+@pytest.mark.ranks
 def test_the_model_axis_stays_inside_a_node_unless_asked(runs: dict[str, list[dict[str, Any]]]) -> None:
     assert [r["mesh"] for r in runs["slurm"]] == [[2, 2]] * 4
     assert [r["mesh"] for r in runs["torchrun"]] == [[1, 2]] * 2
@@ -115,6 +121,7 @@ def test_the_model_axis_stays_inside_a_node_unless_asked(runs: dict[str, list[di
     assert not any("crosses nodes" in note for note in runs["slurm"][0]["notes"])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "how", [Case(1, "training_step", "kill", nodes=2), Case(0, "training_step", "raise", nodes=2)]
 )

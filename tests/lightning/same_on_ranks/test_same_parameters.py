@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.utilities import rank_zero_only
@@ -20,6 +21,8 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.model_axis_cases import Batch, Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 from tests.verification.verify_cases import RunningScale, Scaled, SharedScale, cells
+
+pytestmark = pytest.mark.ranks
 
 KINDS: dict[str, Tensor] = {
     "a": torch.tensor([[1.0, -4.0], [0.5, 2.0]]),

@@ -54,6 +54,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(dealt, RANKS, folder, folder, timeout=200)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", EVERY)
 def test_one_device_reads_the_batches_of_a_plain_run(
     plain: dict[str, Any], alone: dict[str, Any], name: str
@@ -63,6 +64,7 @@ def test_one_device_reads_the_batches_of_a_plain_run(
     assert same(found["weights"], plain[name]["weights"])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_ranks_together_read_the_batches_of_a_plain_run(
     plain: dict[str, Any], ranks: list[dict[str, Any]], name: str
@@ -76,6 +78,7 @@ def test_ranks_together_read_the_batches_of_a_plain_run(
     assert all(same(rank[name]["weights"], plain[name]["weights"]) for rank in ranks)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", SHUFFLED)
 def test_ranks_together_read_every_cell_of_a_loader_that_shuffles_once_an_epoch(
     ranks: list[dict[str, Any]], name: str
@@ -86,11 +89,13 @@ def test_ranks_together_read_every_cell_of_a_loader_that_shuffles_once_an_epoch(
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.ranks
 def test_overfit_batches_reads_the_same_cells_in_every_epoch(ranks: list[dict[str, Any]]) -> None:
     steps = union([rank["overfit"]["fit"] for rank in ranks])
     assert steps == [list(range(8)), list(range(8, 16))] * 2
 
 
+@pytest.mark.ranks
 def test_a_resumed_run_goes_on_where_a_plain_one_does(
     plain: dict[str, Any], alone: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
@@ -98,11 +103,13 @@ def test_a_resumed_run_goes_on_where_a_plain_one_does(
     assert union([rank["resumed"] for rank in ranks]) == [sorted(step) for step in plain["resumed"]]
 
 
+@pytest.mark.ranks
 def test_items_that_are_batches_are_dealt_one_by_one(ranks: list[dict[str, Any]]) -> None:
     steps = union([rank["whole batches"]["fit"] for rank in ranks])
     assert steps == [list(range(8)), list(range(8, 16)), sorted([*range(16, 20)] * 2)] * 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategies", [WIDE, STRATA])
 def test_a_model_group_reads_what_one_device_reads(
     plain: dict[str, Any], tmp_path: Path, strategies: str

@@ -19,6 +19,8 @@ from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.sharded_cases import Case, Model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 
 

@@ -17,6 +17,8 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from tests.lightning.strategy.model_axis_cases import ALL, CASE, CELLS, N_FEATURES, Maps, batches, everything
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 RUNS = ("1 x 2", "2 x 2")
 RTOL = 1e-9
 Runs = dict[str, list[dict[str, Any]]]

@@ -30,6 +30,8 @@ from tests.lightning.strategy.model_axis_cases import ALL, CASE, N_FEATURES, bat
 from tests.parallel.sharded_cases import Case, decoder
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 Batch = dict[str, Tensor]
 BATCHES = batches(None)[:3]
 RTOL = 1e-9

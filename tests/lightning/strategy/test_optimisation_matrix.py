@@ -7,6 +7,7 @@ numbers of ranks and forms of the decoder.
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
     return compared, wrong
 
 
+@pytest.mark.ranks
 def test_every_combination_under_both_kinds_of_optimisation(tmp_path) -> None:
     results = run_ranks(compare_all, RANKS, tmp_path, timeout=280)
     assert all(compared == 2 * len(SHARDED) for compared, _ in results), "every plan was carried out"

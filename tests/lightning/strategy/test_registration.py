@@ -212,6 +212,7 @@ def test_a_layer_that_it_cannot_replace_is_left_as_it_was(own: ModuleType) -> No
     assert dict(model.named_modules()) == before
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 def test_the_example_trains_with_it(own: ModuleType, tmp_path, caplog, monkeypatch) -> None:
     calls = []

@@ -37,6 +37,8 @@ from tests.lightning.strategy.strategy_cases import (
 )
 from tests.ranks import CountCollectives, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def a_plan(ranks: int, *, balance_cells: bool = False) -> Plan:
     return Plan(

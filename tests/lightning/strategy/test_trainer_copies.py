@@ -71,12 +71,14 @@ def trained(rank: int, ranks: int) -> dict[bool, Any]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", OPTIONS)
 def test_a_trainer_can_be_copied_during_a_fit_which_does_not_notice(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(trained, ranks, tmp_path):
         assert all(torch.equal(found[True][name], value) for name, value in found[False].items())
 
 
+@pytest.mark.long
 def test_a_checkpoint_can_be_saved_where_the_ranks_were_processes_of_the_fit(tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(SAVES)

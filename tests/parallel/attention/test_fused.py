@@ -276,6 +276,7 @@ def measure(attention: nn.Module, leaves: list[Tensor], grad: Tensor) -> tuple[i
         return kept, forward, live.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 25), (2, 100)])
 def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n, dim, w = 2350, 32, 100
@@ -302,6 +303,7 @@ def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.
     assert backward < eager[2] / 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [2350, 2400, 150, 40])
 @pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 30), (4, 100)])
 @pytest.mark.parametrize("keep", [False, True])

@@ -100,6 +100,7 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
     }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", CASES_BY_RANKS)
 def test_loss_gradients_and_steps_are_those_of_one_device(world_size: int, tmp_path: Path) -> None:
     expected = {name: reference(CASES[name][0], STEPS) for name in CASES_BY_RANKS[world_size]}
@@ -357,6 +358,7 @@ def test_a_part_is_kept() -> None:
     assert kept(("nodes",)) < (20 + 6) / 80 * kept(())
 
 
+@pytest.mark.long
 def test_a_simulated_rank_knows_its_neighbours() -> None:
     """Ranks 0 to 2 hold as many anchors and features, and rank 0 has one neighbour."""
     if dist.is_initialized():

@@ -86,11 +86,13 @@ def expected() -> dict[str, Results]:
         return {name: train(case) for name, (case, _) in CASES.items()}
 
 
+@pytest.mark.ranks
 def test_three_ranks_train_what_one_device_trains(expected: dict[str, Results], tmp_path: Path) -> None:
     for found, _ in run_ranks(body, 3, tmp_path, expected, tmp_path, tmp_path, timeout=120):
         assert found == {name: [] for name in expected}
 
 
+@pytest.mark.ranks
 def test_a_run_of_lightning_on_two_ranks(expected: dict[str, Results], tmp_path: Path) -> None:
     data_dir, few = tmp_path / "data", {"alone": expected["alone"]}
     synthesize(data_dir, cells=12, rna_cells=10, bins=30, strata=3, genes=20, seed=2)
@@ -301,6 +303,7 @@ def graph_profile(anchors: int, genes: int, strata: int) -> Profile:
     return replace(profile(*modalities), graph=graph)
 
 
+@pytest.mark.long
 def test_a_ranks_peak_is_its_part_and_as_predicted() -> None:
     """The first layers are split too, by S2, for they are not of the vertices."""
     data, peaks = graph_profile(40_000, 40, 2), []

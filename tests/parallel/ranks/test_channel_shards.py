@@ -109,6 +109,7 @@ def cross(channels: Channels, rank: int) -> list[tuple[Tensor, Tensor]]:
     return [*taken, (whole, v), (d_part, every * v[:, own])]
 
 
+@pytest.mark.ranks
 def test_border_between_whole_and_parts(tmp_path) -> None:
     for rank in run_ranks(border, 3, tmp_path):
         for found, expected in rank:

@@ -161,6 +161,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_cases, 2, tmp_path_factory.mktemp("batch_norm"))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYERS)
 def test_ranks_compute_what_one_process_computes_on_the_union(ranks: list[Any], name: str) -> None:
     union = steps(make(name), name, torch.cat)
@@ -175,6 +176,7 @@ def test_ranks_compute_what_one_process_computes_on_the_union(ranks: list[Any], 
         torch.testing.assert_close(torch.cat([p["eval"] for p in parts]), union["eval"], **EXACT)
 
 
+@pytest.mark.ranks
 def test_the_comparison_can_fail(ranks: list[Any]) -> None:
     """Statistics per rank, as without sharing, are far from the union's."""
     local = steps(make("1d"), "1d", lambda parts: parts[0])
@@ -182,24 +184,28 @@ def test_the_comparison_can_fail(ranks: list[Any]) -> None:
     assert (local["dx"][0] - ranks[0]["1d"]["dx"][0]).abs().max() > 1e-2
 
 
+@pytest.mark.ranks
 def test_ranks_hold_the_same_bits(ranks: list[Any]) -> None:
     for name in LAYERS:
         states = [r[name]["state"] for r in ranks]
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0]), name
 
 
+@pytest.mark.ranks
 def test_one_rank_is_plain_batch_norm(ranks: list[Any]) -> None:
     local = steps(make("1d"), "1d", lambda parts: parts[1])
     assert ranks[1]["alone"]["collectives"] == 0
     assert all(torch.equal(a, b) for a, b in zip(ranks[1]["alone"]["y"], local["y"], strict=True))
 
 
+@pytest.mark.ranks
 def test_objects_names_hooks_copies_and_undo(ranks: list[Any]) -> None:
     for result in ranks:
         wrong = [claim for claim, holds in result["objects"].items() if not holds]
         assert not wrong
 
 
+@pytest.mark.ranks
 def test_half_precision_is_normalised_in_single(ranks: list[Any]) -> None:
     layer = nn.BatchNorm1d(4)
     x = torch.cat([r["half"]["x"] for r in ranks]).float().requires_grad_()

@@ -19,6 +19,8 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from tests.ranks import CountCollectives, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 Grads = list[Tensor | None]
 
 

@@ -73,6 +73,7 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
     return {name: differences(sharded(*CASES[name], mesh), results) for name, results in expected.items()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", CASES_BY_RANKS)
 def test_loss_gradients_and_steps_are_those_of_one_device(world_size: int, tmp_path: Path) -> None:
     expected = {name: reference(CASES[name][0]) for name in CASES_BY_RANKS[world_size]}

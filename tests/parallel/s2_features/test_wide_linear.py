@@ -124,6 +124,7 @@ def body(rank: int, world_size: int) -> None:
         counts_and_memory(mesh, 200)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_split_layer_is_the_whole_layer(world_size: int, tmp_path: Path) -> None:
     """9 features on 4 ranks are 3, 3, 3, 0 columns; 5 are 2, 2, 1, 0."""

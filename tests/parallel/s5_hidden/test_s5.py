@@ -118,6 +118,7 @@ def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
     assert_same(found, train(altered(), 3))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_trains_as_one_device_does(world_size: int, tmp_path) -> None:
     run_ranks(train_all, world_size, tmp_path, timeout=200)

@@ -394,6 +394,7 @@ def over_ranks(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.ranks
 def test_together_with_what_shares_a_decoder_over_ranks(tmp_path) -> None:
     results = run_ranks(over_ranks, 2, tmp_path)
     assert not any(results), results

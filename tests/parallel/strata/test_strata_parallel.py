@@ -48,6 +48,7 @@ def compare_all(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_device(world_size: int, tmp_path) -> None:
     for rank, wrong in enumerate(run_ranks(compare_all, world_size, tmp_path, timeout=150)):
@@ -68,6 +69,7 @@ def count(rank: int, world_size: int) -> tuple[dict[str, int], int, list[str]]:
     return dict(counted.counts), counted.sent.total(), seen
 
 
+@pytest.mark.ranks
 def test_two_collectives_whatever_the_strata(tmp_path) -> None:
     (counts, sent, first), (_, _, second) = run_ranks(count, 2, tmp_path)
     assert counts == {"all_reduce": 2}, "the loss, and the gradients of what entered"
@@ -86,6 +88,7 @@ def refuse(rank: int, world_size: int) -> list[str]:
     return messages
 
 
+@pytest.mark.ranks
 def test_runs_that_do_not_fit_are_refused(tmp_path) -> None:
     for messages in run_ranks(refuse, 2, tmp_path):
         assert all("allowed is one past the last stratum of every rank" in m for m in messages)

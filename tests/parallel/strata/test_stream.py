@@ -337,6 +337,7 @@ def peak(case: Case, strategies: tuple[str, ...], cells: int = 3) -> int:
     return live.peak
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_strata() -> None:
     few, many = (replace(FIVE, anchors=200, window=20, distances=tuple(range(k))) for k in (4, 16))
     for strategy in ("stream", "recompute"):

@@ -73,6 +73,7 @@ def threads_elsewhere() -> int:
         return pool.submit(torch.get_num_threads).result()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_one_after_the_other(form: str) -> None:
     case = FORMS[form]
