@@ -22,12 +22,7 @@ from itertools import product
 from math import prod
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.time.link_seconds import (
-    Links,
-    all_gather_seconds,
-    all_reduce_seconds,
-    reduce_scatter_seconds,
-)
+from lightning_amp.planning.time.link_seconds import Links, collective_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -74,11 +69,11 @@ def layer_seconds(
     weight = element_bytes * layer.inputs * layer.outputs / plane
     share = element_bytes * rows / grid.data / grid.z
     return (
-        all_gather_seconds(weight / grid.z, grid.z, links, inner=plane)
-        + reduce_scatter_seconds(weight, grid.z, links, inner=plane)
-        + all_reduce_seconds(share * layer.outputs / x, y, links, inner=y_inner)
-        + all_reduce_seconds(share * layer.inputs / y, x, links, inner=x_inner)
-        + all_reduce_seconds(weight / grid.z, grid.data, links, inner=space)
+        collective_seconds("all_gather", weight / grid.z, grid.z, links, inner=plane)
+        + collective_seconds("reduce_scatter", weight, grid.z, links, inner=plane)
+        + collective_seconds("all_reduce", share * layer.outputs / x, y, links, inner=y_inner)
+        + collective_seconds("all_reduce", share * layer.inputs / y, x, links, inner=x_inner)
+        + collective_seconds("all_reduce", weight / grid.z, grid.data, links, inner=space)
     )
 
 

@@ -5,42 +5,39 @@ ranking cannot be checked here; what can be is that a ranking that knows the pla
 """
 
 from math import prod
+from typing import get_args
 
 import pytest
 
 from benchmarks.grid_cost import Grid, LinearLayer, layer_seconds, rank_grids, stack_seconds
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.time.link_seconds import (
-    Links,
-    all_gather_seconds,
-    all_reduce_seconds,
-    exchange_seconds,
-    reduce_scatter_seconds,
-)
+from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
 
 GIB = 1e9
 UNIT = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=0.0, ranks_per_node=10**6)
 """One byte per second, all ranks in one node: seconds are bytes."""
 NODES = Links(intra_bandwidth=200 * GIB, inter_bandwidth=80 * GIB, latency=0.0, ranks_per_node=4)
 
+KINDS = get_args(Kind)
+
 
 def test_ring_collectives() -> None:
-    assert all_gather_seconds(10, 4, UNIT) == 30
-    assert reduce_scatter_seconds(40, 4, UNIT) == 30
-    assert all_reduce_seconds(40, 4, UNIT) == 60
-    assert exchange_seconds(40, 4, UNIT) == 40
-    every = (all_gather_seconds, reduce_scatter_seconds, all_reduce_seconds, exchange_seconds)
-    assert [seconds(40, 1, UNIT) for seconds in every] == [0, 0, 0, 0]
+    assert collective_seconds("all_gather", 10, 4, UNIT) == 30
+    assert collective_seconds("reduce_scatter", 40, 4, UNIT) == 30
+    assert collective_seconds("all_reduce", 40, 4, UNIT) == 60
+    assert collective_seconds("exchange", 40, 4, UNIT) == 40
+    assert [collective_seconds(kind, 40, 1, UNIT) for kind in KINDS] == [0, 0, 0, 0]
 
 
 def test_latency_is_paid_by_the_message() -> None:
     slow = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=5.0, ranks_per_node=8)
-    every = (all_gather_seconds, reduce_scatter_seconds, all_reduce_seconds, exchange_seconds)
-    assert [seconds(0, 4, slow) for seconds in every] == [15, 15, 30, 5]
-    assert [seconds(0, 1, slow) for seconds in every] == [0, 0, 0, 0]
+    assert [collective_seconds(kind, 0, 4, slow) for kind in KINDS] == [15, 15, 30, 5]
+    assert [collective_seconds(kind, 0, 1, slow) for kind in KINDS] == [0, 0, 0, 0]
     # what an all-reduce does in two steps
-    whole = all_reduce_seconds(40, 4, slow)
-    assert whole == reduce_scatter_seconds(40, 4, slow) + all_gather_seconds(10, 4, slow)
+    whole = collective_seconds("all_reduce", 40, 4, slow)
+    assert whole == collective_seconds("reduce_scatter", 40, 4, slow) + collective_seconds(
+        "all_gather", 10, 4, slow
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +56,9 @@ def test_bandwidth_by_placement(ranks, inner, expected) -> None:
     assert NODES.bandwidth(ranks, inner=inner) == expected * GIB
     n_bytes = 6 * GIB
     seconds = 2 * (ranks - 1) / ranks * n_bytes / (expected * GIB)
-    assert all_reduce_seconds(n_bytes, ranks, NODES, inner=inner) == pytest.approx(seconds, rel=1e-12)
+    assert collective_seconds("all_reduce", n_bytes, ranks, NODES, inner=inner) == pytest.approx(
+        seconds, rel=1e-12
+    )
 
 
 def test_one_layer_by_hand() -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain, pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes.ordered_partition import partition
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.collectives import border_traffic, gradient_numbers, stratum_traffic
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.link_seconds import Links
-from lightning_amp.planning.time.operator_costs import parts
-from lightning_amp.planning.time.step_seconds import Work, step_seconds, stratum_seconds, stratum_work
-from lightning_amp.planning.time.time_sizes import WorkSizes
+from lightning_amp.planning.time.operator_costs import parts, there_and_back
+from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
 from lightning_amp.simulation.fake_ranks import fake_world
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
@@ -78,9 +78,28 @@ def step(sizes: DecoderShape, axes: Axes) -> Callable[[], None]:
     return lambda: decoder(u, v, **batch).backward()
 
 
+class Work(NamedTuple):
+    """What a rank does: operations of products, bytes and calls of operators, bytes and calls of collectives."""
+
+    flops: float
+    bytes: float
+    kernels: float
+    sent_bytes: float
+    collectives: int
+
+
+def stratum_work(sizes: DecoderShape, axes: Axes, *, k: int, cells: int, ranks: int = 1) -> Work:
+    s = RankSizes(decoder=sizes, axes=axes, k=k, cells=cells, ranks=ranks)
+    done = [there_and_back(part, forwards=1 + s.recomputed) for part in parts(s).values()]
+    flops, numbers, kernels = map(sum, zip(*done, strict=True))
+    traffic = stratum_traffic(s)
+    calls = sum(c.calls for c in traffic)
+    return Work(flops, 4 * numbers, kernels, 4 * sum(c.numbers for c in traffic), calls)
+
+
 def work(sizes: DecoderShape, axes: Axes, *, ranks: int = 1) -> Work:
     strata = [stratum_work(sizes, axes, k=k, cells=CELLS, ranks=ranks) for k in range(len(sizes.features))]
-    return sum(strata, start=Work())
+    return Work(*map(sum, zip(*strata, strict=True)))
 
 
 def test_operations_of_a_convolution() -> None:
@@ -88,7 +107,7 @@ def test_operations_of_a_convolution() -> None:
     key = ConvolutionKey(16, 2).to("meta")
     with FlopCounterMode(display=False) as counter:
         key(torch.empty(192, 16, device="meta"))
-    sizes = WorkSizes(decoder=shape(attention=False), axes=Axes(), k=2, cells=CELLS)
+    sizes = RankSizes(decoder=shape(attention=False), axes=Axes(), k=2, cells=CELLS)
     forward, backward = parts(sizes)["convolution"]
     assert forward.flops == counter.get_total_flops() == backward.flops / 2
 
@@ -154,7 +173,7 @@ def sent(sizes: DecoderShape, axes: Axes, ranks: int) -> Counter[str]:
     """Bytes that the model hands to collectives, by kind."""
     found: Counter[str] = Counter()
     strata = [
-        WorkSizes(decoder=sizes, axes=axes, k=k, cells=CELLS, ranks=ranks) for k in range(len(sizes.features))
+        RankSizes(decoder=sizes, axes=axes, k=k, cells=CELLS, ranks=ranks) for k in range(len(sizes.features))
     ]
     for collective in chain(
         *map(stratum_traffic, strata), border_traffic(sizes, axes, cells=CELLS, ranks=ranks)
@@ -271,7 +290,7 @@ def test_domain_parallelism_divides_rows() -> None:
 def test_fused_attention_leaves_out_what_is_masked() -> None:
     sizes = shape(anchors=201, window=48, strata=2)
     eager, fused = (
-        parts(WorkSizes(decoder=sizes, axes=Axes(attention=attention), k=1, cells=CELLS))["attention"]
+        parts(RankSizes(decoder=sizes, axes=Axes(attention=attention), k=1, cells=CELLS))["attention"]
         for attention in ("eager", "fused")
     )
     # 201 queries in 5 buckets, of which the first has no bucket before and the last, of 9, none after

@@ -1,11 +1,11 @@
 """What one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
 
 The factors count the tensors of the reference decoder; tests compare the sums with the bytes of simulated steps.
-Legend: memory_sizes.py.
+Legend: sizes/rank_sizes.py.
 """
 
-from lightning_amp.planning.memory.memory_sizes import StratumSizes
 from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
 
 Terms = dict[str, int]
 
@@ -17,7 +17,7 @@ SPARSE_KEPT = {True: (3, 4), False: (7, 0)}
 """Tensors [B, f_k] and rows [f_k] that a likelihood keeps, with one experimental batch and with several."""
 
 
-def block_terms(s: StratumSizes) -> Terms:
+def block_terms(s: RankSizes) -> Terms:
     """Gradients of a stratum's block, which under stream are ready before the backward pass."""
     dim, block = s.decoder.dim, 0
     if s.keyed:
@@ -25,54 +25,54 @@ def block_terms(s: StratumSizes) -> Terms:
     return {"gradients of a stratum's block": s.element * block}
 
 
-def table_terms(s: StratumSizes) -> Terms:
+def table_terms(s: RankSizes) -> Terms:
     """Gradients of a stratum's tables."""
-    whole = TABLES_PER_FEATURE * s.decoder.n_batches * s.decoder.features[s.k]
+    whole = TABLES_PER_FEATURE * s.decoder.n_batches * s.stratum_features
     return {"gradients of the tables [n_batches, F_k]": s.element * whole}
 
 
-def latent_terms(s: StratumSizes) -> Terms:
+def latent_terms(s: RankSizes) -> Terms:
     """What the backward pass of a stratum's cells leaves, its tables apart."""
-    return {"gradients of the key and of u [N + B, d]": s.element * (s.rows + s.cells * s.width)}
+    return {"gradients of the key and of u [N + B, d]": s.element * (s.latents + s.cells * s.width)}
 
 
-def likelihood_terms(s: StratumSizes) -> Terms:
+def likelihood_terms(s: RankSizes) -> Terms:
     """From the decoded scores to the loss, of one block of cells."""
     # With one experimental batch a table's row is broadcast, with several every cell has a copy of its own.
     one = s.decoder.n_batches == 1
     copies, rows = SPARSE_KEPT[one] if s.sparse else DENSE_KEPT[one]
     terms = {
-        "decoded scores and likelihood [B, f_k]": s.element * copies * s.scores,
-        "rows of the tables [f_k]": s.element * rows * s.features,
+        "decoded scores and likelihood [B, f_k]": s.element * copies * s.block_scores,
+        "rows of the tables [f_k]": s.element * rows * s.most_features,
     }
-    return terms if s.sparse else terms | {"x == 0 [B, f_k]": s.scores}
+    return terms if s.sparse else terms | {"x == 0 [B, f_k]": s.block_scores}
 
 
-def key_terms(s: StratumSizes) -> Terms:
+def key_terms(s: RankSizes) -> Terms:
     """The key; where S4 copies them the keys of the features, made from it."""
     if s.copies_keys:
-        return {"keys of the features [F_k, d]": s.element * s.decoded * s.width}
-    return {"key [N, d]": s.element * s.rows} if s.keyed else {}
+        return {"keys of the features [F_k, d]": s.element * s.most_decoded * s.width}
+    return {"key [N, d]": s.element * s.latents} if s.keyed else {}
 
 
-def made_of_terms(s: StratumSizes) -> Terms:
+def made_of_terms(s: RankSizes) -> Terms:
     """All that the key is made of."""
     if s.attends:
         return layer_terms(s) | statistic_terms(s) | attention_terms(s)
-    return {"anchors, convolution [N, d]": s.element * 2 * s.rows} if s.keyed else {}
+    return {"anchors, convolution [N, d]": s.element * 2 * s.latents} if s.keyed else {}
 
 
-def layer_terms(s: StratumSizes) -> Terms:
+def layer_terms(s: RankSizes) -> Terms:
     """Norms, projections and feed-forward: p, qk, attended key, its norm, twice gate and value, GELU.
 
     The paper's form has no second norm, and under `gather` qk is kept gathered. A chained decoder keeps val, and so
     does fused attention where val is its value.
     """
     tensors = 7 - s.paper - s.gathered + (s.decoder.chained or (s.fused and s.paper))
-    return {"norms, projections, feed-forward [N, d]": s.element * tensors * s.rows}
+    return {"norms, projections, feed-forward [N, d]": s.element * tensors * s.latents}
 
 
-def statistic_terms(s: StratumSizes) -> Terms:
+def statistic_terms(s: RankSizes) -> Terms:
     """What the layers keep beside tensors [N, d]."""
     terms = {"means, deviations and norms [N]": s.element * ((4 if s.paper else 6) - 2 * s.fused) * s.anchors}
     if s.hidden:
@@ -82,13 +82,13 @@ def statistic_terms(s: StratumSizes) -> Terms:
     return terms
 
 
-def attention_terms(s: StratumSizes) -> Terms:
+def attention_terms(s: RankSizes) -> Terms:
     """What attention keeps by itself."""
     p, w, a = s.padded, s.decoder.window, s.attended
-    halo = NEIGHBOUR[s.axes.attention] * w * a * (s.near - s.anchors) // w if s.by_nodes else 0
+    halo = NEIGHBOUR[s.axes.attention] * w * a * (s.anchors_with_halo - s.anchors) // w if s.by_nodes else 0
     terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
     if s.fused:
-        return terms | ({"weights [N, 3 w]": s.element * s.weights} if s.weights else {})
+        return terms | ({"weights [N, 3 w]": s.element * s.kept_weights} if s.kept_weights else {})
     terms["rotation [3 w, a]"] = s.element * 3 * w * a
     if s.axes.attention == "chunked":
         return terms | {"queries, keys, values of the buckets [P, a]": s.element * 3 * p * a}

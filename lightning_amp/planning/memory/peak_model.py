@@ -16,7 +16,7 @@ highest moments need not meet.
 
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
 divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted.
-Legend: memory_sizes.py.
+Legend: sizes/rank_sizes.py.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from itertools import accumulate, pairwise
 from math import isqrt
 
 from lightning_amp.planning.memory.kept_tensors import latent_terms
-from lightning_amp.planning.memory.memory_sizes import StratumSizes
 from lightning_amp.planning.memory.temporaries import (
     CELLS,
     KEY,
@@ -38,13 +37,13 @@ from lightning_amp.planning.memory.temporaries import (
 from lightning_amp.planning.memory.vertex_memory import vertex_bytes
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.sizes.rank_sizes import widest
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
 from lightning_amp.planning.time.fill_settings import strata_ends
 
 NODE_BYTES = 8
 """Of the anchor of a feature, int64."""
-FEATURES: Term[StratumSizes, int] = Term(lambda s: s.features, "placement", "features")
+FEATURES: Term[RankSizes, int] = Term(lambda s: s.most_features, "placement", "features")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,11 +195,11 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
     )
 
 
-def _sizes(shape: ModelShape, axes: Axes, model_ranks: int) -> StratumSizes | None:
+def _sizes(shape: ModelShape, axes: Axes, model_ranks: int) -> RankSizes | None:
     """Those of the first stratum, for all that the strata have alike; None without a decoder."""
     if shape.decoder is None:
         return None
-    return StratumSizes(
+    return RankSizes(
         decoder=shape.decoder,
         axes=axes,
         k=0,
@@ -210,34 +209,36 @@ def _sizes(shape: ModelShape, axes: Axes, model_ranks: int) -> StratumSizes | No
     )
 
 
-def _column(term: Term[StratumSizes, Counted], s: StratumSizes) -> tuple[Counted, ...]:
-    strata = strata_of(StratumSizes, s.decoder, s.axes, ranks=s.ranks, cells=s.cells, element=s.element)
+def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]:
+    strata = strata_of(RankSizes, s.decoder, s.axes, ranks=s.ranks, cells=s.cells, element=s.element)
     return strata.column(term, s.axes)
 
 
-def _own_features(sizes: StratumSizes | None) -> int:
+def _own_features(sizes: RankSizes | None) -> int:
     return 0 if sizes is None else sum(_column(FEATURES, sizes))
 
 
-def _latents(s: StratumSizes) -> int:
+def _latents(s: RankSizes) -> int:
     """Gradients of u and v, for which stream makes room before the first stratum."""
     return sum(latent_terms(s).values())
 
 
-def _beside(s: StratumSizes | None, found: tuple[StratumBytes, ...]) -> int:
+def _beside(s: RankSizes | None, found: tuple[StratumBytes, ...]) -> int:
     """What strata hold beside another one: of all but one the most, and the gradients of one that waits to be added."""
     if s is None or s.side_by_side == 1:
         return 0
-    waiting = s.element * (s.rows * (1 + s.decoder.chained) + s.cells * s.width) + max(n.left for n in found)
+    waiting = s.element * (s.latents * (1 + s.decoder.chained) + s.cells * s.width) + max(
+        n.left for n in found
+    )
     return (s.side_by_side - 1) * max(max(n.forward, n.backward) for n in found) + waiting
 
 
-def _spines(s: StratumSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
+def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
     """What is kept, in bytes, of other strata's rows of a chained decoder's spine when a stratum runs."""
     distances = s.decoder.distances
     if not s.decoder.chained:
         return [0] * len(distances)
-    row = s.element * s.rows
+    row = s.element * s.latents
     if not s.streamed:
         # of those before a rank's own strata the anchors, normalised and projected
         return [
@@ -253,7 +254,7 @@ def _spines(s: StratumSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
     return [row * (n + (k not in last)) for k, n in enumerate(waiting)]
 
 
-def _strata(s: StratumSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
+def _strata(s: RankSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
     if s is None:
         return ()
     columns = zip(_column(KEY, s), _column(MAKING, s), _column(CELLS, s), _spines(s, runs), strict=True)
@@ -283,7 +284,7 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
     return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
 
 
-def _border(shape: ModelShape, axes: Axes, sizes: StratumSizes | None) -> tuple[int, int]:
+def _border(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int, int]:
     """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take."""
     decoder = shape.decoder
     if decoder is None or sizes is None:

@@ -4,7 +4,7 @@ A moment counts all that the stratum holds then, its kept tensors included, and 
 highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
 products of the feed-forward layer, which are of all output channels. Moments that are never the highest are left out:
 the backward pass of decode, and the forward pass of attention that is recomputed in the backward pass.
-Legend: memory_sizes.py.
+Legend: sizes/rank_sizes.py.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from lightning_amp.planning.memory.kept_tensors import (
     statistic_terms,
     table_terms,
 )
-from lightning_amp.planning.memory.memory_sizes import StratumSizes
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
 
 FUSED_SCORES = 2**20
@@ -96,30 +96,30 @@ def backward_peak(key: Key, making: Making, cells: Cells) -> int:
     return max(cells.tables + of_key, made + cells.backward if cells.backward else 0)
 
 
-def _key(s: StratumSizes) -> Key:
+def _key(s: RankSizes) -> Key:
     return Key(sum(key_terms(s).values()), s.element * _decoding(s))
 
 
-def _making(s: StratumSizes) -> Making:
+def _making(s: RankSizes) -> Making:
     kept = sum(made_of_terms(s).values())
     # without stream v, which the next stratum of a chained decoder starts from
-    handed_on = s.element * s.rows if s.decoder.chained and s.keyed else 0
+    handed_on = s.element * s.latents if s.decoder.chained and s.keyed else 0
     left = sum(block_terms(s).values()) if s.streamed else handed_on
     alive = kept + sum(latent_terms(s).values())
     if not s.attends:
         # of a convolution; or the gradient of the key alone
-        return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.rows)
+        return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.latents)
     # the gated value; or the products of gate and value [R, N, 2 d], when GELU and key are still to come
-    gate = max(0 if s.paper else s.rows, 2 * s.products - 2 * s.rows)
+    gate = max(0 if s.paper else s.latents, 2 * s.partial_products - 2 * s.latents)
     # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
     # products with the weights [R, N, d], when key, GELU, gate and value are gone
-    gate_back = max(2 * s.rows, 3 * s.products - 3 * s.rows)
+    gate_back = max(2 * s.latents, 3 * s.partial_products - 3 * s.latents)
     statistics = sum(statistic_terms(s).values())
     return Making(
         kept,
         left,
         alive,
-        dropped=s.element * ((not s.decoder.chained) + s.gathered) * s.rows,
+        dropped=s.element * ((not s.decoder.chained) + s.gathered) * s.latents,
         feed_forward=s.element * gate,
         attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
         feed_forward_back=s.element * gate_back,
@@ -127,16 +127,16 @@ def _making(s: StratumSizes) -> Making:
     )
 
 
-def _cells(s: StratumSizes) -> Cells:
+def _cells(s: RankSizes) -> Cells:
     kept = sum(likelihood_terms(s).values())
     forward, backward = kept + s.element * _passing(s), kept + s.element * _passing_back(s)
     if not s.streamed:
         return Cells(kept, forward, backward, 0)
     # the gradients of the tables, and of the key: that of the block, and the sum so far
     blocks = -(-s.cells // s.block)
-    keys = s.element * s.rows * min(2, blocks)
+    keys = s.element * s.latents * min(2, blocks)
     tables = sum(table_terms(s).values())
-    return Cells(kept, tables + max(forward + keys - s.element * s.rows, backward, keys), 0, tables)
+    return Cells(kept, tables + max(forward + keys - s.element * s.latents, backward, keys), 0, tables)
 
 
 KEY = Term(_key, "placement", "features", "decode", "activations")
@@ -144,46 +144,48 @@ MAKING = Term(_making, "placement", "attention", "activations", of_features=Fals
 CELLS = Term(_cells, "placement", "features", "likelihood", "activations")
 
 
-def _passing(s: StratumSizes) -> int:
+def _passing(s: RankSizes) -> int:
     """What the sum of log-probabilities makes and drops."""
     one = s.decoder.n_batches == 1
     if s.sparse:
-        return (7 if one else 14) * s.scores // 4 + _entries(s) + (3 if one else 6) * _sparse_chunk(s)
-    return (5 if one else 7) * s.scores
+        return (7 if one else 14) * s.block_scores // 4 + _entries(s) + (3 if one else 6) * _sparse_chunk(s)
+    return (5 if one else 7) * s.block_scores
 
 
-def _passing_back(s: StratumSizes) -> int:
+def _passing_back(s: RankSizes) -> int:
     """Gradients in the backward pass of the likelihood."""
     one = s.decoder.n_batches == 1
     if s.sparse:
-        return (2 if one else 3) * s.scores
-    return (7 if one else 6) * s.scores
+        return (2 if one else 3) * s.block_scores
+    return (7 if one else 6) * s.block_scores
 
 
-def _sparse_chunk(s: StratumSizes) -> int:
+def _sparse_chunk(s: RankSizes) -> int:
     """Numbers of the columns that a sparse likelihood computes at a time (parallel/scores/sparse_likelihood.py)."""
     columns = max(SPARSE_COLUMNS, SPARSE_NUMBERS // max(1, s.block))
-    return s.block * min(s.features, columns)
+    return s.block * min(s.most_features, columns)
 
 
-def _entries(s: StratumSizes) -> int:
+def _entries(s: RankSizes) -> int:
     """What a sparse likelihood makes for the counts that are not zero, taken as one in 20."""
-    return 15 * s.scores // 20
+    return 15 * s.block_scores // 20
 
 
-def _decoding(s: StratumSizes) -> int:
+def _decoding(s: RankSizes) -> int:
     """Scores on their way: without S4 of all anchors, and in copies where each goes to its owner."""
     everything = s.block * s.anchors if s.axes.decode == "full" else 0
-    return everything + (3 if s.scattered else 1) * s.block * s.decoded
+    return everything + (3 if s.scattered else 1) * s.block * s.most_decoded
 
 
-def _attending(s: StratumSizes) -> int:
+def _attending(s: RankSizes) -> int:
     """Attention with its inputs and outputs, at its last chunk."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
-    inputs = 3 * s.rows
+    inputs = 3 * s.latents
     if s.fused:
         # the turned keys, and the output
-        return s.element * (inputs + 2 * s.near * a + s.rows + s.weights + _fused_work(s))
+        return s.element * (
+            inputs + 2 * s.anchors_with_halo * a + s.latents + s.kept_weights + _fused_work(s)
+        )
     # of all channels, before the own ones are taken
     products = r * a if s.gathered else 0
     tensors = {
@@ -195,16 +197,16 @@ def _attending(s: StratumSizes) -> int:
     return sum(attention_terms(s).values()) + s.element * sum(tensors.values())
 
 
-def _attending_back(s: StratumSizes) -> int:
+def _attending_back(s: RankSizes) -> int:
     """Attention in its backward pass: the softmax's moment, or that of the sums over chunks, whichever holds more."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     # p, qk, and the gradients of key and val
-    inputs = (4 - s.gathered) * s.rows
+    inputs = (4 - s.gathered) * s.latents
     if s.fused:
         # turned keys, and the gradients of queries, keys and values
         # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
-        values = s.rows * (s.paper + (s.decoder.chained and s.streamed))
-        return s.element * (inputs + values + 3 * s.near * a + s.weights + _fused_work(s))
+        values = s.latents * (s.paper + (s.decoder.chained and s.streamed))
+        return s.element * (inputs + values + 3 * s.anchors_with_halo * a + s.kept_weights + _fused_work(s))
     # gradients of queries, keys and values, from the chunks done before
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
@@ -216,13 +218,13 @@ def _attending_back(s: StratumSizes) -> int:
     return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))
 
 
-def _fused_work(s: StratumSizes) -> int:
+def _fused_work(s: RankSizes) -> int:
     """Scores and weights of some rows of a group of buckets, these rows, and tables of the rotation."""
     w, a, buckets = s.decoder.window, s.attended, s.padded // s.decoder.window
     at_once = max(1, FUSED_SCORES // (3 * w * w))
     chunk = -(-w // -(-3 * w * w * at_once // FUSED_SCORES))
     # buckets that meet neighbours on both sides; those of a group are three apart at least
-    inner = max(0, buckets - 2 + (s.near - s.anchors) // w)
+    inner = max(0, buckets - 2 + (s.anchors_with_halo - s.anchors) // w)
     group = max(1, -(-inner // max(3, -(-inner // at_once))))
-    scores = (1 if s.weights else 2) * group * chunk * (3 * w + 1)
-    return scores + 3 * group * w * a + (w + -(-s.near // w) + 1) * a
+    scores = (1 if s.kept_weights else 2) * group * chunk * (3 * w + 1)
+    return scores + 3 * group * w * a + (w + -(-s.anchors_with_halo // w) + 1) * a

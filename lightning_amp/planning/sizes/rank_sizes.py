@@ -1,4 +1,8 @@
-"""What one rank has of one stratum under the choices of a plan: anchors, channels, features, buckets.
+"""What one rank has of one stratum under the choices of a plan: anchors, channels, features, scores, buckets.
+
+The memory model and the cost model read the same sizes. They differ where ranks share unevenly: memory asks for the
+most that a rank has of a stratum (`most_`) and for one block of cells (`block_`), time for the mean (`mean_`) and for
+all cells of the batch (`batch_`).
 
 Legend: B cells, N anchors, w attention window, D latent dimension, F_k features of the stratum, R ranks of the model
 axis; n own anchors, p = n padded to whole buckets, d own channels, a channels that attention multiplies. Of ranks that
@@ -24,9 +28,10 @@ class RankSizes:
     Attributes:
         decoder: The decoder.
         axes: Its choices.
-        k: The stratum, 0 to K - 1.
+        k: The stratum, 0 to K - 1; under strata parallelism it is a rank's own.
         cells: B.
         ranks: R.
+        element: Bytes per number.
     """
 
     decoder: DecoderShape
@@ -34,6 +39,7 @@ class RankSizes:
     k: int
     cells: int
     ranks: int = 1
+    element: int = 4
 
     @property
     def keyed(self) -> bool:
@@ -56,6 +62,21 @@ class RankSizes:
         return self.axes.activations == "stream"
 
     @property
+    def recomputed(self) -> bool:
+        """Whether the forward pass is run again in the backward pass."""
+        return self.axes.activations == "recompute"
+
+    @property
+    def fused(self) -> bool:
+        """Whether attention keeps nothing but what it is given."""
+        return self.axes.attention == "fused"
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the likelihood is computed from the counts that are not zero."""
+        return self.axes.likelihood == "sparse"
+
+    @property
     def hidden(self) -> bool:
         """Whether channels are split (S5)."""
         return self.axes.placement in ("hidden", "hidden-gathered") and self.ranks > 1
@@ -76,6 +97,11 @@ class RankSizes:
         return self.axes.features == "sharded" and self.ranks > 1
 
     @property
+    def scattered(self) -> bool:
+        """Whether parts of the scores go to the features' owners (S5 with S2)."""
+        return self.hidden and self.by_features
+
+    @property
     def neighbours(self) -> int:
         """Ranks with anchors next to the own ones."""
         return min(2, self.ranks - 1) if self.by_nodes else 0
@@ -88,14 +114,36 @@ class RankSizes:
         return min(anchors, -(-buckets // self.ranks) * window) if self.by_nodes else anchors
 
     @property
+    def anchors_with_halo(self) -> int:
+        """Keys that the own anchors meet: themselves and, under nodes, a bucket of each neighbour."""
+        return self.anchors + self.neighbours * self.decoder.window
+
+    @property
     def padded(self) -> int:
         """p."""
         return -(-self.anchors // self.decoder.window) * self.decoder.window
 
     @property
-    def chunk(self) -> int:
-        """Rows of queries that attention takes at a time, where it does not take all."""
+    def queries(self) -> int:
+        """Queries that attention takes at a time: under S3 those of a chunk, else all p."""
+        if not self.axes.attention.startswith("chunked"):
+            return self.padded
         return min(self.padded, chunk_buckets(self.decoder.window) * self.decoder.window)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of queries; one without S3."""
+        return -(-self.padded // self.queries)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that attention multiplies: p 3 w; the fused kernel leaves out what is masked."""
+        window = self.decoder.window
+        if not self.fused:
+            return 3 * window * self.padded
+        last = self.anchors - (self.padded - window)
+        outside = 0 if self.by_nodes else window * (min(self.anchors, window) + last)
+        return 3 * window * self.anchors - outside
 
     @property
     def width(self) -> int:
@@ -108,6 +156,16 @@ class RankSizes:
         return self.decoder.dim if self.gathered else self.width
 
     @property
+    def latents(self) -> int:
+        """n d: numbers of a tensor [n, d], as most tensors of a key are."""
+        return self.anchors * self.width
+
+    @property
+    def partial_products(self) -> int:
+        """R n d: what S5 multiplies before the ranks' products are summed; 0 without S5."""
+        return self.ranks * self.latents if self.hidden else 0
+
+    @property
     def block(self) -> int:
         """Cells of a block: B, or under stream at most those that the largest stratum leaves room for."""
         if not self.streamed:
@@ -115,10 +173,79 @@ class RankSizes:
         return min(self.cells, block_cells(max(self.decoder.features), anchors=self.decoder.anchors))
 
     @property
+    def blocks(self) -> int:
+        """Blocks of cells."""
+        return -(-self.cells // self.block)
+
+    @property
+    def stratum_features(self) -> int:
+        """F_k, of all ranks together."""
+        return self.decoder.features[self.k]
+
+    @property
+    def most_features(self) -> int:
+        """Features of the rank with most: a stratum has one feature of an anchor at most."""
+        if self.by_nodes:
+            return min(self.stratum_features, self.anchors)
+        return self._share_of_features
+
+    @property
+    def mean_features(self) -> int:
+        """Features of a rank, as many as its share of the anchors."""
+        if self.by_nodes:
+            return -(-self.stratum_features * self.anchors // self.decoder.anchors)
+        return self._share_of_features
+
+    @property
+    def _share_of_features(self) -> int:
+        return -(-self.stratum_features // self.ranks) if self.by_features else self.stratum_features
+
+    @property
+    def most_decoded(self) -> int:
+        """Features that the rank with most decodes: under S5 F_k, for it has a part of every score."""
+        return self.stratum_features if self.hidden else self.most_features
+
+    @property
+    def mean_decoded(self) -> int:
+        """Features that a rank decodes."""
+        return self.stratum_features if self.hidden else self.mean_features
+
+    @property
+    def block_scores(self) -> int:
+        """Scores of one block of cells on the rank with most features."""
+        return self.block * self.most_features
+
+    @property
+    def batch_scores(self) -> int:
+        """Scores of all cells of the batch."""
+        return self.cells * self.mean_features
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether S4 copies the keys of the features' anchors; where these are a run of anchors it needs none."""
+        run = self.stratum_features >= self.decoder.anchors - self.decoder.distances[self.k]
+        return self.axes.decode == "key-first" and not run
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether fused attention keeps its weights."""
-        fused = self.streamed and self.axes.attention == "fused"
-        return fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
+        return (
+            self.streamed and self.fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
+        )
+
+    @property
+    def kept_weights(self) -> int:
+        """Attention weights that are kept: 3 w of every anchor, less what lies outside the sequence."""
+        n, w = self.anchors, self.decoder.window
+        if not (self.attends and self.keeps_weights):
+            return 0
+        last = n - (self.padded - w)
+        if n <= w:
+            return n * (n + (n < w))
+        # the rest of the last bucket is one more key of those that meet it
+        rest = (w + last) * (last < w)
+        outside = 0 if self.by_nodes else w * w + w * (w - last) + last * (2 * w - last)
+        return 3 * w * n - outside + rest
 
     @property
     def side_by_side(self) -> int:

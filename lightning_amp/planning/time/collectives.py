@@ -18,31 +18,15 @@ and normaliser come once per block of cells. Once per step:
                axis
 
 Known limits: the strata's weights are taken as independent of the cell; copies for padding are not counted.
-Legend: time_sizes.py, rank_sizes.py; K strata.
+Legend: sizes/rank_sizes.py; C chunks of queries, K strata.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE, DecoderShape
-from lightning_amp.planning.sizes.rank_sizes import widest
-from lightning_amp.planning.time.link_seconds import (
-    Links,
-    all_gather_seconds,
-    all_reduce_seconds,
-    exchange_seconds,
-    reduce_scatter_seconds,
-)
-from lightning_amp.planning.time.time_sizes import WorkSizes
-
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange"]
-SECONDS = {
-    "all_gather": all_gather_seconds,
-    "reduce_scatter": reduce_scatter_seconds,
-    "all_reduce": all_reduce_seconds,
-    "exchange": exchange_seconds,
-}
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
+from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,22 +44,15 @@ class Collective:
     calls: int = 1
 
     def seconds(self, ranks: int, links: Links, *, element_bytes: int = 4, inner: int = 1) -> float:
-        """Time of all calls.
-
-        Args:
-            ranks: Ranks of the group.
-            links: How they are connected.
-            element_bytes: Bytes per number.
-            inner: Ranks in the axes nested inside the group's.
-        """
+        """Time of all calls, as `collective_seconds` of each."""
         each = element_bytes * self.numbers / self.calls
-        return self.calls * SECONDS[self.kind](each, ranks, links, inner=inner)
+        return self.calls * collective_seconds(self.kind, each, ranks, links, inner=inner)
 
 
 Traffic = tuple[Collective, ...]
 
 
-def stratum_traffic(s: WorkSizes) -> Traffic:
+def stratum_traffic(s: RankSizes) -> Traffic:
     """All collectives of one stratum in a training step."""
     forward, backward = _normaliser(s)
     if s.hidden:
@@ -96,7 +73,7 @@ def border_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int)
     weights = len(decoder.features)
     total = Collective(kind="all_reduce", numbers=1)
     if axes.placement == "nodes":
-        own = WorkSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).anchors
+        own = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).anchors
         return total, Collective(kind="all_gather", numbers=(own + cells) * dim + weights)
     if axes.placement in ("hidden", "hidden-gathered"):
         entered = Collective(kind="all_gather", numbers=(cells + anchors) * widest(dim, ranks))
@@ -119,24 +96,24 @@ def gradient_numbers(decoder: DecoderShape, axes: Axes) -> tuple[int, int]:
     return (0, keys + tables) if axes.placement == "replicated" else (keys, tables)
 
 
-def _normaliser(s: WorkSizes) -> tuple[Traffic, Traffic]:
+def _normaliser(s: RankSizes) -> tuple[Traffic, Traffic]:
     if not (s.by_features or s.by_nodes):
         return (), ()
     gathered = Collective(kind="all_gather", numbers=s.cells, calls=s.blocks)
     return (gathered,), (replace(gathered, kind="all_reduce"),)
 
 
-def _hidden_decode(s: WorkSizes) -> tuple[Traffic, Traffic]:
+def _hidden_decode(s: RankSizes) -> tuple[Traffic, Traffic]:
     if not s.by_features:
-        return (Collective(kind="all_reduce", numbers=s.cells * s.decoded, calls=s.blocks),), ()
-    scattered = Collective(kind="reduce_scatter", numbers=s.ranks * s.scores, calls=s.blocks)
-    return (scattered,), (Collective(kind="all_gather", numbers=s.scores, calls=s.blocks),)
+        return (Collective(kind="all_reduce", numbers=s.cells * s.mean_decoded, calls=s.blocks),), ()
+    scattered = Collective(kind="reduce_scatter", numbers=s.ranks * s.batch_scores, calls=s.blocks)
+    return (scattered,), (Collective(kind="all_gather", numbers=s.batch_scores, calls=s.blocks),)
 
 
-def _hidden_key(s: WorkSizes) -> tuple[Traffic, Traffic]:
+def _hidden_key(s: RankSizes) -> tuple[Traffic, Traffic]:
     if not s.attends:
         return (), ()
-    rows, norms = s.anchors * s.width, 1 if s.paper else 2
+    rows, norms = s.latents, 1 if s.paper else 2
     forward = [
         Collective(kind="all_gather", numbers=norms * (2 * s.anchors + 1), calls=norms),
         Collective(kind="reduce_scatter", numbers=4 * s.ranks * rows, calls=3),

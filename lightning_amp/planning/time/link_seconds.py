@@ -19,8 +19,11 @@ A group of one rank sends nothing. Known limits: rings only, no overlap with com
 
 from dataclasses import dataclass
 from math import inf, isfinite
+from typing import Literal
 
 from lightning_amp.errors import PlanError
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,57 +68,22 @@ class Links:
         return self.inter_bandwidth / min(self.ranks_per_node, inner)
 
 
-def all_gather_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
-    """Seconds until every rank has what all contribute.
+def collective_seconds(kind: Kind, n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
+    """Seconds until every rank of the group has its result.
 
     Args:
-        n_bytes: Contributed by each rank.
-        ranks: Ranks of the group.
-        links: How they are connected.
-        inner: Ranks in the axes nested inside this group's.
-    """
-    return _passes(1, n_bytes * ranks, ranks, links, inner)
-
-
-def reduce_scatter_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
-    """Seconds until every rank has its part of the sum.
-
-    Args:
-        n_bytes: Put in by each rank.
-        ranks: Ranks of the group.
-        links: How they are connected.
-        inner: Ranks in the axes nested inside this group's.
-    """
-    return _passes(1, n_bytes, ranks, links, inner)
-
-
-def all_reduce_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
-    """Seconds until every rank has the sum.
-
-    Args:
-        n_bytes: Put in by each rank.
-        ranks: Ranks of the group.
-        links: How they are connected.
-        inner: Ranks in the axes nested inside this group's.
-    """
-    return _passes(2, n_bytes, ranks, links, inner)
-
-
-def exchange_seconds(n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
-    """Seconds until every rank has what its neighbours on either side hand over.
-
-    Args:
-        n_bytes: Put in by each rank, for all of its neighbours.
+        kind: Which collective.
+        n_bytes: Contributed by each rank; to an exchange, for all of its neighbours.
         ranks: Ranks of the group.
         links: How they are connected.
         inner: Ranks in the axes nested inside this group's.
     """
     if ranks == 1:
         return 0.0
-    return n_bytes / links.bandwidth(ranks, inner=inner) + links.latency
-
-
-def _passes(passes: int, n_bytes: float, ranks: int, links: Links, inner: int) -> float:
-    """Rounds of a ring, each of which hands (G - 1) parts of `n_bytes` / G on."""
-    hops = passes * (ranks - 1)
-    return hops * (n_bytes / ranks / links.bandwidth(ranks, inner=inner) + links.latency)
+    bandwidth = links.bandwidth(ranks, inner=inner)
+    if kind == "exchange":
+        return n_bytes / bandwidth + links.latency
+    # rounds of a ring, each of which passes on one of G parts; the parts of an all-gather are whole contributions
+    hops = (2 if kind == "all_reduce" else 1) * (ranks - 1)
+    whole = n_bytes * ranks if kind == "all_gather" else n_bytes
+    return hops * (whole / ranks / bandwidth + links.latency)

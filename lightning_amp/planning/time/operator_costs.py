@@ -16,13 +16,13 @@ numbers are those that would take as long as was measured, the latter with 2 % o
 
 Known limits: what S5 and nodes add is counted to a few per cent, for eager attention; a Bernoulli likelihood counts as
 ZINB.
-Legend: time_sizes.py.
+Legend: sizes/rank_sizes.py.
 """
 
 from typing import NamedTuple
 
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
-from lightning_amp.planning.time.time_sizes import WorkSizes
 
 FUSED_SCORES, SPARSE_SCORES = 2**23, 2**20
 """Scores at a time in the fused attention and in the sparse likelihood, on a GPU, where launching kernels counts."""
@@ -46,25 +46,38 @@ Part = tuple[Pass, Pass]
 NOTHING: Part = (Pass(), Pass())
 
 
-def parts(s: WorkSizes) -> dict[str, Part]:
+def parts(s: RankSizes) -> dict[str, Part]:
     """Forward and backward pass of every part, by name; of the backward pass without what `recompute` runs again."""
     found = {name: term.count(s) for name, term in PARTS.items()}
     return {name: part for name, part in found.items() if part is not NOTHING}
 
 
-def spine(s: WorkSizes) -> Part:
+def there_and_back(part: Part, *, forwards: int = 1) -> Pass:
+    """So many forward passes and one backward pass of a part; under recompute the forward passes are two."""
+    return Pass(*(forwards * there + back for there, back in zip(*part, strict=True)))
+
+
+def spine(s: RankSizes) -> Part:
     """What a chained decoder needs to go past a stratum: a norm and a projection."""
     if not (s.attends and s.decoder.chained):
         return NOTHING
-    rows, square = s.anchors * s.width, s.decoder.dim * s.width
+    rows, square = s.latents, s.decoder.dim * s.width
     flops = 2.0 * s.anchors * square
     return Pass(flops, 4 * rows + square, 2), Pass(2 * flops, 7 * rows + 2 * square, 3)
 
 
-def _linear(s: WorkSizes) -> Part:
+def _spine_again(s: RankSizes) -> Part:
+    """Under stream a chained decoder's spine runs forward before its branches do, and again from the kept strata."""
+    if not s.streamed:
+        return NOTHING
+    forward, _ = spine(s)
+    return Pass(*(2 * n for n in forward)), Pass()
+
+
+def _linear(s: RankSizes) -> Part:
     if not s.attends:
         return NOTHING
-    rows, square = s.anchors * s.width, s.decoder.dim * s.width
+    rows, square = s.latents, s.decoder.dim * s.width
     flops = 8.0 * s.anchors * square
     forward, backward = (17, 36) if s.paper else (22, 42)
     return (
@@ -73,7 +86,7 @@ def _linear(s: WorkSizes) -> Part:
     )
 
 
-def _attention(s: WorkSizes) -> Part:
+def _attention(s: RankSizes) -> Part:
     if not s.attends:
         return NOTHING
     unit = 2.0 * s.pairs * s.attended
@@ -96,26 +109,26 @@ def _attention(s: WorkSizes) -> Part:
     return Pass(2 * unit, forward, 19 + 31 * chunks), kept
 
 
-def _fused(s: WorkSizes, unit: float) -> Part:
+def _fused(s: RankSizes, unit: float) -> Part:
     rows, buckets = s.anchors * s.attended, s.padded // s.decoder.window
     groups = -(-buckets // max(1, FUSED_SCORES // (3 * s.decoder.window**2)))
     again = not s.keeps_weights
     return Pass(2 * unit, 21 * rows, 23 + 22 * groups), Pass((4 + again) * unit, 54 * rows, 26 + 53 * groups)
 
 
-def _convolution(s: WorkSizes) -> Part:
+def _convolution(s: RankSizes) -> Part:
     if s.attends or not s.keyed:
         return NOTHING
-    rows = s.anchors * s.width
+    rows = s.latents
     return Pass(4 * rows, 6 * rows, 3), Pass(8 * rows, 13 * rows, 5)
 
 
-def _decode(s: WorkSizes) -> Part:
-    rows, scores, blocks = s.anchors * s.width, s.cells * s.decoded, s.blocks
+def _decode(s: RankSizes) -> Part:
+    rows, scores, blocks = s.latents, s.cells * s.mean_decoded, s.blocks
     # every block but the first adds its gradient of the key to that of the ones before
     adding = (blocks - 1) * 3 * rows
     if s.axes.decode == "key-first":
-        chosen = s.decoded * s.width
+        chosen = s.mean_decoded * s.width
         flops = 2.0 * s.cells * chosen
         forward, backward = scores + 3 * blocks * chosen, 2 * scores + blocks * (3 * chosen + rows)
     else:
@@ -125,32 +138,32 @@ def _decode(s: WorkSizes) -> Part:
     return Pass(flops, forward, 3 * blocks), Pass(2 * flops, backward + adding, 4 * blocks)
 
 
-def _likelihood(s: WorkSizes) -> Part:
-    blocks, table = s.blocks, s.decoder.n_batches * s.features
+def _likelihood(s: RankSizes) -> Part:
+    blocks, table = s.blocks, s.decoder.n_batches * s.mean_features
     single = s.decoder.n_batches == 1
     if s.axes.likelihood == "sparse":
         forward, backward = (43, 13) if single else (76, 27)
-        chunks = -(-s.scores // (blocks * SPARSE_SCORES))
+        chunks = -(-s.batch_scores // (blocks * SPARSE_SCORES))
         return (
-            Pass(0, forward * s.scores, (80 + 34 * chunks) * blocks),
-            Pass(0, backward * s.scores, 14 * blocks),
+            Pass(0, forward * s.batch_scores, (80 + 34 * chunks) * blocks),
+            Pass(0, backward * s.batch_scores, 14 * blocks),
         )
     if single:
         return (
-            Pass(0, 55.5 * s.scores + 21 * blocks * table, 33 * blocks),
-            Pass(0, 75.5 * s.scores + 43 * blocks * table, 51 * blocks),
+            Pass(0, 55.5 * s.batch_scores + 21 * blocks * table, 33 * blocks),
+            Pass(0, 75.5 * s.batch_scores + 43 * blocks * table, 51 * blocks),
         )
     return (
-        Pass(0, 80.5 * s.scores + 4 * blocks * table, 37 * blocks),
-        Pass(0, 110.5 * s.scores + 12 * blocks * table, 51 * blocks),
+        Pass(0, 80.5 * s.batch_scores + 4 * blocks * table, 37 * blocks),
+        Pass(0, 110.5 * s.batch_scores + 12 * blocks * table, 51 * blocks),
     )
 
 
-def _channels(s: WorkSizes) -> Part:
+def _channels(s: RankSizes) -> Part:
     """What S5 adds: statistics of norms and keys, products of all output channels, copies of scores to be summed."""
     if not (s.attends and s.hidden):
         return NOTHING
-    rows, whole, square = s.anchors * s.width, s.anchors * s.decoder.dim, s.decoder.dim * s.width
+    rows, whole, square = s.latents, s.anchors * s.decoder.dim, s.decoder.dim * s.width
     scores = 0 if s.gathered else 4 * s.pairs
     return (
         Pass(0, 24 * rows + 8 * whole + 100 * s.anchors + 32 * square + scores, 71 + 4 * s.ranks),
@@ -158,7 +171,7 @@ def _channels(s: WorkSizes) -> Part:
     )
 
 
-def _halo(s: WorkSizes) -> Part:
+def _halo(s: RankSizes) -> Part:
     """What nodes adds: rows for the neighbours, and attention of three more buckets at either end, for one of them."""
     if not (s.attends and s.by_nodes):
         return NOTHING
@@ -170,12 +183,12 @@ def _halo(s: WorkSizes) -> Part:
     )
 
 
-def _sums(s: WorkSizes) -> Part:
+def _sums(s: RankSizes) -> Part:
     """The stratum's gradients of u, v and its weight, added to those of the strata before."""
     return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4)
 
 
-PARTS: dict[str, Term[WorkSizes, Part]] = {
+PARTS: dict[str, Term[RankSizes, Part]] = {
     "convolution": Term(_convolution, "placement", of_features=False),
     "decode": Term(_decode, "placement", "features", "decode", "activations"),
     "likelihood": Term(_likelihood, "placement", "features", "likelihood", "activations"),
@@ -184,5 +197,6 @@ PARTS: dict[str, Term[WorkSizes, Part]] = {
     "attention": Term(_attention, "placement", "attention", "activations", of_features=False),
     "channels": Term(_channels, "placement", "attention", of_features=False),
     "halo": Term(_halo, "placement", of_features=False),
+    "spine": Term(_spine_again, "placement", "activations", of_features=False),
 }
 """In the order in which their times are added up."""

@@ -16,7 +16,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.time.collectives import gradient_numbers
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.link_seconds import all_reduce_seconds
+from lightning_amp.planning.time.link_seconds import collective_seconds
 
 PASSES = 8
 KERNELS = 3000
@@ -41,5 +41,5 @@ def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | No
         (PASSES * alive + update) / rates.memory_bytes
         + flops / rates.matmul_flops
         + KERNELS * rates.overhead_seconds
-        + all_reduce_seconds(max(0, outside), mesh.data, rates.links, inner=mesh.model)
+        + collective_seconds("all_reduce", max(0, outside), mesh.data, rates.links, inner=mesh.model)
     )

@@ -1,4 +1,4 @@
-"""What a training step of a decoder costs: operations, bytes, kernels and collectives, and from these its seconds.
+"""What a training step of a decoder takes: operations, bytes, kernels and collectives, and from these its seconds.
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
     seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, its collectives
@@ -11,7 +11,7 @@ add up: the roofline is taken operator by operator. Under strata parallelism a r
 
 Known limits: the decoder only, without optimiser; collectives do not overlap with computation; the rank with most of
 everything stands for all. The rates come from `device_rates.py`; comparisons between plans need no calibrated ones.
-Legend: time_sizes.py.
+Legend: sizes/rank_sizes.py.
 """
 
 from dataclasses import dataclass
@@ -21,71 +21,23 @@ from itertools import pairwise
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.sizes.ordered_partition import deal
-from lightning_amp.planning.sizes.terms import Term, strata_of
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import (
     Collective,
-    Traffic,
     border_traffic,
     gradient_numbers,
     stratum_traffic,
 )
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
-from lightning_amp.planning.time.operator_costs import PARTS, Part, parts, spine
-from lightning_amp.planning.time.time_sizes import ELEMENT_BYTES, WorkSizes
+from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What one rank does.
+class TimedSizes(RankSizes):
+    """One stratum on a rank whose device reaches `rates`."""
 
-    Attributes:
-        flops: Operations of matrix products.
-        bytes: Bytes that operators read and write.
-        kernels: Operators.
-        sent_bytes: Bytes handed to collectives.
-        collectives: Calls of collectives.
-    """
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    kernels: float = 0.0
-    sent_bytes: float = 0.0
-    collectives: int = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            flops=self.flops + other.flops,
-            bytes=self.bytes + other.bytes,
-            kernels=self.kernels + other.kernels,
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            collectives=self.collectives + other.collectives,
-        )
-
-
-def stratum_work(
-    decoder: DecoderShape,
-    axes: Axes,
-    *,
-    k: int,
-    cells: int,
-    ranks: int = 1,
-    element_bytes: int = ELEMENT_BYTES,
-) -> Work:
-    """Forward and backward pass of one stratum on the rank that has most of it.
-
-    Args:
-        decoder: The decoder.
-        axes: Its choices.
-        k: The stratum, 0 to K - 1; under strata parallelism it is a rank's own.
-        cells: B.
-        ranks: Ranks of the model axis.
-        element_bytes: Bytes per number.
-    """
-    s = WorkSizes(decoder=decoder, axes=axes, k=k, cells=cells, ranks=ranks, element=element_bytes)
-    total = _sent(stratum_traffic(s), element_bytes)
-    for part in parts(s).values():
-        total += _work(part, element_bytes, forwards=1 + s.recomputed)
-    return total + _spine_again(s)
+    rates: Rates = CPU_CORE
 
 
 def stratum_seconds(
@@ -95,19 +47,10 @@ def stratum_seconds(
     cells: int,
     ranks: int = 1,
     rates: Rates = CPU_CORE,
-    element_bytes: int = ELEMENT_BYTES,
+    element_bytes: int = 4,
 ) -> tuple[float, ...]:
-    """Seconds of every stratum's forward and backward pass; what strata parallelism balances.
-
-    Args:
-        decoder: The decoder.
-        axes: Its choices.
-        cells: B.
-        ranks: Ranks of the model axis.
-        rates: What a device reaches.
-        element_bytes: Bytes per number.
-    """
-    strata = strata_of(WorkSizes, decoder, axes, ranks=ranks, cells=cells, element=element_bytes, rates=rates)
+    """Seconds of every stratum's forward and backward pass, which strata parallelism balances; as `step_seconds`."""
+    strata = _strata(decoder, axes, ranks, cells, rates, element_bytes)
     computing = zip(*(strata.column(term, axes) for term in COMPUTING), strict=True)
     return tuple(sum(row) + sent for row, sent in zip(computing, strata.column(SENDING, axes), strict=True))
 
@@ -119,7 +62,7 @@ def step_seconds(
     *,
     cells: int,
     rates: Rates = CPU_CORE,
-    element_bytes: int = ELEMENT_BYTES,
+    element_bytes: int = 4,
 ) -> float:
     """Seconds of a training step of the decoder on the slowest rank.
 
@@ -135,11 +78,9 @@ def step_seconds(
         decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
     )
     if axes.placement == "strata":
-        strata_of_rank = strata_of(
-            WorkSizes, decoder, axes, ranks=mesh.model, cells=cells, element=element_bytes, rates=rates
-        )
-        passing = strata_of_rank.column(PASSING, axes)
+        passing = _strata(decoder, axes, mesh.model, cells, rates, element_bytes).column(PASSING, axes)
         runs = pairwise((0, *deal(costs, mesh.model)))
+        # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
         strata = max(sum(costs[start:end]) + sum(passing[:start]) for start, end in runs)
     else:
         strata = sum(costs)
@@ -151,62 +92,40 @@ def step_seconds(
     )
 
 
-def _work(part: Part, element_bytes: int, *, forwards: int) -> Work:
-    forward, backward = part
-    return Work(
-        flops=forwards * forward.flops + backward.flops,
-        bytes=element_bytes * (forwards * forward.numbers + backward.numbers),
-        kernels=forwards * forward.kernels + backward.kernels,
-    )
+def _strata(
+    decoder: DecoderShape, axes: Axes, ranks: int, cells: int, rates: Rates, element: int
+) -> Strata[TimedSizes]:
+    return strata_of(TimedSizes, decoder, axes, ranks=ranks, cells=cells, element=element, rates=rates)
 
 
-def _sent(traffic: Traffic, element_bytes: int) -> Work:
-    return Work(
-        sent_bytes=element_bytes * sum(c.numbers for c in traffic), collectives=sum(c.calls for c in traffic)
-    )
-
-
-def _seconds(name: str, work: Work, rates: Rates) -> float:
+def _seconds(name: str, part: Part, s: TimedSizes, *, forwards: int = 1) -> float:
+    done, rates = there_and_back(part, forwards=forwards), s.rates
     share = rates.attention_share if name == "attention" else 1.0
-    products = work.flops / (share * rates.matmul_flops)
-    return products + work.bytes / rates.memory_bytes + work.kernels * rates.overhead_seconds
+    products = done.flops / (share * rates.matmul_flops)
+    return products + s.element * done.numbers / rates.memory_bytes + done.kernels * rates.overhead_seconds
 
 
-def _spine_again(s: WorkSizes) -> Work:
-    """Under stream a chained decoder's spine runs forward before its branches do, and again from the kept strata."""
-    if not s.streamed:
-        return Work()
-    forward, backward = spine(s)
-    return _work((forward, backward._replace(flops=0, numbers=0, kernels=0)), s.element, forwards=2)
+def _part_seconds(name: str, s: TimedSizes) -> float:
+    return _seconds(name, PARTS[name].count(s), s, forwards=1 + s.recomputed)
 
 
-def _part_seconds(name: str, s: WorkSizes) -> float:
-    return _seconds(name, _work(PARTS[name].count(s), s.element, forwards=1 + s.recomputed), s.rates)
-
-
-def _passing_seconds(s: WorkSizes) -> float:
-    """What it takes a rank to pass a stratum without its branch, there and back."""
-    return _seconds("spine", _work(spine(s), s.element, forwards=1), s.rates)
-
-
-def _sending_seconds(s: WorkSizes) -> float:
+def _sending_seconds(s: TimedSizes) -> float:
     return sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s))
 
 
-COMPUTING: tuple[Term[WorkSizes, float], ...] = (
-    *(
-        Term(
-            partial(_part_seconds, name),
-            *dict.fromkeys((*term.reads, "activations")),
-            of_features=term.of_features,
-        )
-        for name, term in PARTS.items()
-    ),
+COMPUTING: tuple[Term[TimedSizes, float], ...] = tuple(
+    # activations say whether the forward pass is run twice
     Term(
-        lambda s: _seconds("spine", _spine_again(s), s.rates), "placement", "activations", of_features=False
-    ),
+        partial(_part_seconds, name),
+        *dict.fromkeys((*term.reads, "activations")),
+        of_features=term.of_features,
+    )
+    for name, term in PARTS.items()
 )
-PASSING = Term(_passing_seconds, "placement", of_features=False)
+PASSING: Term[TimedSizes, float] = Term(
+    lambda s: _seconds("spine", spine(s), s), "placement", of_features=False
+)
+"""What it takes a rank to pass a stratum without its branch, there and back."""
 SENDING = Term(_sending_seconds, "placement", "features", "attention", "activations")
 
 
