@@ -256,10 +256,10 @@ def _profile(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from lightning_amp.planning.plan.check_request import check_request
     from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
     from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape
     from lightning_amp.planning.policies.make_plan import plan
+    from lightning_amp.planning.policies.request import check_request
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
     if arguments.what_if is not None or arguments.recommend_devices:
@@ -308,7 +308,7 @@ def _alone(arguments: argparse.Namespace) -> "ShapeRequest | None":
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.plan.check_request import check_request
+    from lightning_amp.planning.policies.request import check_request
 
     request = _request(arguments)
     check_request(**request)

@@ -33,24 +33,8 @@ from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
 from lightning_amp.parallel.strata.recompute import recompute_strata
 from lightning_amp.parallel.strata.strata_parallel import share_strata
 from lightning_amp.parallel.strata.stream import stream_strata
+from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import (
-    BalanceCells,
-    ChunkedAttention,
-    DataParallel,
-    DomainParallel,
-    FeatureParallel,
-    FusedAttention,
-    HiddenParallel,
-    KeyFirstDecode,
-    RecomputeStrata,
-    RowParallelLinear,
-    ShareBatchStatistics,
-    SparseLikelihood,
-    StrataParallel,
-    StreamStrata,
-    VertexParallel,
-)
 from lightning_amp.planning.plan.strategies import STRATEGIES
 
 Install = Callable[[Any, Any, Any], Change | nn.Module]
@@ -71,24 +55,24 @@ class Technique:
     needs_mesh: bool = False
 
 
-BY_STRATEGY = (DataParallel, ShareBatchStatistics, BalanceCells)
+BY_STRATEGY = STRATEGIES["S1"].specs
 """Carried out by the Lightning strategy itself: gradients, batch statistics and the sampler, not a module swap."""
 
 TECHNIQUES: dict[type, Technique] = {
-    ChunkedAttention: Technique(
+    specs.ChunkedAttention: Technique(
         lambda m, spec, mesh: chunk_attention(m, buckets=spec.buckets, retain=spec.retain)
     ),
-    KeyFirstDecode: Technique(lambda m, spec, mesh: key_first(m)),
-    FusedAttention: Technique(lambda m, spec, mesh: fuse_attention(m, keep=spec.keep)),
-    SparseLikelihood: Technique(lambda m, spec, mesh: sparse_likelihood(m)),
-    HiddenParallel: Technique(share_hidden, on_decoder=True, needs_mesh=True),
-    FeatureParallel: Technique(share_features, on_decoder=True, needs_mesh=True),
-    RowParallelLinear: Technique(share_rows, needs_mesh=True),
-    DomainParallel: Technique(share_anchors, on_decoder=True, needs_mesh=True),
-    VertexParallel: Technique(share_vertices, needs_mesh=True),
-    RecomputeStrata: Technique(recompute_strata, on_decoder=True),
-    StreamStrata: Technique(stream_strata, on_decoder=True),
-    StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
+    specs.KeyFirstDecode: Technique(lambda m, spec, mesh: key_first(m)),
+    specs.FusedAttention: Technique(lambda m, spec, mesh: fuse_attention(m, keep=spec.keep)),
+    specs.SparseLikelihood: Technique(lambda m, spec, mesh: sparse_likelihood(m)),
+    specs.HiddenParallel: Technique(share_hidden, on_decoder=True, needs_mesh=True),
+    specs.FeatureParallel: Technique(share_features, on_decoder=True, needs_mesh=True),
+    specs.RowParallelLinear: Technique(share_rows, needs_mesh=True),
+    specs.DomainParallel: Technique(share_anchors, on_decoder=True, needs_mesh=True),
+    specs.VertexParallel: Technique(share_vertices, needs_mesh=True),
+    specs.RecomputeStrata: Technique(recompute_strata, on_decoder=True),
+    specs.StreamStrata: Technique(stream_strata, on_decoder=True),
+    specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
 }
 """The package's own; those of `register_technique` stand in their strategy's row of planning."""
 

@@ -6,9 +6,8 @@ from itertools import groupby, zip_longest
 from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
-from lightning_amp.planning.plan.conflicts import conflicts
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES, label
+from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, label
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import WIDTH, table
 from lightning_amp.quantities import format_bytes

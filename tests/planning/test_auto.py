@@ -11,10 +11,9 @@ import pytest
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.predict import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.conflicts import conflicts
 from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import SHOWN_DROPPED, SHOWN_FITTING, plan_report

@@ -16,9 +16,9 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.planning.plan.candidate import Candidate
 from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
 from lightning_amp.planning.plan.model_shape import reference_shape
+from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.questions import recommend_devices as recommendation

@@ -12,10 +12,8 @@ from typing import Any
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.candidate import Candidate
-from lightning_amp.planning.plan.conflicts import conflicts
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
-from lightning_amp.planning.plan.strategies import STRATEGIES, specs_by_name
+from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name
 
 SCHEMA = 1
 
@@ -37,6 +35,29 @@ class Rule:
     strategy: str
     why: str
     saves_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One legal plan.
+
+    Attributes:
+        strategies: Strategy ids.
+        data: Ranks of the data axis.
+        model: Ranks of the model axis.
+        peak_bytes: Predicted peak per rank of a training step.
+        step_seconds: Predicted time of the decoder's part of a step.
+        cell_seconds: The same by cell, over all ranks: what candidates are compared by.
+        verdict: The word chosen, or why it was not.
+    """
+
+    strategies: tuple[str, ...]
+    data: int
+    model: int
+    peak_bytes: int
+    step_seconds: float
+    cell_seconds: float
+    verdict: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

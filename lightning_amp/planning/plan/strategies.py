@@ -1,48 +1,19 @@
 """The strategy library in the order of installation: AMP's five, ours, then those registered from outside.
 
-    signal                      strategy    asks for
-    (always)                    S1          DataParallel, ShareBatchStatistics, BalanceCells
-    HIGH_INPUT_DIMENSIONALITY   S2          FeatureParallel, RowParallelLinear
-    ATTENTION_DECODER           S3          ChunkedAttention
-    HIGH_INPUT_DIMENSIONALITY   S4          KeyFirstDecode
-    HEAVY_DECOMPOSITION         S5          HiddenParallel
-    none: chosen by cost        fused       FusedAttention
-                                sparse      SparseLikelihood
-                                nodes       DomainParallel, VertexParallel
-                                recompute   RecomputeStrata
-                                stream      StreamStrata
-                                strata      StrataParallel
-
 S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. All that planning knows of a strategy stands in its
-row of `STRATEGIES`, which cannot be together in `conflicts.py`; how a policy reads the signals is in
-`policies/make_plan.py`, how a spec is installed in `parallel/install.py`.
+row of `STRATEGIES`, which cannot be together in `CONFLICTS`; how a policy reads the signals is in `policies/paper.py`,
+how a spec is installed in `parallel/install.py`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
-from lightning_amp.planning.plan.specs import (
-    BalanceCells,
-    ChunkedAttention,
-    DataParallel,
-    DomainParallel,
-    FeatureParallel,
-    FusedAttention,
-    HiddenParallel,
-    KeyFirstDecode,
-    RecomputeStrata,
-    RowParallelLinear,
-    ShareBatchStatistics,
-    SparseLikelihood,
-    Spec,
-    StrataParallel,
-    StreamStrata,
-    VertexParallel,
-)
+from lightning_amp.planning.plan.specs import Spec
 
 if TYPE_CHECKING:
     from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
@@ -85,71 +56,44 @@ class StrategyInfo:
         return self.install is not None
 
 
-def _decoder(shape: "ModelShape") -> "DecoderShape":
-    assert shape.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
-    return shape.decoder
+def _on_decoder(
+    spec_of: "Callable[[DecoderShape], Spec]", leaf: str = ""
+) -> "Callable[[ModelShape], list[Target]]":
+    """Targets of a strategy that changes the decoder, or the same leaf of each of its strata."""
+
+    def targets(shape: "ModelShape") -> list[Target]:
+        assert shape.decoder is not None, (
+            "a strategy with a choice needs a decoder, which the policy has checked"
+        )
+        return [(shape.decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(shape.decoder))]
+
+    return targets
 
 
 def _feature_parallel(shape: "ModelShape") -> list[Target]:
-    layers: list[Target] = [(fqn, RowParallelLinear()) for fqn in shape.wide_layers]
-    return [(_decoder(shape).fqn, FeatureParallel()), *layers]
-
-
-def _chunked_attention(shape: "ModelShape") -> list[Target]:
-    decoder = _decoder(shape)
-    spec = ChunkedAttention(buckets=chunk_buckets(decoder.window))
-    return [(f"{decoder.fqn}.strata.*.key.attention", spec)]
-
-
-def _key_first(shape: "ModelShape") -> list[Target]:
-    return [(f"{_decoder(shape).fqn}.strata.*.decode", KeyFirstDecode())]
-
-
-def _fused_attention(shape: "ModelShape") -> list[Target]:
-    return [(f"{_decoder(shape).fqn}.strata.*.key.attention", FusedAttention())]
-
-
-def _sparse_likelihood(shape: "ModelShape") -> list[Target]:
-    return [(f"{_decoder(shape).fqn}.strata.*.likelihood", SparseLikelihood())]
+    layers: list[Target] = [(fqn, specs.RowParallelLinear()) for fqn in shape.wide_layers]
+    return [*_on_decoder(lambda _: specs.FeatureParallel())(shape), *layers]
 
 
 def _domain_parallel(shape: "ModelShape") -> list[Target]:
-    decoder, vertices = _decoder(shape), shape.vertices
-    anchors: Target = (decoder.fqn, DomainParallel(vertices=vertices is not None))
-    if vertices is None:
-        return [anchors]
-    return [anchors, (vertices.fqn, VertexParallel(modality=vertices.modality, window=decoder.window))]
-
-
-def _recompute(shape: "ModelShape") -> list[Target]:
-    return [(_decoder(shape).fqn, RecomputeStrata())]
-
-
-def _stream(shape: "ModelShape") -> list[Target]:
-    decoder = _decoder(shape)
-    spec = StreamStrata(cells=block_cells(max(decoder.features), anchors=decoder.anchors))
-    return [(decoder.fqn, spec)]
-
-
-def _strata_parallel(shape: "ModelShape") -> list[Target]:
-    # the ranks' runs depend on the mesh and on the other choices: see time/fill_settings.py
-    return [(_decoder(shape).fqn, StrataParallel(ends=""))]
-
-
-def _hidden_parallel(shape: "ModelShape") -> list[Target]:
-    return [(_decoder(shape).fqn, HiddenParallel())]
+    vertices = shape.vertices
+    found = _on_decoder(lambda _: specs.DomainParallel(vertices=vertices is not None))(shape)
+    if vertices is None or shape.decoder is None:
+        return found
+    spec = specs.VertexParallel(modality=vertices.modality, window=shape.decoder.window)
+    return [*found, (vertices.fqn, spec)]
 
 
 STRATEGIES: dict[str, StrategyInfo] = {
     "S1": StrategyInfo(
         title="data parallel",
         shrinks="cells per rank",
-        specs=(DataParallel, ShareBatchStatistics, BalanceCells),
+        specs=(specs.DataParallel, specs.ShareBatchStatistics, specs.BalanceCells),
     ),
     "S2": StrategyInfo(
         title="feature parallel",
         shrinks="[B, F] to [B, F / R]",
-        specs=(FeatureParallel, RowParallelLinear),
+        specs=(specs.FeatureParallel, specs.RowParallelLinear),
         targets=_feature_parallel,
         signal=HIGH_INPUT_DIMENSIONALITY,
         choice=("features", "sharded"),
@@ -158,24 +102,26 @@ STRATEGIES: dict[str, StrategyInfo] = {
     "S3": StrategyInfo(
         title="chunked attention",
         shrinks="[N, 3 w] to [C, 3 w]",
-        specs=(ChunkedAttention,),
-        targets=_chunked_attention,
+        specs=(specs.ChunkedAttention,),
+        targets=_on_decoder(
+            lambda d: specs.ChunkedAttention(buckets=chunk_buckets(d.window)), "key.attention"
+        ),
         signal=ATTENTION_DECODER,
         choice=("attention", "chunked"),
     ),
     "S4": StrategyInfo(
         title="key-first decode",
         shrinks="[B, N] to [B, F_k]",
-        specs=(KeyFirstDecode,),
-        targets=_key_first,
+        specs=(specs.KeyFirstDecode,),
+        targets=_on_decoder(lambda _: specs.KeyFirstDecode(), "decode"),
         signal=HIGH_INPUT_DIMENSIONALITY,
         choice=("decode", "key-first"),
     ),
     "S5": StrategyInfo(
         title="hidden-dimension parallel",
         shrinks="[N, D] to [N, D / R]",
-        specs=(HiddenParallel,),
-        targets=_hidden_parallel,
+        specs=(specs.HiddenParallel,),
+        targets=_on_decoder(lambda _: specs.HiddenParallel()),
         signal=HEAVY_DECOMPOSITION,
         choice=("placement", "hidden"),
         model_axis=True,
@@ -183,21 +129,21 @@ STRATEGIES: dict[str, StrategyInfo] = {
     "fused": StrategyInfo(
         title="fused attention",
         shrinks="[N, 3 w] to [C, 3 w], and all copies of keys and values",
-        specs=(FusedAttention,),
-        targets=_fused_attention,
+        specs=(specs.FusedAttention,),
+        targets=_on_decoder(lambda _: specs.FusedAttention(), "key.attention"),
         choice=("attention", "fused"),
     ),
     "sparse": StrategyInfo(
         title="sparse likelihood",
         shrinks="tensors [B, F_k] of the likelihood to its gradients",
-        specs=(SparseLikelihood,),
-        targets=_sparse_likelihood,
+        specs=(specs.SparseLikelihood,),
+        targets=_on_decoder(lambda _: specs.SparseLikelihood(), "likelihood"),
         choice=("likelihood", "sparse"),
     ),
     "nodes": StrategyInfo(
         title="domain parallel over nodes",
         shrinks="[N, D] and [V, D] to those of a rank",
-        specs=(DomainParallel, VertexParallel),
+        specs=(specs.DomainParallel, specs.VertexParallel),
         targets=_domain_parallel,
         choice=("placement", "nodes"),
         model_axis=True,
@@ -205,26 +151,50 @@ STRATEGIES: dict[str, StrategyInfo] = {
     "recompute": StrategyInfo(
         title="recompute strata",
         shrinks="K strata to one, computed twice",
-        specs=(RecomputeStrata,),
-        targets=_recompute,
+        specs=(specs.RecomputeStrata,),
+        targets=_on_decoder(lambda _: specs.RecomputeStrata()),
         choice=("activations", "recompute"),
     ),
     "stream": StrategyInfo(
         title="stream strata",
         shrinks="K strata to one, computed once",
-        specs=(StreamStrata,),
-        targets=_stream,
+        specs=(specs.StreamStrata,),
+        targets=_on_decoder(
+            lambda d: specs.StreamStrata(cells=block_cells(max(d.features), anchors=d.anchors))
+        ),
         choice=("activations", "stream"),
     ),
     "strata": StrategyInfo(
         title="strata parallel",
         shrinks="K strata to those of a rank",
-        specs=(StrataParallel,),
-        targets=_strata_parallel,
+        specs=(specs.StrataParallel,),
+        # the ranks' runs depend on the mesh and on the other choices: see time/fill_settings.py
+        targets=_on_decoder(lambda _: specs.StrataParallel(ends="")),
         choice=("placement", "strata"),
         model_axis=True,
     ),
 }
+
+ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
+
+CONFLICTS: tuple[tuple[str, str, str], ...] = (
+    ("S3", "fused", "both say how attention is computed; fused needs less memory and is faster"),
+    (
+        "S3",
+        "recompute",
+        "chunks keep what they are computed from, also in strata that are; use stream, or fused",
+    ),
+    ("S5", "fused", "under S5 the scores are sums over the ranks, which fused attention never holds; use S3"),
+    ("S5", "strata", ONE_PLACEMENT),
+    ("S5", "nodes", ONE_PLACEMENT),
+    ("nodes", "strata", ONE_PLACEMENT),
+    (
+        "recompute",
+        "stream",
+        "both say what is kept of a stratum; stream keeps as little and computes it once",
+    ),
+)
+"""Pairs, in the order of the library."""
 
 
 def label(strategy: str) -> str:
@@ -239,9 +209,9 @@ def label(strategy: str) -> str:
 def special_choice(spec: Spec) -> tuple[str, str] | None:
     """The choice on an axis of the decoder of a spec that asks for another form than its strategy's usual one."""
     match spec:
-        case ChunkedAttention(retain=True):
+        case specs.ChunkedAttention(retain=True):
             return "attention", "chunked-retained"
-        case HiddenParallel(gather=True):
+        case specs.HiddenParallel(gather=True):
             return "placement", "hidden-gathered"
     return None
 
@@ -249,6 +219,13 @@ def special_choice(spec: Spec) -> tuple[str, str] | None:
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
     """Ids in the order of the library, each once: that of installation, in which S2 comes before S4 (Section 3.4.6)."""
     return tuple(sorted(set(strategies), key=list(STRATEGIES).index))
+
+
+def conflicts(strategies: Collection[str]) -> Iterator[str]:
+    """One sentence for every pair of the strategies that cannot be together."""
+    for one, other, why in CONFLICTS:
+        if one in strategies and other in strategies:
+            yield f"{one} and {other} cannot be together: {why}"
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:

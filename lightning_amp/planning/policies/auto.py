@@ -23,10 +23,9 @@ from itertools import product
 
 from lightning_amp.planning.memory.predict import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.candidate import Candidate
-from lightning_amp.planning.plan.conflicts import conflicts
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
-from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
+from lightning_amp.planning.plan.plan import Candidate
+from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, in_order
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.quantities import format_bytes

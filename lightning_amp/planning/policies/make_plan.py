@@ -4,23 +4,20 @@ Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping
 else than the mapping would, a note says what both need.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_amp.diagnosis.diagnose import diagnose
-from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.predict import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.candidate import Candidate
-from lightning_amp.planning.plan.check_request import check_request
-from lightning_amp.planning.plan.conflicts import conflicts
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.plan.plan import Candidate, Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, parse_strategies
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
+from lightning_amp.planning.policies.request import Request, check_request
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.rest_of_step import rest_seconds
 from lightning_amp.planning.time.step_seconds import step_seconds
@@ -83,19 +80,6 @@ def plan(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What is to be decided on; as in `plan`, read and completed."""
-
-    diagnosis: Diagnosis
-    shape: ModelShape
-    devices: int
-    budget: int | None
-    rates: Rates
-    model_parallel_size: int | str
-    node_devices: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """What was decided.
 
@@ -117,14 +101,7 @@ def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[st
     if strategies is not None:
         return Choice(strategies=parse_strategies(strategies), model_parallel_size=size)
     if asked == "paper" or request.shape.decoder is None:
-        chosen, notes = mapped(
-            request.diagnosis,
-            request.shape,
-            devices=request.devices,
-            budget=request.budget,
-            model_parallel_size=size,
-            node_devices=request.node_devices,
-        )
+        chosen, notes = mapped(request)
         return Choice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
     own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
     compared = _compare(request, own=frozenset(own | ({"S1"} if request.devices > 1 else set())))
@@ -138,13 +115,7 @@ def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[st
 
 def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: str) -> Plan:
     shape, chosen = request.shape, choice.strategies
-    mesh = _mesh(
-        chosen,
-        shape,
-        devices=request.devices,
-        model_parallel_size=choice.model_parallel_size,
-        node_devices=request.node_devices,
-    )
+    mesh = _mesh(chosen, replace(request, model_parallel_size=choice.model_parallel_size))
     _check_decoder(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
@@ -178,14 +149,7 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
 
 
 def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
-    """Predicted time of the decoder's part of a step, None for a model without a decoder.
-
-    Args:
-        shape: The model, with the cells of one rank's batch.
-        axes: The decoder's choices.
-        mesh: Ranks per axis.
-        rates: What a device reaches.
-    """
+    """Predicted time of the decoder's part of a step, None for a model without a decoder; as `step_seconds`."""
     if shape.decoder is None:
         return None
     return step_seconds(
@@ -220,17 +184,10 @@ def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
 
 def _of_paper(best: Candidate, request: Request) -> list[str]:
     """What AMP's mapping would need instead, where that is not the same."""
-    shape, devices, node = request.shape, request.devices, request.node_devices
-    chosen, _ = mapped(
-        request.diagnosis,
-        shape,
-        devices=devices,
-        budget=request.budget,
-        model_parallel_size="auto",
-        node_devices=node,
-    )
-    model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto", node_devices=node)
-    mesh = MeshShape(data=devices // model, model=model)
+    shape = request.shape
+    chosen, _ = mapped(request)
+    model = model_ranks_of(chosen, request)
+    mesh = MeshShape(data=request.devices // model, model=model)
     seconds = decoder_seconds(shape, Axes.of(chosen), mesh, request.rates)
     if (chosen, model) == (best.strategies, best.model) or seconds is None:
         return []
@@ -251,21 +208,13 @@ def _check_divides(model_parallel_size: int | str, devices: int) -> None:
         )
 
 
-def _mesh(
-    chosen: tuple[str, ...],
-    shape: ModelShape,
-    *,
-    devices: int,
-    model_parallel_size: int | str,
-    node_devices: int | None,
-) -> MeshShape:
+def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
     """All ranks of a node on the model axis where a strategy needs it, else on data."""
+    devices, node_devices = request.devices, request.node_devices
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
-    model = model_ranks_of(
-        chosen, shape, devices=devices, model_parallel_size=model_parallel_size, node_devices=node_devices
-    )
+    model = model_ranks_of(chosen, request)
     _check_divides(model, devices)
-    if sharding and model < 2 <= devices and node_devices == 1 and model_parallel_size == "auto":
+    if sharding and model < 2 <= devices and node_devices == 1 and request.model_parallel_size == "auto":
         raise PlanError(
             f"{', '.join(sharding)} split a module over the model axis, which stays inside a node, and a node has"
             f" {node_devices} device; set model_parallel_size={devices} to let it cross nodes, or leave these"
@@ -282,8 +231,8 @@ def _mesh(
             ' use model_parallel_size="auto", or add one of'
             f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
         )
-    if shape.decoder is not None:
-        _check_parts(chosen, shape.decoder, model)
+    if request.shape.decoder is not None:
+        _check_parts(chosen, request.shape.decoder, model)
     return MeshShape(data=devices // model, model=model)
 
 

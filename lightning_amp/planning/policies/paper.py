@@ -19,32 +19,20 @@ from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory.predict import predict
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, targets_of
+from lightning_amp.planning.policies.request import Request
 from lightning_amp.quantities import format_bytes
 
 
-def mapped(
-    diagnosis: Diagnosis,
-    shape: ModelShape,
-    *,
-    devices: int,
-    budget: int | None,
-    model_parallel_size: int | str,
-    node_devices: int | None = None,
-) -> tuple[tuple[str, ...], list[str]]:
+def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
     """The mapping's strategies, with a sentence that says which row of it applied."""
+    shape, budget = request.shape, request.budget
 
     def peak(chosen: set[str]) -> int:
-        ranks = model_ranks_of(
-            chosen,
-            shape,
-            devices=devices,
-            model_parallel_size=model_parallel_size,
-            node_devices=node_devices,
-        )
+        ranks = model_ranks_of(chosen, request)
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
-    own, notes = registered(diagnosis, shape, devices=devices)
-    if devices == 1:
+    own, notes = registered(request.diagnosis, shape, devices=request.devices)
+    if request.devices == 1:
         first = "one device: single-device execution (the paper's mapping prescribes nothing)"
         return in_order(own), [first, *notes]
     base = {"S1", *own}
@@ -57,7 +45,9 @@ def mapped(
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
         first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
         return in_order(base), [first, *notes]
-    asked = {s for s, row in STRATEGIES.items() if row.signal in diagnosis.signals and not row.from_outside}
+    asked = {
+        s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.from_outside
+    }
     chosen = base | (asked - {"S5"})
     if "S5" in asked and peak(chosen) > budget:
         chosen.add("S5")
@@ -80,23 +70,16 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
     return own, notes
 
 
-def model_ranks_of(
-    chosen: Collection[str],
-    shape: ModelShape,
-    *,
-    devices: int,
-    model_parallel_size: int | str,
-    node_devices: int | None = None,
-) -> int:
+def model_ranks_of(chosen: Collection[str], request: Request) -> int:
     """Ranks of the model axis, unless the user says how many: all of a node (the paper's same-batch execution), or as
     many as there are channels, buckets of anchors, or strata for.
     """
-    if isinstance(model_parallel_size, int):
-        return model_parallel_size
+    if isinstance(request.model_parallel_size, int):
+        return request.model_parallel_size
     if not any(STRATEGIES[s].model_axis for s in chosen):
         return 1
-    node = node_devices or devices
-    most = node
-    if shape.decoder is not None:
-        most = min(node, *(shape.decoder.parts.get(strategy, node) for strategy in chosen))
+    most = node = request.node_devices or request.devices
+    if request.shape.decoder is not None:
+        parts = request.shape.decoder.parts
+        most = min(node, *(parts.get(strategy, node) for strategy in chosen))
     return max(n for n in range(1, most + 1) if node % n == 0)

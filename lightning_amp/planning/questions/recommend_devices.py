@@ -23,8 +23,8 @@ from typing import Any
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.planning.plan.candidate import Candidate
 from lightning_amp.planning.plan.model_shape import LARGEST, ModelShape
+from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.paper import registered
 from lightning_amp.planning.time.device_rates import Rates

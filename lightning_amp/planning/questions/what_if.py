@@ -19,7 +19,6 @@ from typing import Any
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.predict import predict
-from lightning_amp.planning.plan.candidate import Candidate
 from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
 from lightning_amp.planning.plan.model_shape import (
     WINDOW_PER_STRATUM,
@@ -27,8 +26,10 @@ from lightning_amp.planning.plan.model_shape import (
     ModelShape,
     reference_shape,
 )
+from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of
+from lightning_amp.planning.policies.request import Request
 from lightning_amp.planning.questions.parse_questions import Questions
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
@@ -166,9 +167,9 @@ def _paper(case: Source, shape: ModelShape, budget: int) -> tuple[int | None, tu
     """Devices, strategies and peak of policy "paper"; on most devices where it fits on none."""
     diagnosis, devices = diagnose(case.profile), 1
     while True:
-        chosen, _ = mapped(diagnosis, shape, devices=devices, budget=budget, model_parallel_size="auto")
-        model = model_ranks_of(chosen, shape, devices=devices, model_parallel_size="auto")
-        peak = predict(shape, chosen, model_ranks=model).peak_bytes
+        request = Request(diagnosis=diagnosis, shape=shape, devices=devices, budget=budget)
+        chosen, _ = mapped(request)
+        peak = predict(shape, chosen, model_ranks=model_ranks_of(chosen, request)).peak_bytes
         if peak <= budget:
             return devices, chosen, peak
         if devices == MOST_DEVICES:

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from textwrap import TextWrapper, wrap
 
-from lightning_amp.planning.plan.candidate import Candidate
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.plan.strategies import label
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds

@@ -25,7 +25,7 @@ from lightning_amp.lightning.faults.watch import Limits, Watch
 from lightning_amp.lightning.steps.finite_check import FiniteCheck
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.candidate import Candidate
+from lightning_amp.planning.plan.plan import Candidate
 from tests.lightning.faults.fault_cases import Case, Outcome, run_group
 from tests.lightning.faults.fault_table import ROWS, Row, cells, committed, run_all, said
 

@@ -1,11 +1,28 @@
-"""What may be asked of a plan, checked before any data are read."""
+"""What is asked of a plan: checked before any data are read, and then completed with what they say."""
 
+from dataclasses import dataclass
+
+from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.model_shape import LARGEST
+from lightning_amp.planning.plan.model_shape import LARGEST, ModelShape
 from lightning_amp.planning.plan.strategies import parse_strategies
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.quantities import parse_bytes
 
 POLICIES = ("auto", "paper")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be decided on, as in `plan`; the budget in bytes, and the rates with the links between nodes."""
+
+    diagnosis: Diagnosis
+    shape: ModelShape
+    devices: int
+    budget: int | None
+    rates: Rates = CPU_CORE
+    model_parallel_size: int | str = "auto"
+    node_devices: int | None = None
 
 
 def check_request(
@@ -25,7 +42,7 @@ def check_request(
     if policy not in POLICIES:
         raise PlanError(f"policy={policy!r} was asked for; allowed are {', '.join(map(repr, POLICIES))}")
     for name, value in (("devices", devices), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+        if type(value) is not int or not 1 <= value <= LARGEST:
             raise PlanError(
                 f"{name}={value!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}"
             )
@@ -33,11 +50,7 @@ def check_request(
         parse_bytes(device_memory)
     if strategies is not None:
         parse_strategies(strategies)
-    if model_parallel_size != "auto" and (
-        isinstance(model_parallel_size, bool)
-        or not isinstance(model_parallel_size, int)
-        or model_parallel_size < 1
-    ):
+    if model_parallel_size != "auto" and (type(model_parallel_size) is not int or model_parallel_size < 1):
         raise PlanError(
             f'model_parallel_size={model_parallel_size!r} was asked for; allowed are "auto" or a whole number of 1 or'
             " more that divides the devices"
