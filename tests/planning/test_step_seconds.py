@@ -23,7 +23,7 @@ from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.sizes.ordered_partition import partition
+from lightning_amp.planning.sizes.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.collectives import border_traffic, gradient_numbers, stratum_traffic
 from lightning_amp.planning.time.device_rates import Rates
@@ -369,7 +369,7 @@ def test_strata_are_dealt_by_their_cost(chained: bool) -> None:
     costs = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
     assert len(costs) == 9
     assert costs[0] < costs[1] / 3, "the first stratum has no key"
-    ends = partition(costs, [1.0] * 3)
+    ends = deal(costs, 3)
     spine = 3 * 2 * 192 * 16**2 / 1e6
     slowest = max(sum(costs[a:b]) + (chained * spine * max(0, a - 1)) for a, b in pairwise((0, *ends)))
     mesh = MeshShape(data=1, model=3)

@@ -155,13 +155,13 @@ class Estimate:
 
 
 def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers: bool = False) -> Estimate:
-    """Predict the memory of a training step on one rank.
+    """Predict the memory of a training step on one rank; `predict` knows strategies from outside too.
 
     Args:
         shape: The model, with the cells of one rank's batch.
         axes: The decoder's choices.
         model_ranks: Ranks of the model axis.
-        wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features alone.
+        wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features as they are.
     """
     sizes = _sizes(shape, axes, model_ranks)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, 0

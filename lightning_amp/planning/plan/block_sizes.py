@@ -17,11 +17,9 @@ BLOCK_SCORES = 2**20
 
 
 def block_cells(features: int, *, anchors: int) -> int:
-    """Cells in one block: about `BLOCK_SCORES` scores of the largest stratum, 8 cells at least.
+    """Cells in one block: about `BLOCK_SCORES` scores of the largest stratum, 8 cells at least; `features` are its F_k.
 
-    Args:
-        features: F_k of the largest stratum.
-        anchors: N; without S4 the scores of all anchors are made.
+    Without S4 the scores of all anchors are made.
     """
     return max(8, BLOCK_SCORES // max(features, anchors))
 
@@ -31,12 +29,7 @@ KEPT_WEIGHTS = 2**24
 
 
 def keeps_weights(anchors: int, *, window: int) -> bool:
-    """Whether fused attention keeps its weights for the backward pass of a streamed stratum.
-
-    Args:
-        anchors: N.
-        window: w.
-    """
+    """Whether fused attention keeps its weights for the backward pass of a streamed stratum."""
     return 3 * anchors * window <= KEPT_WEIGHTS
 
 

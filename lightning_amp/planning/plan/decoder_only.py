@@ -8,11 +8,7 @@ from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfil
 
 
 def profile_of_module(shape: ModelShape) -> Profile:
-    """A profile of what the module itself says, when no data directory is known.
-
-    Args:
-        shape: The module.
-    """
+    """A profile of what the module itself says, when no data directory is known."""
     modalities = () if shape.decoder is None else (_modality(shape.decoder),)
     return Profile(
         data_dir="(no data directory: planned from the module alone)", modalities=modalities, graph=None
@@ -20,12 +16,7 @@ def profile_of_module(shape: ModelShape) -> Profile:
 
 
 def decoder_alone(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
-    """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors.
-
-    Args:
-        decoder: Its sizes.
-        batch_size: B.
-    """
+    """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
     features, strata = sum(decoder.features), len(decoder.features)
     norms = 2 if decoder.variant == "paper" else 4
     block = 4 * decoder.dim**2 + norms * decoder.dim if decoder.attention else 3 * decoder.dim

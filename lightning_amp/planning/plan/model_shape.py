@@ -184,27 +184,19 @@ def reference_shape(
 def outside_strata(
     shape: ModelShape, network: NetworkShape, profile: Profile, *, latent_dim: int
 ) -> ModelShape:
-    """The shape with what the reference model keeps outside its strata, in the shape's own precision.
-
-    Args:
-        shape: The decoder, the cells and the bytes per element.
-        network: The reference model's settings outside the decoder.
-        profile: The data.
-        latent_dim: D.
-    """
+    """The shape with what the reference model keeps outside its strata, in the shape's own precision."""
     cells, element = shape.batch_size, shape.element_bytes
+    vertices = profile.graph.vertices if profile.graph else 0
+    edges = network.edges_per_step if profile.graph else 0
     return replace(
         shape,
-        base_activation_bytes=base_activations(
-            network, profile, batch_size=cells, latent_dim=latent_dim, element_bytes=element
-        ),
-        other_decoder_bytes=other_decoders(profile, batch_size=cells, element_bytes=element),
-        edge_bytes=sampled_edges(network, profile, latent_dim=latent_dim, element_bytes=element),
+        base_activation_bytes=element
+        * _base_activations(network, profile, cells=cells, dim=latent_dim, edges=edges),
+        other_decoder_bytes=element * cells * _other_decoders(profile),
+        # one end of every sampled negative edge
+        edge_bytes=element * edges * network.negatives_per_edge * latent_dim,
         wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
-        vertex_bytes=element
-        * VERTEX_ROWS_KEPT
-        * (profile.graph.vertices if profile.graph else 0)
-        * latent_dim,
+        vertex_bytes=element * VERTEX_ROWS_KEPT * vertices * latent_dim,
     )
 
 
@@ -257,47 +249,28 @@ def _buffers(decoder: DecoderShape | None, profile: Profile) -> int:
     return 8 * sum(decoder.features if decoder else ()) + 2 * 24 * edges
 
 
-def base_activations(
-    network: NetworkShape, profile: Profile, *, batch_size: int, latent_dim: int, element_bytes: int = 4
-) -> int:
-    """Bytes alive before the first stratum, weights apart: batch, encoders, vertices and sampled edges.
+def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, dim: int, edges: int) -> int:
+    """Numbers alive before the first stratum, weights apart: batch, encoders, vertices and sampled edges.
 
     The factors count what the reference model keeps; tests compare them with the bytes that are alive.
-
-    Args:
-        network: The reference model's settings outside the decoder.
-        profile: The data.
-        batch_size: B, cells per rank and modality.
-        latent_dim: D.
-        element_bytes: Bytes per element.
     """
-    features = sum(m.features for m in profile.modalities)
-    cells = batch_size * len(profile.modalities)
+    rows = cells * len(profile.modalities)
     vertices = profile.graph.vertices if profile.graph else 0
-    edges = network.edges_per_step if profile.graph else 0
-    floats = {
-        "counts and their logarithms [B, F]": 2 * batch_size * features,
-        "hidden layers [B, h]": 5 * network.hidden_depth * cells * network.hidden_dim,
-        "cells' latents [B, D]": 10 * cells * latent_dim,
-        "vertices' latents [V, D]": VERTEX_ROWS_KEPT * vertices * latent_dim,
-        "ends of sampled edges [E, D]": (network.negatives_per_edge + 2) * edges * latent_dim,
+    numbers = {
+        "counts and their logarithms [B, F]": 2 * cells * sum(m.features for m in profile.modalities),
+        "hidden layers [B, h]": 5 * network.hidden_depth * rows * network.hidden_dim,
+        "cells' latents [B, D]": 10 * rows * dim,
+        "vertices' latents [V, D]": VERTEX_ROWS_KEPT * vertices * dim,
+        "ends of sampled edges [E, D]": (network.negatives_per_edge + 2) * edges * dim,
         "scores of sampled edges [E]": 4 * network.negatives_per_edge * edges,
     }
-    return element_bytes * sum(floats.values())
+    return sum(numbers.values())
 
 
-def sampled_edges(network: NetworkShape, profile: Profile, *, latent_dim: int, element_bytes: int = 4) -> int:
-    """Bytes of one end of every sampled negative edge, [edges, negatives, D]."""
-    if profile.graph is None:
-        return 0
-    return element_bytes * network.edges_per_step * network.negatives_per_edge * latent_dim
-
-
-def other_decoders(profile: Profile, *, batch_size: int, element_bytes: int = 4) -> int:
-    """The most that the decoders without strata hold; they come after the strata, whose modality is served first."""
+def _other_decoders(profile: Profile) -> int:
+    """Numbers of a cell that the decoders without strata hold at most; they come after the strata."""
     features = [m.features for m in profile.modalities if m.decomposition is None]
-    copies = OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
-    return element_bytes * batch_size * copies
+    return OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
 
 
 def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None:

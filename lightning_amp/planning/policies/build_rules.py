@@ -37,13 +37,7 @@ def build_rules(
 ) -> tuple[Rule, ...]:
     """The rules of a plan in the order of installation: data axis first, then modules, by the strategies' numbers.
 
-    Args:
-        chosen: Strategy ids, in order.
-        shape: The model.
-        mesh: Ranks per axis.
-        diagnosis: The findings that asked for the strategies.
-        balance: Whether contacts are balanced over the ranks.
-        policy: Who chose them: "auto", "paper", or "strategies" when the user did.
+    `policy` says who chose them: "auto", "paper", or "strategies" when the user did.
 
     Raises:
         PlanError: A strategy finds nothing to change in a model of this shape.

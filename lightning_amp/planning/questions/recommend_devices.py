@@ -112,7 +112,7 @@ def recommend_devices(
     Raises:
         PlanError: Cells outside what is allowed, or a model without a decoder, of which no time is known.
     """
-    if isinstance(cells, bool) or not isinstance(cells, int) or not 1 <= cells <= LARGEST:
+    if type(cells) is not int or not 1 <= cells <= LARGEST:
         raise PlanError(
             f"batch_size={cells!r} was asked for; allowed is a whole number of cells from 1 to {LARGEST:,}"
         )
@@ -128,7 +128,7 @@ def recommend_devices(
         scales.append(_judged(found, scales))
         if sum(s.gain is not None and s.gain < WORTH for s in scales) == 2:
             break
-    best = _recommended(scales)
+    best = next((s for s in reversed(scales) if s.worth in ("the fewest", "yes")), None)
     return Recommendation(
         cells=cells,
         budget_bytes=budget,
@@ -190,38 +190,21 @@ def _best(found: list[Scale]) -> Scale:
 
 def _judged(found: Scale, before: list[Scale]) -> Scale:
     """With what it gains over fewer devices, and whether that is worth it."""
-    return _with_gain(found, before) if found.fits is not False else _with(found, "does not fit")
-
-
-def _with_gain(found: Scale, before: list[Scale]) -> Scale:
+    if found.fits is False:
+        return replace(found, worth="does not fit")
     first = next((s for s in before if s.fits is not False), None)
     if first is None:
-        return _with(found, "the fewest", speed_up=1.0, efficiency=1.0)
+        return replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
     speed_up = first.step_seconds / found.step_seconds
     gain = before[-1].step_seconds / found.step_seconds
     lost = any(s.gain is not None and s.gain < WORTH for s in before)
-    return _with(
+    return replace(
         found,
-        "no" if lost or gain < WORTH else "yes",
+        worth="no" if lost or gain < WORTH else "yes",
         speed_up=speed_up,
         efficiency=speed_up * first.devices / found.devices,
         gain=gain,
     )
-
-
-def _with(found: Scale, worth: str, **numbers: Any) -> Scale:
-    return replace(found, worth=worth, **numbers)
-
-
-def _recommended(scales: list[Scale]) -> Scale | None:
-    best = None
-    for scale in scales:
-        if scale.fits is False:
-            continue
-        if scale.gain is not None and scale.gain < WORTH:
-            break
-        best = scale
-    return best
 
 
 def _why(best: Scale | None, scales: list[Scale]) -> str:

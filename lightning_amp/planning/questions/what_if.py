@@ -95,13 +95,7 @@ class Answer:
 
 
 def what_if(source: Source, asked: Questions, *, rates: Rates) -> tuple[Answer, ...]:
-    """Answer all questions, in their order.
-
-    Args:
-        source: What is asked about.
-        asked: The values, complete.
-        rates: What one device reaches.
-    """
+    """Answer all questions, in their order; `rates` are those of one device."""
     sizes = [(size, strata) for size in asked.sizes_of(source.parts) for strata in asked.strata]
     most = {size: most_strata(source.parts, anchors=size[1]) for size, _ in sizes}
     _check_strata(sizes, most, named=asked.strata_named)
@@ -114,12 +108,7 @@ def what_if(source: Source, asked: Questions, *, rates: Rates) -> tuple[Answer, 
 
 
 def most_strata(parts: DecompositionProfile, *, anchors: int) -> int:
-    """Strata that have a feature where there are so many anchors; every piece of a chromosome loses one per distance.
-
-    Args:
-        parts: How the data are decomposed.
-        anchors: N that is asked about.
-    """
+    """Strata that have a feature where there are so many anchors; every piece of a chromosome loses one per distance."""
     first, lost = _first_and_lost(parts, anchors)
     return min(anchors, (first - 1) // lost + 1 if lost > 0 else anchors)
 

@@ -43,7 +43,7 @@ class Strata(Generic[Sizes]):
     Args:
         kind: Type of the sizes that terms are counted from.
         decoder: The decoder.
-        sizes: The other fields of its sizes: cells, ranks, bytes per element, rates.
+        sizes: The other fields of `kind`: cells, ranks, bytes per element, rates.
     """
 
     def __init__(self, kind: type[Sizes], decoder: DecoderShape, **sizes: Any) -> None:
@@ -51,12 +51,7 @@ class Strata(Generic[Sizes]):
         self._found: dict[tuple[object, ...], tuple[Any, ...]] = {}
 
     def column(self, term: Term[Sizes, Counted], axes: Axes) -> tuple[Counted, ...]:
-        """A term of every stratum.
-
-        Args:
-            term: What is asked for.
-            axes: Choices of the plan.
-        """
+        """A term of every stratum, under the choices of a plan."""
         seen = {axis: getattr(axes, axis) for axis in term.reads}
         if seen.get("placement") == "strata":
             seen["placement"] = "replicated"
@@ -83,14 +78,6 @@ same_strata = lru_cache(maxsize=KEPT)(Strata)
 def strata_of(
     kind: type[Sizes], decoder: DecoderShape, axes: Axes, *, ranks: int, **sizes: Any
 ) -> Strata[Sizes]:
-    """The strata of a decoder, the same object for the same sizes.
-
-    Args:
-        kind: Type of the sizes that terms are counted from.
-        decoder: The decoder.
-        axes: Choices of the plan.
-        ranks: Ranks of the model axis.
-        sizes: The other fields of its sizes: cells, bytes per element, rates.
-    """
+    """The strata of a decoder under the choices of a plan, as `Strata`: the same object for the same sizes."""
     split = axes.placement not in ("replicated", "strata") or axes.features == "sharded"
     return cast(Strata[Sizes], same_strata(cast(Any, kind), decoder, ranks=ranks if split else 1, **sizes))

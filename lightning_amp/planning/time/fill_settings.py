@@ -28,12 +28,7 @@ def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
 
 
 def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]:
-    """One past the last stratum of every rank, balanced by the modelled time of the strata.
-
-    Args:
-        shape: A model with a decoder.
-        axes: Its choices.
-        ranks: Ranks of the model axis.
+    """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata.
 
     Raises:
         PlanError: More ranks than strata.

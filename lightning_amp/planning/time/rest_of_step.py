@@ -5,7 +5,7 @@
     the rest      `KERNELS` operators with the Python between them, whatever the sizes
     data axis     the gradients of all parameters outside of the decoder, averaged
 
-Known of the reference model alone: what other models have outside of their decoder, nobody has counted. Measured on one
+Known of the reference model only: what other models have outside of their decoder, nobody has counted. Measured on one
 core of a shared machine with five sizes of data, the whole step took 0.8 to 1.9 times what is predicted so.
 
 Known limits: S2 and nodes, which split some of it, count like any other plan; loading of data is not counted.
@@ -23,18 +23,12 @@ KERNELS = 3000
 
 
 def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | None:
-    """Predicted time of a step outside of the decoder; None where that is not the reference model's.
-
-    Args:
-        shape: The model, with the cells of one rank's batch.
-        mesh: Ranks per axis.
-        rates: What a device reaches.
-    """
+    """Predicted time of a step outside of the decoder; None where that is not the reference model's."""
     if shape.decoder is None or not (shape.wide_layers and shape.base_activation_bytes):
         return None
     alive = shape.base_activation_bytes + shape.other_decoder_bytes + shape.edge_bytes
     update = (6 + 4 * shape.optimizer_slots) * shape.parameter_bytes
-    # forward, and backward to the weights alone: of the input nobody asks for a gradient
+    # forward, and backward to the weights only: nothing asks for the input's gradient
     flops = 4 * shape.batch_size * shape.wide_weight_bytes / shape.element_bytes
     outside = shape.parameter_bytes - shape.element_bytes * sum(gradient_numbers(shape.decoder, Axes()))
     return (
