@@ -256,7 +256,7 @@ def _profile(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+    from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
     from lightning_amp.planning.plan.model_shape import LATENT_DIM, reference_shape
     from lightning_amp.planning.policies.make_plan import plan
     from lightning_amp.planning.policies.request import check_request
@@ -273,7 +273,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     alone, rates = _alone(arguments), _rates(arguments)
     if alone is not None:
         request["batch_size"] = alone.batch_size or request["batch_size"]
-        shape = decoder_alone(alone.decoder, batch_size=request["batch_size"])
+        shape = shape_of_decoder(alone.decoder, batch_size=request["batch_size"])
         profile, of_data = profile_of_module(shape), ""
     else:
         profile = _read(arguments)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.model_shape import LATENT_DIM, ModelShape, reference_shape
 from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
 from lightning_amp.planning.questions.recommend_devices import recommend_devices
@@ -120,7 +120,7 @@ def _of_shape(found: ShapeRequest, asked: Questions, *, words: list[str]) -> tup
                 f"batch={found.batch_size!r} was asked for in --shape, and another in --what-if; give one of them"
             )
         asked = replace(asked, batch_sizes=(found.batch_size,))
-    profile = profile_of_module(decoder_alone(found.decoder, batch_size=1))
+    profile = profile_of_module(shape_of_decoder(found.decoder, batch_size=1))
     return Source(profile=profile, decoder=found.decoder, latent_dim=found.decoder.dim), asked
 
 

@@ -16,7 +16,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import candidates
@@ -215,7 +215,7 @@ def test_a_decoder_alone_is_the_one_that_is_simulated(text) -> None:
     subject = decoder_subject(decoder, batch_size=2)
     held = sum(t.nbytes for t in tensors_in(subject.batch))
     built = describe(subject.module, batch_size=2, base_activation_bytes=held)
-    assert decoder_alone(decoder, batch_size=2) == built
+    assert shape_of_decoder(decoder, batch_size=2) == built
 
 
 def of_data(**changes) -> Source:
@@ -290,7 +290,7 @@ def test_a_window_of_ones_own_stays_and_the_usual_one_grows_with_the_strata() ->
     def peaks(text: str) -> list[int]:
         decoder = parse_shape(text).decoder
         source = Source(
-            profile=profile_of_module(decoder_alone(decoder, batch_size=1)), decoder=decoder, latent_dim=16
+            profile=profile_of_module(shape_of_decoder(decoder, batch_size=1)), decoder=decoder, latent_dim=16
         )
         return [a.paper_peak_bytes for a in what_if(source, ask(), rates=CPU_CORE)]
 
@@ -302,7 +302,7 @@ def test_a_window_of_ones_own_stays_and_the_usual_one_grows_with_the_strata() ->
 def test_defaults_are_what_the_help_says() -> None:
     assert parse_questions([]) == Questions()
     decoder = parse_shape("anchors=600,dim=8,strata=3").decoder
-    parts = profile_of_module(decoder_alone(decoder, batch_size=1)).modalities[0].decomposition
+    parts = profile_of_module(shape_of_decoder(decoder, batch_size=1)).modalities[0].decomposition
     assert Questions().sizes_of(parts) == ((None, 300), (None, 600), (None, 3000), (None, 6000))
     large = replace(parts, anchors=150_000)
     assert Questions().sizes_of(large) == ((None, 75_000), (None, 150_000), (None, 750_000))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import decoder_alone
+from lightning_amp.planning.plan.decoder_only import shape_of_decoder
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
@@ -32,7 +32,7 @@ DECODER = DecoderShape(
 
 
 def decoder(**changes: object) -> ModelShape:
-    return decoder_alone(replace(DECODER, **changes), batch_size=48)
+    return shape_of_decoder(replace(DECODER, **changes), batch_size=48)
 
 
 def reference(**sizes: int) -> ModelShape:

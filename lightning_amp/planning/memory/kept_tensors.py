@@ -38,13 +38,14 @@ def latent_terms(s: RankSizes) -> Terms:
 
 def likelihood_terms(s: RankSizes) -> Terms:
     """From the decoded scores to the loss, of one block of cells."""
-    # With one experimental batch a table's row is broadcast, with several every cell has a copy of its own.
+    # with one experimental batch a table's row is broadcast, with several every cell has its own copy
     one = s.decoder.n_batches == 1
     copies, rows = SPARSE_KEPT[one] if s.sparse else DENSE_KEPT[one]
     terms = {
         "decoded scores and likelihood [B, f_k]": s.element * copies * s.block_scores,
         "rows of the tables [f_k]": s.element * rows * s.most_features,
     }
+    # truth values, of one byte each; sparse counts say themselves what is zero
     return terms if s.sparse else terms | {"x == 0 [B, f_k]": s.block_scores}
 
 
@@ -85,12 +86,14 @@ def statistic_terms(s: RankSizes) -> Terms:
 def attention_terms(s: RankSizes) -> Terms:
     """What attention keeps by itself."""
     p, w, a = s.padded, s.decoder.window, s.attended
+    # whole buckets are exchanged, so a neighbour's rows are a bucket of w, however few of them are read
     halo = NEIGHBOUR[s.axes.attention] * w * a * (s.anchors_with_halo - s.anchors) // w if s.by_nodes else 0
     terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
     if s.fused:
         return terms | ({"weights [N, 3 w]": s.element * s.kept_weights} if s.kept_weights else {})
     terms["rotation [3 w, a]"] = s.element * 3 * w * a
     if s.axes.attention == "chunked":
+        # what chunks are computed from, once: scores and masks are made again in the backward pass
         return terms | {"queries, keys, values of the buckets [P, a]": s.element * 3 * p * a}
     return terms | {
         "queries and values of the buckets [P + w C, a]": s.element * 2 * (p + w * s.chunks) * a,

@@ -2,14 +2,14 @@
 
 The paper writes K x Delta M; strata differ a little in their features, so Delta M_k is kept per stratum here and its
 mean is what the paper calls Delta M (kept_tensors.py). What stands between that and the peak of a training step are
-the tensors that a stratum makes and drops (temporaries.py):
+the tensors that a stratum makes and drops (temporaries.py). The peak is the highest of these moments:
 
     forward pass     M_base, strata before k, the most that stratum k holds
                      M_base, all strata, other decoders
     backward pass    the same without the last step's gradients, the most that stratum k holds in its backward pass
     at its end       M_base, and the gradients at the border of the strata, or those of the sampled edges' ends
 
-M_base is weights, optimiser state, the last step's gradients and base activations. The optimiser step holds fewer.
+M_base is weights, optimiser state, the last step's gradients and base activations. The optimiser step holds less.
 
 Where a CPU runs streamed strata side by side, others stand beside each one at their most: an upper bound, for their
 highest moments need not meet.
@@ -115,26 +115,29 @@ class Estimate:
         after = max((sum(left[slice(*run)]) for run in self.runs), default=0)
         end = self.base_bytes + after + self.entered_bytes
         forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
+        # what strata keep is freed by their backward passes; under stream they leave gradients, until the outer one
+        strata_done = end if self.activations == "stream" else self.base_bytes
         return max(
             end + self.other_decoder_bytes,
             max(forward, default=0) + self.beside_bytes,
             max(self._backward(before), default=0) + self.beside_bytes,
-            (end if self.activations == "stream" else self.base_bytes)
-            + self.border_bytes
-            - self.entered_bytes,
+            # the gradients that stream has made room for are among those at the border: not counted twice
+            strata_done + self.border_bytes - self.entered_bytes,
+            # the backward pass of the graph's encoder comes last
             self.base_bytes + self.edge_bytes,
         )
 
     def _backward(self, before: list[int]) -> list[int]:
-        """Peaks of the strata's backward passes."""
+        """Peaks of the strata's backward passes, after `zero_grad` has dropped the last step's gradients."""
         if self.activations == "stream":
-            # inside the loss, where the last step's gradients may still be there
+            # inside the loss, before `zero_grad`: the last step's gradients may still be there
             return [n + s.backward for n, s in zip(before, self.strata, strict=True)]
         if self.activations == "recompute":
-            # nothing reads what the last stratum hands on
+            # what chained strata hand on is kept, but for the last one's, which nothing reads
             left = self.stratum_bytes
             kept = [sum(left[start : stop - 1]) for start, stop in self.runs for _ in range(start, stop)]
             whole = [self.base_bytes + n for n in kept]
+            # the forward pass is run again, when the last step's gradients are gone too
             again = [max(s.forward, s.backward) for s in self.strata]
             return [n + m - self.gradient_bytes for n, m in zip(whole, again, strict=True)]
         return [n + s.backward - self.gradient_bytes for n, s in zip(before, self.strata, strict=True)]
@@ -143,6 +146,7 @@ class Estimate:
         """Bytes held by others when a stratum starts."""
         found, every = [], self.stratum_bytes
         for run in self.runs:
+            # a rank's strata only: those of other ranks are in other memories
             left = every[slice(*run)]
             if self.activations == "stream":
                 # the memory of all gradients is there before the first stratum
@@ -163,64 +167,51 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         model_ranks: Ranks of the model axis.
         wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features as they are.
     """
-    sizes = _sizes(shape, axes, model_ranks)
-    parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, 0
+    sizes = None
+    if shape.decoder is not None:
+        # of the first stratum, for all that the strata have alike
+        sizes = RankSizes(
+            decoder=shape.decoder,
+            axes=axes,
+            k=0,
+            cells=shape.batch_size,
+            ranks=model_ranks,
+            element=shape.element_bytes,
+        )
+    parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, shape.base_activation_bytes
     vertices = vertex_bytes(shape, sizes)
     parameters -= vertices.parameters
     buffers += vertices.buffers
     inputs -= vertices.kept
     if axes.features == "sharded" or wide_layers:
+        # a rank has its shard of their weights, and keeps its columns of their inputs
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
-    if axes.features == "sharded" or axes.placement == "nodes":
-        buffers += NODE_BYTES * _own_features(sizes)
+    if sizes is not None and (axes.features == "sharded" or axes.placement == "nodes"):
+        # the anchors of the rank's own features, beside the list of all
+        buffers += NODE_BYTES * sum(_column(FEATURES, sizes))
     entered, border = _border(shape, axes, sizes)
     runs = _runs(shape, axes, model_ranks)
     found = _strata(sizes, runs)
     return Estimate(
-        base_bytes=buffers
-        + parameters * (2 + shape.optimizer_slots)
-        + shape.base_activation_bytes
-        + inputs
-        + entered,
+        # weights and the last step's gradients, then the optimiser's copies
+        base_bytes=buffers + parameters * (2 + shape.optimizer_slots) + inputs + entered,
         strata=found,
         runs=runs,
         activations=axes.activations,
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
-        entered_bytes=_latents(sizes) if sizes is not None and sizes.streamed else 0,
+        # stream makes room for the gradients of u and v before the first stratum, and adds to them in place
+        entered_bytes=sum(latent_terms(sizes).values()) if sizes is not None and sizes.streamed else 0,
         beside_bytes=_beside(sizes, found),
         border_bytes=border,
         edge_bytes=shape.edge_bytes,
     )
 
 
-def _sizes(shape: ModelShape, axes: Axes, model_ranks: int) -> RankSizes | None:
-    """Those of the first stratum, for all that the strata have alike; None without a decoder."""
-    if shape.decoder is None:
-        return None
-    return RankSizes(
-        decoder=shape.decoder,
-        axes=axes,
-        k=0,
-        cells=shape.batch_size,
-        ranks=model_ranks,
-        element=shape.element_bytes,
-    )
-
-
 def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]:
     strata = strata_of(RankSizes, s.decoder, s.axes, ranks=s.ranks, cells=s.cells, element=s.element)
     return strata.column(term, s.axes)
-
-
-def _own_features(sizes: RankSizes | None) -> int:
-    return 0 if sizes is None else sum(_column(FEATURES, sizes))
-
-
-def _latents(s: RankSizes) -> int:
-    """Gradients of u and v, for which stream makes room before the first stratum."""
-    return sum(latent_terms(s).values())
 
 
 def _beside(s: RankSizes | None, found: tuple[StratumBytes, ...]) -> int:
@@ -246,6 +237,7 @@ def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
             for start, stop in runs
             for _ in range(start, stop)
         ]
+    # every step-th row of the spine is kept, and those of one part while its strata run (parallel/strata/stream.py)
     step, same = isqrt(len(distances) - 1) + 1, 1 - s.keyed
     # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
     waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(distances))]
@@ -263,6 +255,7 @@ def _strata(s: RankSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[Str
 
 def _stratum(activations: str, key: Key, making: Making, cells: Cells, spine: int) -> StratumBytes:
     kept = key.kept + making.kept + cells.kept
+    # under recompute all of a stratum is dropped but what it hands on; under stream its gradients are left
     left = kept if activations == "retain" else making.left + cells.tables
     return StratumBytes(
         left=left,
@@ -285,7 +278,10 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
 
 
 def _border(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int, int]:
-    """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take."""
+    """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take at its end.
+
+    Which gradients are gathered or summed there: parallel/ranks/sharded_region.py.
+    """
     decoder = shape.decoder
     if decoder is None or sizes is None:
         return 0, 0

@@ -83,6 +83,7 @@ class Cells(NamedTuple):
 def forward_peak(key: Key, making: Making, cells: Cells) -> int:
     """The most that a stratum holds in its forward pass."""
     made = key.kept + making.kept
+    # feed-forward, decode and likelihood come one after the other: the highest of them counts
     beside = max(cells.forward, making.dropped + key.decoding, making.dropped + making.feed_forward)
     return max(made + beside, making.attention)
 
@@ -90,6 +91,7 @@ def forward_peak(key: Key, making: Making, cells: Cells) -> int:
 def backward_peak(key: Key, making: Making, cells: Cells) -> int:
     """The most that it holds in its backward pass; under stream that of the cells is over before."""
     made = key.kept + making.kept
+    # attention's own backward pass comes after the feed-forward layer's, when what that has kept is gone
     of_key = making.back
     if making.feed_forward_back is not None:
         of_key = max(of_key, made + making.feed_forward_back)
@@ -121,6 +123,7 @@ def _making(s: RankSizes) -> Making:
         alive,
         dropped=s.element * ((not s.decoder.chained) + s.gathered) * s.latents,
         feed_forward=s.element * gate,
+        # chunks are made again in the backward pass, which holds more
         attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
         feed_forward_back=s.element * gate_back,
         back=statistics + _attending_back(s),
@@ -207,7 +210,7 @@ def _attending_back(s: RankSizes) -> int:
         # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
         values = s.latents * (s.paper + (s.decoder.chained and s.streamed))
         return s.element * (inputs + values + 3 * s.anchors_with_halo * a + s.kept_weights + _fused_work(s))
-    # gradients of queries, keys and values, from the chunks done before
+    # gradients of queries, keys and values, to which every chunk adds its part: whole from the second chunk on
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
     summed = so_far + chunk + 2 * p * a

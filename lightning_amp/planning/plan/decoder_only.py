@@ -15,7 +15,7 @@ def profile_of_module(shape: ModelShape) -> Profile:
     )
 
 
-def decoder_alone(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
+def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
     """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
     features, strata = sum(decoder.features), len(decoder.features)
     norms = 2 if decoder.variant == "paper" else 4

@@ -63,6 +63,7 @@ def candidates(
         model_parallel_size: Ranks of the model axis, None for any number that a node has.
         node_devices: Devices of a node, None when all are on one.
     """
+    # the model axis sends most, so it stays inside a node, and lengths that do not divide one would cross nodes
     node = node_devices or devices
     lengths = [n for n in range(1, node + 1) if node % n == 0]
     found = [
@@ -79,6 +80,7 @@ def candidates(
     else:
         fastest = min(c.cell_seconds for c in fitting)
         level = [c for c in fitting if c.cell_seconds <= TIE * fastest]
+        # among equals memory to spare goes before simplicity, and simplicity before the last per cent of time
         best = min([c for c in level if _spares(c, budget)] or level, key=_simplicity)
     found.sort(key=lambda c: _order(c, best, budget, nothing_fits=not fitting))
     return tuple(replace(c, verdict=_verdict(c, best, budget)) for c in found)
@@ -90,20 +92,25 @@ def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple
     placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
     for choices in product(placements, ATTENTIONS, DECODES, LIKELIHOODS, ACTIVATIONS):
         chosen = own.union(*choices)
+        # without a strategy that splits, the ranks of a model axis would all compute the same
         splits = any(STRATEGIES[s].model_axis for s in chosen)
         if splits == (model > 1) and not _problem(decoder, shape, chosen, model):
             yield in_order(chosen)
 
 
 def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
-    """Whether strategies cannot be together, in this decoder or on so many ranks of the model axis."""
-    # whole copies of the scores are chunked where they cannot be fused
+    """Whether strategies cannot be together, in this decoder or on so many ranks of the model axis.
+
+    Plans that another one beats whatever the sizes are left out too: there are hundreds of candidates for every length.
+    """
+    # fused attention keeps less than S3 and is faster: S3 is for S5, which fused cannot go with, or where it is refused
     pointless = "S3" in chosen and "S5" not in chosen and "fused" not in decoder.unsupported
     return (
         pointless
         or bool(chosen & set(decoder.unsupported))
         or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
         or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
+        # where strata or anchors are split S2 has only the wide layers: without these it is the same plan again
         or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
         or any(conflicts(chosen))
     )

@@ -19,7 +19,7 @@ from typing import Any
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.predict import predict
-from lightning_amp.planning.plan.decoder_only import decoder_alone, profile_of_module
+from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.model_shape import (
     WINDOW_PER_STRATUM,
     DecoderShape,
@@ -108,7 +108,7 @@ def what_if(source: Source, asked: Questions, *, rates: Rates) -> tuple[Answer, 
 
 
 def most_strata(parts: DecompositionProfile, *, anchors: int) -> int:
-    """Strata that have a feature where there are so many anchors; every piece of a chromosome loses one per distance."""
+    """Strata that have a feature where there are so many anchors: a piece of a chromosome loses one per distance."""
     first, lost = _first_and_lost(parts, anchors)
     return min(anchors, (first - 1) // lost + 1 if lost > 0 else anchors)
 
@@ -168,7 +168,7 @@ def _paper(case: Source, shape: ModelShape, budget: int) -> tuple[int | None, tu
 
 def _shape(case: Source, cells: int) -> ModelShape:
     if case.decoder is not None:
-        return decoder_alone(case.decoder, batch_size=cells)
+        return shape_of_decoder(case.decoder, batch_size=cells)
     return reference_shape(case.profile, batch_size=cells, latent_dim=case.latent_dim, window=case.window)
 
 
@@ -186,7 +186,7 @@ def _scaled(source: Source, *, anchors: int, strata: int) -> Source:
         distances=parts.distances,
         window=WINDOW_PER_STRATUM * strata if usual else decoder.window,
     )
-    alone = decoder_alone(decoder, batch_size=1)
+    alone = shape_of_decoder(decoder, batch_size=1)
     return replace(source, decoder=decoder, profile=profile_of_module(alone))
 
 

@@ -24,7 +24,7 @@ from math import lcm
 
 @lru_cache(maxsize=256)
 def deal(costs: tuple[float, ...], ranks: int) -> tuple[int, ...]:
-    """One past the last stratum of every rank, at least one to each; of several optimal ways that with the earliest ends.
+    """One past the last stratum of every rank, each of which has one at least; of optimal ways the earliest ends.
 
     Plans that differ elsewhere ask for the same, so the answers are remembered.
 
