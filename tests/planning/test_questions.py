@@ -11,10 +11,8 @@ from functools import partial
 import pytest
 
 from lightning_amp.cli.main import main
-from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
-from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.model_shape import reference_shape
@@ -30,7 +28,6 @@ from lightning_amp.planning.reports.what_if_report import what_if_report
 from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.rest_of_step import rest_seconds
 from lightning_amp.profiling.read_profile import profile as read_profile
-from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.parse_shape import parse_shape
 from tests.planning.profiles import hic, profile, rna
 
@@ -211,6 +208,10 @@ def test_a_recommendation_needs_cells_and_a_decoder(cells) -> None:
     ],
 )
 def test_a_decoder_alone_is_the_one_that_is_simulated(text) -> None:
+    from lightning_amp.data.batch_parts import tensors_in
+    from lightning_amp.parallel.describe_module import describe
+    from lightning_amp.simulation.models_without_values import decoder_subject
+
     decoder = parse_shape(text).decoder
     subject = decoder_subject(decoder, batch_size=2)
     held = sum(t.nbytes for t in tensors_in(subject.batch))

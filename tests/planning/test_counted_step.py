@@ -1,0 +1,197 @@
+"""Claim: the work model counts a real step's operations, bytes, kernels and collectives."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
+from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.scores.s4_key_first import key_first
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.block_sizes import chunk_buckets
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.time.operator_costs import parts
+from lightning_amp.simulation.fake_ranks import fake_world
+from lightning_amp.simulation.models_without_values import decoder_subject
+from lightning_amp.simulation.planned_rank import PlannedRank
+from lightning_amp.simulation.simulate import simulate
+from tests.planning.work_cases import CELLS, sent, shape, work
+
+SIZES = {
+    "higlue": {},
+    "ragged": {"anchors": 201, "window": 48, "features": (201, 150, 3)},
+    "paper, chained": {"variant": "paper", "chained": True},
+    "one bucket, three batches": {"anchors": 30, "window": 32, "n_batches": 3},
+}
+AXES = [
+    Axes(),
+    Axes(decode="key-first"),
+    Axes(attention="chunked"),
+    Axes(attention="chunked-retained", decode="key-first"),
+]
+
+
+def planned(decoder: nn.Module, axes: Axes, window: int) -> None:
+    """The decoder's leaves as the axes ask for."""
+    for stratum in decoder.strata:
+        if axes.decode == "key-first":
+            stratum.decode = key_first(stratum.decode)
+        if axes.attention != "eager" and stratum.key is not None:
+            retain = axes.attention == "chunked-retained"
+            chunked = chunk_attention(stratum.key.attention, buckets=chunk_buckets(window), retain=retain)
+            stratum.key.attention = chunked
+
+
+def step(sizes: DecoderShape, axes: Axes) -> Callable[[], None]:
+    """Forward and backward pass of a decoder, without values."""
+    subject = decoder_subject(sizes, batch_size=CELLS)
+    decoder = subject.module.get_submodule(sizes.fqn)
+    planned(decoder, axes, sizes.window)
+    batch = dict(subject.batch)
+    u, v = batch.pop("u").requires_grad_(), batch.pop("v").requires_grad_()
+    return lambda: decoder(u, v, **batch).backward()
+
+
+def test_operations_of_a_convolution() -> None:
+    # forward: of the gradient of a depthwise weight the counter counts the channels twice
+    key = ConvolutionKey(16, 2).to("meta")
+    with FlopCounterMode(display=False) as counter:
+        key(torch.empty(192, 16, device="meta"))
+    sizes = RankSizes(decoder=shape(attention=False), axes=Axes(), k=2, cells=CELLS)
+    forward, backward = parts(sizes)["convolution"]
+    assert forward.flops == counter.get_total_flops() == backward.flops / 2
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that make or change a tensor, and the bytes that they read and write."""
+
+    MAKING = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "promote_types")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        views = all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not views and func._opname not in self.MAKING:
+            tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)]
+            self.kernels += 1
+            self.bytes += sum(moved(t) for t in tensors)
+        return found
+
+
+def moved(tensor: Tensor) -> int:
+    """Bytes of different numbers: what is broadcast is read once."""
+    n_bytes = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        n_bytes *= size if stride else 1
+    return n_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
+    sizes = shape(**SIZES[name])
+    # one after the other: the counter of products adds copies of its own
+    run, again = step(sizes, axes), step(sizes, axes)
+    with FlopCounterMode(display=False) as products:
+        run()
+    with Operators() as operators:
+        again()
+    counted = work(sizes, axes)
+    assert counted.flops == products.get_total_flops()
+    assert counted.bytes == pytest.approx(operators.bytes, rel=0.03)
+    assert counted.kernels == pytest.approx(operators.kernels, rel=0.02)
+    assert counted.sent_bytes == counted.collectives == 0
+
+
+def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
+    described = describe(decoder_subject(sizes, batch_size=CELLS).module, batch_size=CELLS)
+    return plan(
+        profile_of_module(described),
+        devices=ranks,
+        strategies=strategies,
+        batch_size=CELLS,
+        shape=described,
+    )
+
+
+PAPER = {"variant": "paper", "chained": True, "n_batches": 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategies", "ranks", "rank", "changes"),
+    [
+        ("S1,S2", 2, 0, {}),
+        ("S1,S5", 2, 0, PAPER),
+        ("S1,S5", 4, 0, {}),
+        ("S1,S3,S4,S5", 2, 0, {}),
+        ("S1,S2,S5", 4, 0, PAPER),
+        ("S1,S5,recompute", 2, 0, {}),
+        ("S1,nodes", 2, 0, {}),
+        ("S1,nodes,S4", 3, 1, PAPER | {"anchors": 480}),
+    ],
+)
+def test_several_devices_do_what_is_counted(
+    strategies: str, ranks: int, rank: int, changes: dict[str, Any]
+) -> None:
+    sizes = shape(**({"anchors": 256, "dim": 32} | changes))
+    prescribed = made(sizes, strategies, ranks)
+    with fake_world(prescribed.mesh, rank=rank) as mesh:
+        planned = PlannedRank(decoder_subject(sizes, batch_size=CELLS), prescribed, mesh)
+        batch = dict(planned.batch)
+        u, v = batch.pop("u").requires_grad_(), batch.pop("v").requires_grad_()
+        decoder = planned.module.get_submodule(sizes.fqn)
+        with FlopCounterMode(display=False) as products:
+            decoder(u, v, **batch).backward()
+        with Operators() as operators:
+            decoder(u, v, **batch).backward()
+    counted = work(sizes, prescribed.axes, ranks=ranks)
+    assert counted.flops == products.get_total_flops()
+    assert counted.bytes == pytest.approx(operators.bytes, rel=0.06)
+    assert counted.kernels == pytest.approx(operators.kernels, rel=0.15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategies", "ranks", "rank", "changes"),
+    [
+        ("S1,S2", 2, 0, {}),
+        ("S1,S5", 2, 0, {}),
+        ("S1,S5", 3, 2, PAPER),
+        ("S1,S3,S5", 4, 3, {}),
+        ("S1,S2,S5", 3, 2, {}),
+        ("S1,S2,S3,S4,S5", 2, 1, PAPER),
+        ("S1,S5,recompute", 2, 1, {}),
+        ("S1,nodes", 2, 0, PAPER),
+        ("S1,nodes", 3, 1, {}),
+        ("S1,nodes,recompute", 3, 1, {}),
+    ],
+)
+def test_bytes_sent_are_those_of_a_simulated_step(
+    strategies: str, ranks: int, rank: int, changes: dict[str, Any]
+) -> None:
+    """Of a rank that has most: of uneven channels the last, of anchors one between two others."""
+    sizes = shape(dim=20, **changes)
+    prescribed = made(sizes, strategies, ranks)
+    found = simulate(lambda: decoder_subject(sizes, batch_size=CELLS), prescribed, rank=rank)
+    agreement = sum(1 for _ in decoder_subject(sizes, batch_size=CELLS).module.parameters())
+    expected = sent(sizes, prescribed.axes, ranks) + Counter(all_reduce=agreement)
+    names = {"exchange": "all_to_all"}
+    assert found.comm_bytes == {names.get(kind, kind): n for kind, n in expected.items()}
