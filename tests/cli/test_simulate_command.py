@@ -6,9 +6,13 @@ import pytest
 
 from lightning_amp import figures
 from lightning_amp.cli.main import main
+from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.plan.decoder_only import shape_of_decoder
 from lightning_amp.planning.plan.model_shape import check_model
+from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.parse_shape import parse_shape
 from tests.paths import ROOT
 
@@ -258,3 +262,30 @@ def test_strata_that_read_the_same_share_a_column(capsys) -> None:
     assert strata[0] == "stratum"
     assert strata[-1].endswith("-59")
     assert len(lines[start + 1 : lines.index("", start)]) <= 3 * 3, "60 strata, of which most read the same"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "anchors=120,dim=8,strata=3,window=16",
+        "anchors=120,dim=8,strata=3,key=convolution,n_batches=2,features=100",
+        "anchors=120,dim=8,strata=3,variant=paper,chained=yes",
+    ],
+)
+def test_a_planned_decoder_is_the_one_that_is_simulated(text) -> None:
+    decoder = parse_shape(text).decoder
+    subject = decoder_subject(decoder, batch_size=2)
+    held = sum(t.nbytes for t in tensors_in(subject.batch))
+    built = describe(subject.module, batch_size=2, base_activation_bytes=held)
+    assert shape_of_decoder(decoder, batch_size=2) == built
+
+
+def test_a_plan_of_a_decoder_is_the_one_that_is_simulated(capsys) -> None:
+    words = ["--shape", "anchors=120,dim=8,strata=3,window=16", "--devices", "2", "--format", "json"]
+    assert main(["plan", *words]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["simulate", *words]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["predicted_peak_bytes"] == planned["predicted_peak_bytes"]
+    assert main(["plan", *words[:2]]) == 0
+    assert "Profile of" not in capsys.readouterr().out

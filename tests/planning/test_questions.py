@@ -199,26 +199,6 @@ def test_a_recommendation_needs_cells_and_a_decoder(cells) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "anchors=120,dim=8,strata=3,window=16",
-        "anchors=120,dim=8,strata=3,key=convolution,n_batches=2,features=100",
-        "anchors=120,dim=8,strata=3,variant=paper,chained=yes",
-    ],
-)
-def test_a_decoder_alone_is_the_one_that_is_simulated(text) -> None:
-    from lightning_amp.data.batch_parts import tensors_in
-    from lightning_amp.parallel.describe_module import describe
-    from lightning_amp.simulation.models_without_values import decoder_subject
-
-    decoder = parse_shape(text).decoder
-    subject = decoder_subject(decoder, batch_size=2)
-    held = sum(t.nbytes for t in tensors_in(subject.batch))
-    built = describe(subject.module, batch_size=2, base_activation_bytes=held)
-    assert shape_of_decoder(decoder, batch_size=2) == built
-
-
 def of_data(**changes) -> Source:
     spatial = hic(anchors=1500, strata=4, scale=(1500 + 1499 + 1498 + 1497) / rna().features)
     parts = replace(spatial.decomposition, bin_bases=500_000)
@@ -402,17 +382,6 @@ def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys)
         assert main(["plan", *words]) == 0
     assert main(["plan", data_dir, "--strategies", "S1", "--device-memory", "1MiB", "--format", "json"]) == 3
     capsys.readouterr()
-
-
-def test_a_plan_of_a_decoder_alone_is_the_one_that_is_simulated(capsys) -> None:
-    words = ["--shape", "anchors=120,dim=8,strata=3,window=16", "--devices", "2", "--format", "json"]
-    assert main(["plan", *words]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert main(["simulate", *words]) == 0
-    simulated = json.loads(capsys.readouterr().out)
-    assert simulated["predicted_peak_bytes"] == planned["predicted_peak_bytes"]
-    assert main(["plan", *words[:2]]) == 0
-    assert "Profile of" not in capsys.readouterr().out
 
 
 def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -> None:
