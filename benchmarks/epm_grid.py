@@ -14,8 +14,7 @@ from itertools import product
 
 from lightning_amp.lightning.callbacks.live_bytes import tensors_of
 from lightning_amp.parallel.describe_module import describe
-from lightning_amp.planning.memory.peak_model import Estimate
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import Estimate, predict
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape

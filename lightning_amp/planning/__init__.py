@@ -1,1 +1,1 @@
-"""Diagnosis and hardware -> Plan."""
+"""Which techniques a training run needs, from the data, the model and the devices; imports no torch."""

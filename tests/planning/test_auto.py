@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Plan

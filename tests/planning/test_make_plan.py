@@ -279,7 +279,9 @@ def test_the_model_axis_has_no_more_ranks_than_there_are_channels() -> None:
     data = profile(hic(), rna())
     made = plan(data, devices=96, strategies="S5", shape=reference_shape(data, batch_size=4, latent_dim=64))
     assert (made.mesh.data, made.mesh.model) == (3, 32)
-    with pytest.raises(PlanError, match="S5 was asked for with 48 ranks .* D=64 can be dealt to 32 at most"):
+    with pytest.raises(
+        PlanError, match="S5 was asked for with 48 ranks .* D=64 can be split over 32 at most"
+    ):
         plan(
             data,
             devices=96,
@@ -299,7 +301,7 @@ def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
         assert plan(data, devices=8, strategies=strategies, shape=ours).mesh.model == ranks
     with pytest.raises(
         PlanError,
-        match="nodes was asked for with 8 ranks .* N=61 anchors in buckets of 20 can be dealt to 4 at most; choose a",
+        match="nodes was asked for with 8 ranks .* N=61 anchors in buckets of 20 can be split over 4 at most; choose a",
     ):
         plan(data, devices=8, strategies="nodes", model_parallel_size=8, shape=ours)
     compared = plan(data, devices=8, model_parallel_size=8, shape=ours).candidates

@@ -13,7 +13,7 @@ from lightning_amp.diagnosis.diagnose import (
     SIGNALS,
 )
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan

@@ -11,7 +11,7 @@ from lightning_amp.planning.plan.block_sizes import block_cells
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.sizes.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.collectives import border_traffic, gradient_numbers
+from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.planning.time.operator_costs import parts
@@ -33,13 +33,13 @@ def test_what_a_stratum_sends() -> None:
     nodes = stratum_work(sizes, Axes(placement="nodes"), k=2, cells=b, ranks=4)
     assert nodes.sent_bytes == 4 * (2 * 4 * 32 * d + 2 * b)
     assert nodes.collectives == 4
-    border = border_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
-    assert [(c.kind, c.numbers) for c in border] == [
+    region = region_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
+    assert [(c.kind, c.numbers) for c in region] == [
         ("all_reduce", 1),
         ("all_gather", (64 + b) * d + 3),
     ]
-    border = border_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
-    assert [(c.kind, c.numbers) for c in border] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
+    region = region_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
+    assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
     keys, tables = 2 * (4 * d * d + 4 * d), 4 * 2 * (3 * n - 3)
     assert gradient_numbers(sizes, Axes()) == (0, keys + tables)
     assert gradient_numbers(sizes, Axes(placement="hidden")) == (keys, tables)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.collectives import border_traffic, gradient_numbers, stratum_traffic
+from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import parts, there_and_back
 
 CELLS = 6
@@ -51,7 +51,7 @@ def sent(sizes: DecoderShape, axes: Axes, ranks: int) -> Counter[str]:
         RankSizes(decoder=sizes, axes=axes, k=k, cells=CELLS, ranks=ranks) for k in range(len(sizes.features))
     ]
     for collective in chain(
-        *map(stratum_traffic, strata), border_traffic(sizes, axes, cells=CELLS, ranks=ranks)
+        *map(stratum_traffic, strata), region_traffic(sizes, axes, cells=CELLS, ranks=ranks)
     ):
         found[collective.kind] += 4 * int(collective.numbers)
     found["all_reduce"] += 4 * gradient_numbers(sizes, axes)[0]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.epm_grid import ALL, compare, in_forms
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.model_shape import DecoderShape, reference_shape
 from lightning_amp.planning.plan.plan import Plan

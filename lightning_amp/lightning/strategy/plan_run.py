@@ -13,7 +13,7 @@ from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.supported import with_unsupported
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import (
     LATENT_DIM,
@@ -30,11 +30,10 @@ from lightning_amp.planning.policies.build_rules import (
     with_shared_statistics,
     without_shared_statistics,
 )
-from lightning_amp.planning.policies.make_plan import decoder_seconds
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.rest_of_step import rest_seconds
+from lightning_amp.planning.time.rest_of_step import decoder_seconds, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import parse_bytes

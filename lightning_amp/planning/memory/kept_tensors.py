@@ -19,10 +19,7 @@ SPARSE_KEPT = {True: (3, 4), False: (7, 0)}
 
 def block_terms(s: RankSizes) -> Terms:
     """Gradients of a stratum's block, which under stream are ready before the backward pass."""
-    dim, block = s.decoder.dim, 0
-    if s.keyed:
-        block = (4 * dim + (2 if s.paper else 4)) * dim if s.attends else 3 * dim
-    return {"gradients of a stratum's block": s.element * block}
+    return {"gradients of a stratum's block": s.element * s.decoder.block_weights * s.keyed}
 
 
 def table_terms(s: RankSizes) -> Terms:

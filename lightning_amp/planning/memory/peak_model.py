@@ -7,7 +7,7 @@ the tensors that a stratum makes and drops (temporaries.py). The peak is the hig
     forward pass     M_base, strata before k, the most that stratum k holds
                      M_base, all strata, other decoders
     backward pass    the same without the last step's gradients, the most that stratum k holds in its backward pass
-    at its end       M_base, and the gradients at the border of the strata, or those of the sampled edges' ends
+    at its end       M_base, and the gradients of what enters the strata, or those of the sampled edges' ends
 
 M_base is weights, optimiser state, the last step's gradients and base activations. The optimiser step holds less.
 
@@ -19,10 +19,12 @@ divide; S3 with the usual number of buckets in a chunk; what an allocator adds i
 Legend: sizes/rank_sizes.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isqrt
 
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.kept_tensors import latent_terms
 from lightning_amp.planning.memory.temporaries import (
     CELLS,
@@ -37,6 +39,7 @@ from lightning_amp.planning.memory.temporaries import (
 from lightning_amp.planning.memory.vertex_memory import vertex_bytes
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
 from lightning_amp.planning.time.fill_settings import strata_ends
@@ -78,7 +81,7 @@ class Estimate:
         gradient_bytes: The last step's gradients, which are gone when the backward pass starts.
         entered_bytes: Gradients of what enters the strata, whose memory under stream is there from the first one on.
         beside_bytes: What other strata hold at most that run at the same time.
-        border_bytes: The most that these take at the end of the backward pass.
+        region_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
     """
 
@@ -90,7 +93,7 @@ class Estimate:
     gradient_bytes: int
     entered_bytes: int = 0
     beside_bytes: int = 0
-    border_bytes: int
+    region_bytes: int
     edge_bytes: int
 
     @property
@@ -121,8 +124,8 @@ class Estimate:
             end + self.other_decoder_bytes,
             max(forward, default=0) + self.beside_bytes,
             max(self._backward(before), default=0) + self.beside_bytes,
-            # the gradients that stream has made room for are among those at the border: not counted twice
-            strata_done + self.border_bytes - self.entered_bytes,
+            # the gradients that stream has made room for are among those at the region's entry: not counted twice
+            strata_done + self.region_bytes - self.entered_bytes,
             # the backward pass of the graph's encoder comes last
             self.base_bytes + self.edge_bytes,
         )
@@ -158,6 +161,32 @@ class Estimate:
         return found
 
 
+def predict(
+    shape: ModelShape, strategies: Iterable[str], *, model_ranks: int = 1, axes: Axes | None = None
+) -> Estimate:
+    """Predict the memory of a training step on one rank.
+
+    Args:
+        shape: The model, with the cells of one rank's batch.
+        strategies: Ids of the strategies in force.
+        model_ranks: R.
+        axes: The decoder's choices; None for those of the strategies' usual rules.
+
+    Raises:
+        PlanError: `shape_after` of a strategy from outside returned something else than a shape.
+    """
+    chosen = tuple(strategies)
+    for strategy in chosen:
+        after = STRATEGIES[strategy].shape_after
+        shape = shape if after is None else after(shape, model_ranks)
+        if not isinstance(shape, ModelShape):
+            raise PlanError(
+                f"shape_after of {strategy} returned {shape!r}; allowed is a ModelShape: return"
+                " dataclasses.replace(shape, ...) with the sizes that it changes"
+            )
+    return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks, wide_layers="S2" in chosen)
+
+
 def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers: bool = False) -> Estimate:
     """Predict the memory of a training step on one rank; `predict` knows strategies from outside too.
 
@@ -190,7 +219,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
     if sizes is not None and (axes.features == "sharded" or axes.placement == "nodes"):
         # the anchors of the rank's own features, beside the list of all
         buffers += NODE_BYTES * sum(_column(FEATURES, sizes))
-    entered, border = _border(shape, axes, sizes)
+    entered, region = _region(shape, axes, sizes)
     runs = _runs(shape, axes, model_ranks)
     found = _strata(sizes, runs)
     return Estimate(
@@ -204,7 +233,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         # stream makes room for the gradients of u and v before the first stratum, and adds to them in place
         entered_bytes=sum(latent_terms(sizes).values()) if sizes is not None and sizes.streamed else 0,
         beside_bytes=_beside(sizes, found),
-        border_bytes=border,
+        region_bytes=region,
         edge_bytes=shape.edge_bytes,
     )
 
@@ -277,8 +306,8 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
     return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
 
 
-def _border(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int, int]:
-    """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take at its end.
+def _region(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int, int]:
+    """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take on the way out.
 
     Which gradients are gathered or summed there: parallel/ranks/sharded_region.py.
     """

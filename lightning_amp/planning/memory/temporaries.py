@@ -105,11 +105,11 @@ def _key(s: RankSizes) -> Key:
 def _making(s: RankSizes) -> Making:
     kept = sum(made_of_terms(s).values())
     # without stream v, which the next stratum of a chained decoder starts from
-    handed_on = s.element * s.latents if s.decoder.chained and s.keyed else 0
-    left = sum(block_terms(s).values()) if s.streamed else handed_on
+    passed_on = s.element * s.latents if s.decoder.chained and s.keyed else 0
+    left = sum(block_terms(s).values()) if s.streamed else passed_on
     alive = kept + sum(latent_terms(s).values())
     if not s.attends:
-        # of a convolution; or the gradient of the key alone
+        # of a convolution; or of the key only its gradient
         return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.latents)
     # the gated value; or the products of gate and value [R, N, 2 d], when GELU and key are still to come
     gate = max(0 if s.paper else s.latents, 2 * s.partial_products - 2 * s.latents)

@@ -4,11 +4,11 @@
     more     which rows are where, and the rank's own edges, beside the lists of all
 
 Legend: V vertices, D dim, E edges in both directions, R ranks; n own vertices, of the rank that has most anchors.
-Known limits: other vertices are taken as dealt evenly, edges too; ghosts, rows of other ranks' vertices at the end of
+Known limits: other vertices are taken as split evenly, edges too; ghosts, rows of other ranks' vertices at the end of
 own edges, are few and left out. The ends of sampled edges are whole on every rank, as on one device.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
@@ -16,15 +16,8 @@ from lightning_amp.planning.sizes.rank_sizes import RankSizes
 INDEX_BYTES = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VertexBytes:
-    """What the split of the vertices changes.
-
-    Attributes:
-        parameters: Fewer bytes of parameters.
-        kept: Fewer bytes of base activations.
-        buffers: More bytes of buffers.
-    """
+class VertexBytes(NamedTuple):
+    """What the split of the vertices changes: fewer bytes of parameters and of what is kept, more of buffers."""
 
     parameters: int = 0
     kept: int = 0
@@ -32,12 +25,7 @@ class VertexBytes:
 
 
 def vertex_bytes(shape: ModelShape, sizes: RankSizes | None) -> VertexBytes:
-    """What the split of the vertices changes on one rank; nothing where they are not split.
-
-    Args:
-        shape: The model.
-        sizes: A stratum on the rank, None without a decoder.
-    """
+    """What the split of the vertices changes on one rank; nothing where they are not split."""
     vertices = shape.vertices
     if vertices is None or sizes is None or not sizes.by_nodes:
         return VertexBytes()

@@ -1,1 +1,1 @@
-"""The nouns: what a plan is, which strategies there are, what a model looks like to the planner."""
+"""What a plan is, which strategies there are, and what the planner knows of a model."""

@@ -3,7 +3,7 @@
 Legend: model_shape.py.
 """
 
-from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE, DecoderShape, ModelShape
+from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 
 
@@ -11,18 +11,14 @@ def profile_of_module(shape: ModelShape) -> Profile:
     """A profile of what the module itself says, when no data directory is known."""
     modalities = () if shape.decoder is None else (_modality(shape.decoder),)
     return Profile(
-        data_dir="(no data directory: planned from the module alone)", modalities=modalities, graph=None
+        data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None
     )
 
 
 def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
     """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
     features, strata = sum(decoder.features), len(decoder.features)
-    norms = 2 if decoder.variant == "paper" else 4
-    block = 4 * decoder.dim**2 + norms * decoder.dim if decoder.attention else 3 * decoder.dim
-    floats = TABLES_PER_FEATURE * decoder.n_batches * features
-    floats += block * sum(k > 0 for k in decoder.distances)
-    floats += strata
+    floats = sum(decoder.strata_weights) + strata
     batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size
     return ModelShape(
         decoder=decoder,

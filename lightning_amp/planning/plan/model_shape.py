@@ -55,19 +55,27 @@ class DecoderShape:
     threads: int = 1
 
     @property
-    def hidden_parts(self) -> int:
-        """Most ranks that S5 can deal the hidden dimension to: pairs of channels, of an odd D single ones."""
-        return self.dim // 2 if self.dim % 2 == 0 else self.dim
-
-    @property
-    def buckets(self) -> int:
-        """Most ranks that nodes can deal the anchors to: buckets of attention, the last one perhaps not full."""
-        return -(-self.anchors // self.window)
-
-    @property
     def parts(self) -> dict[str, int]:
-        """Most ranks of the model axis, by the strategy that deals something to them."""
-        return {"S5": self.hidden_parts, "nodes": self.buckets, "strata": len(self.features)}
+        """Most ranks of the model axis, by the strategy that splits something over them."""
+        return {
+            # pairs of channels, which the rotation turns together; of an odd D single ones
+            "S5": self.dim // 2 if self.dim % 2 == 0 else self.dim,
+            # buckets of attention, the last one perhaps not full
+            "nodes": -(-self.anchors // self.window),
+            "strata": len(self.features),
+        }
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of a stratum's block: projections, feed-forward and norms, or the taps of a convolution."""
+        norms = 2 if self.variant == "paper" else 4
+        return (4 * self.dim + norms) * self.dim if self.attention else 3 * self.dim
+
+    @property
+    def strata_weights(self) -> tuple[int, int]:
+        """Weights of all blocks, and of all tables."""
+        keyed = sum(k > 0 for k in self.distances)
+        return keyed * self.block_weights, TABLES_PER_FEATURE * self.n_batches * sum(self.features)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,8 +246,8 @@ def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Pr
     if profile.graph is not None:
         floats += profile.graph.vertices * dim + 2 * dim * (dim + 1)
     if decoder is not None:
-        block = 4 * dim**2 + 4 * dim if decoder.attention else 3 * dim
-        floats += block * sum(k > 0 for k in decoder.distances)
+        # the tables are counted with those of the other modalities
+        floats += decoder.strata_weights[0]
     return 4 * floats
 
 

@@ -87,7 +87,7 @@ class DomainParallel:
     """The anchors of the decoder are split over the model axis, in whole buckets of attention.
 
     Attributes:
-        vertices: v comes with the own rows alone, from a graph encoder whose vertices are split too.
+        vertices: v comes with the own rows only, from a graph encoder whose vertices are split too.
     """
 
     vertices: bool = False
@@ -95,7 +95,7 @@ class DomainParallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VertexParallel:
-    """The vertices of the graph are split over the model axis; a rank has embedding, noise and v of its own.
+    """The vertices of the graph are split over the model axis; a rank has its own rows of embedding, noise and v.
 
     Attributes:
         modality: Whose vertices are the anchors of the decoder that is split.

@@ -30,7 +30,7 @@ class StrategyInfo:
         shrinks: The tensor that it makes smaller.
         specs: What its rules may ask for.
         targets: Shape of the model -> names or patterns of the modules to change, and what to install there; None
-            for S1, whose rules follow from the mesh alone.
+            for S1, whose rules follow from the mesh.
         signal: The signal that asks for it, None when only a person does.
         choice: Its choice on an axis of the decoder (`Axes`); a strategy with one needs a decomposed decoder.
         model_axis: Whether it splits a module over the model axis of the mesh.

@@ -1,1 +1,1 @@
-"""The verbs: `plan`, policies auto and paper, and the rules that a plan consists of."""
+"""`plan`: policies auto and paper choose strategies, and these become rules."""

@@ -1,4 +1,4 @@
-"""policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest with memory to spare.
+"""Policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest with memory to spare.
 
     1. every combination of a choice on each axis of the decoder, for every split of the devices into data and model
     2. without those that contradict each other, the model or the number of ranks
@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, in_order
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.step_seconds import step_seconds
+from lightning_amp.planning.time.rest_of_step import decoder_seconds
 from lightning_amp.quantities import format_bytes
 
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
@@ -117,15 +117,8 @@ def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], m
 
 
 def _candidate(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> Candidate:
-    assert shape.decoder is not None, "without a decoder there is nothing to choose"
-    seconds = step_seconds(
-        shape.decoder,
-        Axes.of(chosen),
-        mesh,
-        cells=shape.batch_size,
-        rates=rates,
-        element_bytes=shape.element_bytes,
-    )
+    seconds = decoder_seconds(shape, Axes.of(chosen), mesh, rates)
+    assert seconds is not None, "without a decoder there is nothing to choose"
     return Candidate(
         strategies=chosen,
         data=mesh.data,

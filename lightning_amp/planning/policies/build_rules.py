@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan, Rule
@@ -71,7 +71,7 @@ def build_rules(
 
 
 def _belongs(spec: Spec, axes: Axes) -> bool:
-    """Whether a rule has work to do: where strata or anchors are split, a decoder's features are not dealt again."""
+    """Whether a rule has work to do: where strata or anchors are split, a decoder's features are not split again."""
     return not isinstance(spec, FeatureParallel) or axes.features == "sharded"
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis and hardware -> Plan.
+"""`plan`: signals of the data, devices and their memory -> what to install where.
 
 Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping (paper.py). Where auto takes something
 else than the mapping would, a note says what both need.
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Candidate, Plan
@@ -19,8 +19,7 @@ from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import Request, check_request
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
-from lightning_amp.planning.time.rest_of_step import rest_seconds
-from lightning_amp.planning.time.step_seconds import step_seconds
+from lightning_amp.planning.time.rest_of_step import decoder_seconds, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
 
@@ -148,20 +147,6 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
     )
 
 
-def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
-    """Predicted time of the decoder's part of a step, None for a model without a decoder; as `step_seconds`."""
-    if shape.decoder is None:
-        return None
-    return step_seconds(
-        shape.decoder,
-        axes,
-        mesh,
-        cells=shape.batch_size,
-        rates=rates,
-        element_bytes=shape.element_bytes,
-    )
-
-
 def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
     asked = request.model_parallel_size
     _check_divides(asked, request.devices)
@@ -245,7 +230,7 @@ def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> 
         most = decoder.parts[strategy]
         if strategy in chosen and model > most:
             raise PlanError(
-                f"{strategy} was asked for with {model!r} ranks on the model axis, and {whole} can be dealt to"
+                f"{strategy} was asked for with {model!r} ranks on the model axis, and {whole} can be split over"
                 f" {most!r} at most; choose a smaller model_parallel_size, or leave {strategy} out"
             )
 

@@ -166,16 +166,20 @@ def _scales(
                 own=frozenset(own | ({"S1"} if devices > 1 else set())),
                 model_parallel_size=model,
             )[:1]
-            found += [_scale(c, shape.batch_size, c.step_seconds + rest, budget) for c in best]
+            found += [
+                Scale(
+                    devices=devices,
+                    best=c,
+                    cells=shape.batch_size,
+                    step_seconds=c.step_seconds + rest,
+                    fits=None if budget is None else c.peak_bytes <= budget,
+                )
+                for c in best
+            ]
         if not found:
             return
         yield _best(found)
         devices *= 2
-
-
-def _scale(best: Candidate, cells: int, seconds: float, budget: int | None) -> Scale:
-    fits = None if budget is None else best.peak_bytes <= budget
-    return Scale(devices=best.data * best.model, best=best, cells=cells, step_seconds=seconds, fits=fits)
 
 
 def _best(found: list[Scale]) -> Scale:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.predict import predict
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.model_shape import (
     WINDOW_PER_STRATUM,
@@ -186,8 +186,8 @@ def _scaled(source: Source, *, anchors: int, strata: int) -> Source:
         distances=parts.distances,
         window=WINDOW_PER_STRATUM * strata if usual else decoder.window,
     )
-    alone = shape_of_decoder(decoder, batch_size=1)
-    return replace(source, decoder=decoder, profile=profile_of_module(alone))
+    profile = profile_of_module(shape_of_decoder(decoder, batch_size=1))
+    return replace(source, decoder=decoder, profile=profile)
 
 
 def _scaled_parts(parts: DecompositionProfile, *, anchors: int, strata: int) -> DecompositionProfile:

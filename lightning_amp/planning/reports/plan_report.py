@@ -141,19 +141,15 @@ def _prediction(plan: Plan) -> list[str]:
     budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
     size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
-    rows = [("mesh", f"{mesh.data} data x {mesh.model} model, {_cells(plan.batch_size)} per rank and step")]
     if plan.strata_bytes:
-        rows.insert(0, ("base + strata x each", _epm(plan)))
-        rows.insert(0, ("predicted peak per rank", f"{size} of {budget} ({verdict})"))
+        each = f"{len(plan.strata_bytes)} x {format_bytes(plan.predicted_stratum_bytes)}"
+        rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
+        rows += [("base + strata x each", f"{format_bytes(plan.predicted_base_bytes)} + {each}")]
     else:
-        rows.insert(
-            0,
-            (
-                "predicted peak per rank",
-                f"unknown, at least {size} of {budget}: weights, gradients, optimiser state and what is known of the"
-                " activations",
-            ),
-        )
+        known = "weights, gradients, optimiser state and what is known of the activations"
+        rows = [("predicted peak per rank", f"unknown, at least {size} of {budget}: {known}")]
+    cells = "1 cell" if plan.batch_size == 1 else f"{plan.batch_size} cells"
+    rows.append(("mesh", f"{mesh.data} data x {mesh.model} model, {cells} per rank and step"))
     if plan.predicted_step_seconds is not None:
         rows.append(("predicted step", step_text(plan)))
         rows += [("", f"rates of {plan.rates_device}")] if plan.rates_device else []
@@ -165,14 +161,5 @@ def step_text(plan: Plan) -> str:
     """The predicted time of a step, as far as it is known: "48.0 ms, of which the decoder 18.8 ms"."""
     decoder, rest = plan.predicted_step_seconds or 0.0, plan.predicted_rest_seconds
     if rest is None:
-        return f"{format_seconds(decoder)} for the decoder alone; the rest is not known"
+        return f"{format_seconds(decoder)} for the decoder only; the rest is not known"
     return f"{format_seconds(decoder + rest)}, of which the decoder {format_seconds(decoder)}"
-
-
-def _epm(plan: Plan) -> str:
-    each = format_bytes(plan.predicted_stratum_bytes)
-    return f"{format_bytes(plan.predicted_base_bytes)} + {len(plan.strata_bytes)} x {each}"
-
-
-def _cells(n: int) -> str:
-    return "1 cell" if n == 1 else f"{n} cells"

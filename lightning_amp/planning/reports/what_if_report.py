@@ -13,7 +13,7 @@ HEADER = ["memory", "batch", "enough on one device", "auto there", "paper needs"
 LEGEND = (
     "Memories that are answered alike share a row. Enough on one device are the fewest techniques that fit there;"
     " beside it the peak of what policy auto takes there. Paper needs so many devices of this memory, with the peak"
-    f" of each; {MOST_DEVICES} are the most that were tried."
+    f" of each; {MOST_DEVICES} are the most that were compared."
 )
 
 

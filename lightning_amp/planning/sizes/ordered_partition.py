@@ -7,7 +7,7 @@ This is the segmentation problem that Zhou et al. 2025 (CSIMD) reduce network di
   devices wait for each other after either. Strata do not wait for each other, so a stratum has one cost, forward and
   backward together; for that case they name the one-dimensional problem and its bisection.
 - They bisect to a tolerance (Algorithm 2). Here the result is an optimum: costs are taken as the exact rational
-  numbers that floats are, and only loads that some run really has are tried (in the manner of Nicol, 1994).
+  numbers that floats are, and only loads that some run really has are asked (in the manner of Nicol, 1994).
 - A fixed cost of their runs is the time to send the last layer's output on; strata send nothing on, so there is none.
 
 The test of a bound is greedy: each rank in turn takes all that it can. O(R^2 log^2 K) for K strata and R ranks.

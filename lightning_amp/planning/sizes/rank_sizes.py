@@ -43,7 +43,7 @@ class RankSizes:
 
     @property
     def keyed(self) -> bool:
-        """Whether the stratum makes a key of its own."""
+        """Whether the stratum makes its own key; else the anchors are its keys."""
         return self.decoder.distances[self.k] > 0
 
     @property

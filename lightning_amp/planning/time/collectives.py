@@ -24,7 +24,7 @@ Legend: sizes/rank_sizes.py; C chunks of queries, K strata.
 from dataclasses import dataclass, replace
 
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE, DecoderShape
+from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
 
@@ -65,7 +65,7 @@ def stratum_traffic(s: RankSizes) -> Traffic:
     return forward + backward + (forward if s.recomputed else ())
 
 
-def border_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int) -> Traffic:
+def region_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int) -> Traffic:
     """The collectives around all strata in a training step, parameters apart."""
     if ranks == 1:
         return ()
@@ -87,10 +87,7 @@ def border_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int)
 
 def gradient_numbers(decoder: DecoderShape, axes: Axes) -> tuple[int, int]:
     """Numbers of the strata's parameters: those whose gradients are computed in parts, and the others."""
-    keyed = sum(k > 0 for k in decoder.distances)
-    norms = 2 if decoder.variant == "paper" else 4
-    block = 4 * decoder.dim**2 + norms * decoder.dim if decoder.attention else 3 * decoder.dim
-    keys, tables = keyed * block, TABLES_PER_FEATURE * decoder.n_batches * sum(decoder.features)
+    keys, tables = decoder.strata_weights
     if axes.features == "sharded" or axes.placement in ("strata", "nodes"):
         return keys + tables, 0
     return (0, keys + tables) if axes.placement == "replicated" else (keys, tables)

@@ -9,7 +9,7 @@ operators that allocate their results, 0.7 of the product's rate in attention, 4
 
 No device reaches its data sheet. Order and ratios are what a plan needs; `calibrated` fits the rates to one measured
 step, and `to_json` keeps them. A device that is not known gets the rates of the known one whose memory is nearest to
-its own, and whoever asks is told (`nearest_rates`).
+its own, and `nearest_rates` says so.
 """
 
 import json

@@ -37,7 +37,7 @@ def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]
     strata = len(shape.decoder.distances)
     if ranks > strata:
         raise PlanError(
-            f"strata was asked for with {ranks!r} ranks on the model axis, and {strata!r} strata can be dealt to"
+            f"strata was asked for with {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
     return deal(stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks), ranks)

@@ -1,11 +1,13 @@
-"""What a training step takes outside of the decoder: encoders, graph, other decoders, optimiser, Lightning's own loop.
+"""What a training step of a model takes: in its decoder (step_seconds.py), and outside of it.
+
+Outside are encoders, graph, other decoders, optimiser and Lightning's own loop:
 
     activations   `PASSES` times the bytes that are alive outside of the strata
     update        weights, gradients and optimiser state, read and written
     the rest      `KERNELS` operators with the Python between them, whatever the sizes
     data axis     the gradients of all parameters outside of the decoder, averaged
 
-Known of the reference model only: what other models have outside of their decoder, nobody has counted. Measured on one
+Known of the reference model only: what other models have outside of their decoder is not counted. Measured on one
 core of a shared machine with five sizes of data, the whole step took 0.8 to 1.9 times what is predicted so.
 
 Known limits: S2 and nodes, which split some of it, count like any other plan; loading of data is not counted.
@@ -17,9 +19,24 @@ from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.time.collectives import gradient_numbers
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.link_seconds import collective_seconds
+from lightning_amp.planning.time.step_seconds import step_seconds
 
 PASSES = 8
 KERNELS = 3000
+
+
+def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
+    """Predicted time of the decoder's part of a step, None for a model without a decoder; as `step_seconds`."""
+    if shape.decoder is None:
+        return None
+    return step_seconds(
+        shape.decoder,
+        axes,
+        mesh,
+        cells=shape.batch_size,
+        rates=rates,
+        element_bytes=shape.element_bytes,
+    )
 
 
 def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | None:

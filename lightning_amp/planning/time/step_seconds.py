@@ -3,7 +3,7 @@
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
     seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, its collectives
                            (collectives.py)
-    seconds of a step      those of all strata that the slowest rank has, the border's and the parameters' collectives
+    seconds of a step      those of all strata that the slowest rank has, the region's and the parameters' collectives
 
 Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
 add up: the roofline is taken operator by operator. Under strata parallelism a rank's strata are those that
@@ -25,8 +25,8 @@ from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import (
     Collective,
-    border_traffic,
     gradient_numbers,
+    region_traffic,
     stratum_traffic,
 )
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
@@ -84,10 +84,10 @@ def step_seconds(
         strata = max(sum(costs[start:end]) + sum(passing[:start]) for start, end in runs)
     else:
         strata = sum(costs)
-    border = border_traffic(decoder, axes, cells=cells, ranks=mesh.model)
+    region = region_traffic(decoder, axes, cells=cells, ranks=mesh.model)
     return (
         strata
-        + sum(c.seconds(mesh.model, rates.links, element_bytes=element_bytes) for c in border)
+        + sum(c.seconds(mesh.model, rates.links, element_bytes=element_bytes) for c in region)
         + _gradient_seconds(decoder, axes, mesh, rates=rates, element_bytes=element_bytes)
     )
 

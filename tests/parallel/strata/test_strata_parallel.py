@@ -130,7 +130,7 @@ def test_contradicting_strategies_are_refused(strategies: str, message: str) -> 
 
 def test_more_ranks_than_strata_are_refused() -> None:
     data = profile(hic(strata=3), rna())
-    with pytest.raises(PlanError, match="3 strata can be dealt to 3 ranks at most"):
+    with pytest.raises(PlanError, match="3 strata can be split over 3 ranks at most"):
         plan(data, devices=4, strategies="strata", model_parallel_size=4)
     made = plan(data, devices=4, strategies="strata")
     assert (made.mesh.data, made.mesh.model) == (2, 2), "not asked for so many"
