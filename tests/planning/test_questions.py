@@ -26,7 +26,7 @@ from lightning_amp.planning.questions.what_if import Source, most_strata, what_i
 from lightning_amp.planning.reports.devices_report import recommendation_report
 from lightning_amp.planning.reports.what_if_report import what_if_report
 from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
-from lightning_amp.planning.time.rest_of_step import rest_seconds
+from lightning_amp.planning.time.model_seconds import rest_seconds
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.simulation.parse_shape import parse_shape
 from tests.planning.profiles import hic, profile, rna

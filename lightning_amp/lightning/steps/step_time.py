@@ -3,7 +3,7 @@
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
 The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that
 some steps whose memory is measured do not count. The prediction is for the same step of the reference model
-(rest_of_step.py); of another model only that of the decoder is known, and the line says so.
+(model_seconds.py); of another model only that of the decoder is known, and the line says so.
 
 Known limits: a step on CUDA waits for the device, up to `MOST` of them; where the memory of every step is measured,
 that takes time too.

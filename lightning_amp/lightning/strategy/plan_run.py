@@ -33,7 +33,7 @@ from lightning_amp.planning.policies.build_rules import (
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.rest_of_step import decoder_seconds, rest_seconds
+from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import parse_bytes

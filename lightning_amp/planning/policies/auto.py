@@ -27,7 +27,7 @@ from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, in_order
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.rest_of_step import decoder_seconds
+from lightning_amp.planning.time.model_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))

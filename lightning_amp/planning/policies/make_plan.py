@@ -19,7 +19,7 @@ from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import Request, check_request
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
-from lightning_amp.planning.time.rest_of_step import decoder_seconds, rest_seconds
+from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
 
@@ -80,14 +80,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What was decided.
-
-    Attributes:
-        strategies: In the order of the library.
-        model_parallel_size: Ranks of the model axis, or "auto".
-        compared: All plans that were compared, the chosen one first; none unless the policy compares.
-        notes: What a person should know of it.
-    """
+    """What was decided: `compared` is empty unless the policy compares plans, else the chosen one comes first."""
 
     strategies: tuple[str, ...]
     model_parallel_size: int | str

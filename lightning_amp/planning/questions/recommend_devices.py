@@ -5,7 +5,7 @@
     efficiency(n) = speed-up(n) * n0 / n
 
 A step with B cells takes an optimiser as far on any number of devices, so the times of steps can be compared: of whole
-steps (rest_of_step.py), for where most of a step is spent outside of the decoder more devices change little. Keys cost
+steps (model_seconds.py), for where most of a step is spent outside of the decoder more devices change little. Keys cost
 the same for one cell as for many: ranks of the data axis repeat them, ranks of the model axis share them. As in a plan,
 the model axis stays inside a node; beyond one node's devices what the data axis sends passes the slower links.
 
@@ -28,7 +28,7 @@ from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.paper import registered
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.rest_of_step import rest_seconds
+from lightning_amp.planning.time.model_seconds import rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
 
