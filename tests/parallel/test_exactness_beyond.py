@@ -13,8 +13,7 @@ from itertools import product
 
 import pytest
 
-from lightning_amp.planning.plan.strategies import conflicts
-from lightning_amp.planning.plan.strategies import in_order
+from lightning_amp.planning.plan.strategies import conflicts, in_order
 from tests.parallel.sharded_cases import (
     Case,
     Model,
