@@ -74,7 +74,7 @@ def test_it_is_the_fastest_that_fits_and_of_those_as_fast_the_simplest() -> None
 
 
 def test_of_equal_times_the_fewest_techniques_win_and_the_library_decides_between_as_few(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_amp.planning.policies.auto.step_seconds", lambda *args, **kwargs: 1.0)
+    monkeypatch.setattr("lightning_amp.planning.policies.auto.decoder_seconds", lambda *args, **kwargs: 1.0)
     assert compared()[0].strategies == ()
     assert {c.verdict for c in compared()[1:]} == {"within 2 %, no simpler"}
     peaks = {c.strategies: c.peak_bytes for c in compared()}
