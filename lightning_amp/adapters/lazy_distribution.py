@@ -1,41 +1,39 @@
 """What a foreign decoder returns while ours computes: a distribution whose log-probability waits to be summed.
 
-    decoder(u, v, b, l).log_prob(x)        [cell, feature], nothing computed yet
-        .mean(), .sum(), torch.mean, torch.sum                 a scalar: the loss of our decoder, in one call
-        -, times or divided by a number                        still waiting
-    everything else                        the distribution, or its log-probability, in full
+    decoder(u, v, b, l).log_prob(x)                      [cell, feature], nothing computed yet
+        .mean(), .sum(), torch.mean, torch.sum, minus    a scalar: the loss of our decoder, in one call
+    everything else                                      the distribution, or its log-probability, in full
 
 In full it is of the module's own class, and made by its own forward, with gradients. Where ranks share the strata it
 is computed by all of them together, and without gradients: parameters have parts of gradients there, so that a loss
 made of single entries would train on something else. With gradients enabled it is therefore refused.
 
-Eager code would have computed at the call: gradients are made only where they were enabled since then, at products too,
-and a tensor that was changed in place since then, or frozen, is refused (unchanged_tensors.py). Numbers wait in the
-order in which they came, and meet the sum as each entry would have met them: a tensor without axes does not change the
-type.
+Eager code would have computed at the call: gradients are made only where they were enabled since then, at minus too,
+and a tensor that was changed in place since then, or frozen, is refused (deferred.py).
 
 Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
-full on one rank of a model group alone waits for the others; what is computed in full is not counted in a plan's
+full on only one rank of a model group waits for the others; what is computed in full is not counted in a plan's
 prediction.
 Legend: cell (B), anchor (N), dim (D), feature (F).
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_amp.adapters.deferred import Deferred, version
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.adapted_stratum import distribution
-from lightning_amp.adapters.unchanged_tensors import Moment
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 
-Number = int | float | Tensor
-Step = tuple[Callable[..., Tensor], Number]
+Values = Callable[[str], Tensor]
 EAGER = (
     "{what} was asked for with gradients, and is computed by the module's own forward: exact, but nothing of what the"
     " plan has installed in its decoder is used; log_prob(x).mean() and .sum() use it"
@@ -69,23 +67,21 @@ class LazyDistribution:
         self._decoder = decoder
         self._look = look
         self._eager = eager
-        self._kind = decoder.kind
         self._inputs = inputs
-        self._moment = Moment([*zip("uvbl", inputs, strict=True), *parameters])
-        self._whole: dict[bool, Any] = {}
+        self._whole = Deferred(self._compute, [*zip("uvbl", inputs, strict=True), *parameters])
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # isinstance is asked by people's code; type() still tells the truth
-        return self._kind
+        return self._decoder.kind
 
     def __repr__(self) -> str:
-        return f"{self._kind.__name__}(computed when it is asked for)"
+        return f"{self._decoder.kind.__name__}(computed when it is asked for)"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.in_full(f"{self._kind.__name__}.{name}"), name)
+        return getattr(self._whole.result(f"{self._decoder.kind.__name__}.{name}"), name)
 
     def log_prob(self, value: Float[Tensor, "cell feature"]) -> Any:
         """Log-probability of every count, waiting to be summed.
@@ -95,187 +91,65 @@ class LazyDistribution:
         """
         shape = (len(self._inputs[0]), self._decoder.n_features)
         if tuple(getattr(value, "shape", ())) != shape:
-            return self.in_full(f"log_prob of something that is not of the shape {shape!r}").log_prob(value)
+            what = f"log_prob of something that is not of the shape {shape!r}"
+            return self._whole.result(what).log_prob(value)
         counts = value.tensors() if isinstance(value, SparseCounts) else (value,)
-        moment = Moment(("x", part) for part in counts)
-        totals: dict[bool, Tensor] = {}
+        x = [("x", part) for part in counts]
+        total = Deferred(lambda _: self._total(value), x, after=self._whole)
+        each = Deferred(lambda what: self._whole.result(what).log_prob(value), x, after=self._whole)
+        return _waiting(total.result, each.result, shape, self._inputs[0])
 
-        def graded() -> bool:
-            return self._moment.graded() and moment.graded()
-
-        def total() -> Tensor:
-            if True in totals:
-                return totals[True] if graded() else totals[True].detach()
-            if graded() not in totals:
-                for one in (self._moment, moment):
-                    one.check("the sum of log_prob(x)", graded=graded())
-                totals[graded()] = self._total(value, graded=graded())
-            return totals[graded()]
-
-        def whole(what: str) -> Tensor:
-            with torch.set_grad_enabled(graded()):
-                moment.check(what, graded=graded())
-                found: Tensor = self.in_full(what).log_prob(value)
-                return found
-
-        return LazyLogProb(total, whole, shape)
-
-    def _total(self, x: Float[Tensor, "cell feature"], *, graded: bool) -> Float[Tensor, ""]:
+    def _total(self, x: Float[Tensor, "cell feature"]) -> Float[Tensor, ""]:
         u, v, b, l = self._inputs  # noqa: E741
         self._look(x)
-        with torch.set_grad_enabled(graded):
-            return -self._decoder.nll(u, v, batch=b, library=l, x=x)
+        return -self._decoder.nll(u, v, batch=b, library=l, x=x)
 
-    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Counts drawn from it, without gradients."""
-        with torch.no_grad():
-            drawn: Tensor = self.in_full("sample").sample(torch.Size(sample_shape))
-            return drawn
-
-    def in_full(self, what: str) -> Any:
-        """The distribution itself.
-
-        Args:
-            what: What was asked for, for the message.
-
-        Raises:
-            InstallError: It would need gradients that ranks have parts of, or something has changed since the call.
-        """
-        wanted = self._moment.graded()
-        if wanted and self._decoder.shared:
+    def _compute(self, what: str) -> Any:
+        """The distribution itself."""
+        if not self._decoder.shared:
+            if torch.is_grad_enabled():
+                warnings.warn(EAGER.format(what=what), stacklevel=3)
+            return self._eager(*self._inputs)
+        if torch.is_grad_enabled():
             raise InstallError(
                 f"{what} was asked for with gradients, and the decoder's strata are shared by several ranks, which sum"
-                " a loss over all cells and features; allowed are log_prob(x).mean() and .sum() and multiples of them,"
-                " and everything under torch.no_grad(): write the loss with these, or leave out what shares the strata"
-                " (S2, S5, nodes, strata)"
+                " a loss over all cells and features; allowed are log_prob(x).mean() and .sum(), of which multiples"
+                " may be taken, and everything under torch.no_grad(): write the loss with these, or leave out what"
+                " shares the strata (S2, S5, nodes, strata)"
             )
-        if True in self._whole:
-            return self._whole[True]
-        if wanted not in self._whole:
-            self._moment.check(what, graded=wanted)
-            if wanted:
-                warnings.warn(EAGER.format(what=what), stacklevel=3)
-            with torch.set_grad_enabled(wanted):
-                self._whole[wanted] = self._shared() if self._decoder.shared else self._eager(*self._inputs)
-        return self._whole[wanted]
-
-    def _shared(self) -> Any:
         u, v, b, l = self._inputs  # noqa: E741
         self._look(None)
         location = self._decoder.location(u, v, batch=b, library=l)
         stratum: Any = self._decoder.strata[0]
         if stratum.binarized:
-            return distribution(self._kind, location, None, None)
-        return distribution(self._kind, location, stratum.log_theta[b], stratum.zi_logits[b])
+            return distribution(self._decoder.kind, location, None, None)
+        return distribution(self._decoder.kind, location, stratum.log_theta[b], stratum.zi_logits[b])
 
 
-class LazyLogProb:
+class LazyLogProb(Tensor):
     """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted.
 
-    Args:
-        total: Their sum, of our decoder.
-        whole: All of them, of the foreign one; is told what was asked for.
-        shape: Cells and features.
-        steps: What they are multiplied with and divided by, in this order.
-        graded: Whether gradients were enabled all the time.
+    Its own values are NaN: whatever else torch does with it is done with those that `each` computes.
+
+    Attributes:
+        total: Computes their sum by our decoder; is told what was asked for.
+        each: Computes all of them by the foreign one.
     """
 
-    def __init__(
-        self,
-        total: Callable[[], Float[Tensor, ""]],
-        whole: Callable[[str], Float[Tensor, "cell feature"]],
-        shape: Sequence[int],
-        *,
-        steps: tuple[Step, ...] = (),
-        graded: bool = True,
-    ) -> None:
-        self._total = total
-        self._whole = whole
-        self._steps = steps
-        self._graded = graded
-        self.shape = torch.Size(shape)
+    total: Values
+    each: Values
 
     __hash__ = object.__hash__
+    # y += z gives y's name to a new tensor
+    __iadd__, __isub__, __imul__, __itruediv__ = (
+        Tensor.__add__,
+        Tensor.__sub__,
+        Tensor.__mul__,
+        Tensor.__truediv__,
+    )
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"log-probability of {tuple(self.shape)!r}, waiting to be summed"
-
-    def numel(self) -> int:
-        """Cells times features."""
-        return self.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """As of a tensor."""
-        return len(self.shape)
-
-    def sum(self, *args: Any, **options: Any) -> Tensor:
-        """Sum of all; with arguments that of the tensor in full."""
-        if args or options:
-            return self.in_full("sum over some axes").sum(*args, **options)
-        with self._mode():
-            # the total is kept, and the caller may add to the sum in place
-            return self._scaled(self._total().clone())
-
-    def mean(self, *args: Any, **options: Any) -> Tensor:
-        """Mean of all; with arguments that of the tensor in full."""
-        if args or options:
-            return self.in_full("mean over some axes").mean(*args, **options)
-        with self._mode():
-            return self._scaled(self._total()) / self.numel()
-
-    def in_full(self, what: str) -> Float[Tensor, "cell feature"]:
-        """All log-probabilities.
-
-        Raises:
-            InstallError: They would need gradients that ranks have parts of.
-        """
-        with self._mode():
-            return self._scaled(self._whole(f"log_prob(x), of which {what} was taken,"))
-
-    def _mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self._graded and torch.is_grad_enabled())
-
-    def _scaled(self, values: Tensor) -> Tensor:
-        for step, number in self._steps:
-            values = step(values, number.to(values.dtype) if isinstance(number, Tensor) else number)
-        return values
-
-    def _then(self, step: Callable[..., Tensor], number: Number) -> "LazyLogProb":
-        # a tensor may be changed in place before the sum
-        kept = number.clone() if isinstance(number, Tensor) else number
-        graded = self._graded and torch.is_grad_enabled()
-        steps = (*self._steps, (step, kept))
-        return LazyLogProb(self._total, self._whole, self.shape, steps=steps, graded=graded)
-
-    def __neg__(self) -> "LazyLogProb":
-        return self._then(torch.mul, -1)
-
-    neg = negative = __neg__
-
-    def __mul__(self, other: Any) -> Any:
-        return self._then(torch.mul, other) if _is_number(other) else self.in_full("a product") * other
-
-    mul = multiply = __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._then(torch.div, other) if _is_number(other) else self.in_full("a quotient") / other
-
-    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
-        """As of a tensor; what is rounded is computed in full."""
-        if rounding_mode is None:
-            return self / other
-        return self.in_full("a rounded quotient").div(other, rounding_mode=rounding_mode)
-
-    divide = div
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.in_full(repr(name)), name)
 
     @classmethod
     def __torch_function__(
@@ -285,58 +159,66 @@ class LazyLogProb:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", repr(func))
-        if name in PRODUCTS and len(args) == 2 and not isinstance(args[0], cls):
-            args = (args[1], args[0])
-        if args and isinstance(args[0], cls) and name in WAITING and "out" not in (kwargs or {}):
-            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        name, named = getattr(func, "__name__", repr(func)), kwargs or {}
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
+        if name in WAITING and len(args) == 1 and not named:
+            return WAITING[name](args[0])
+        computed: list[tuple[Tensor, int]] = []
 
         def whole(value: Any) -> Any:
             if isinstance(value, list | tuple):
-                return [whole(one) for one in value]
-            return value.in_full(f"torch.{name}") if isinstance(value, cls) else value
+                return type(value)(map(whole, value))
+            if not isinstance(value, cls):
+                return value
+            found = value.each(f"log_prob(x), of which {name!r} was taken,")
+            computed.append((found, version(found)))
+            return found
 
-        return func(*map(whole, args), **{key: whole(value) for key, value in (kwargs or {}).items()})
+        result = func(*map(whole, args), **{key: whole(value) for key, value in named.items()})
+        if name in REFUSED or any(version(one) != old for one, old in computed):
+            raise InstallError(
+                f"{name!r} was asked for of log_prob(x), which a decoder under a plan has not computed: what is set or"
+                " changed in place there would be lost; allowed is all that makes a new tensor: use such a one, or"
+                " train with strategies='S1', which runs the decoder's own forward"
+            )
+        return result
 
 
-PRODUCTS = ("mul", "multiply", "__rmul__")
-WAITING = ("mean", "sum", "neg", "negative", "div", "divide", "numel", *PRODUCTS)
+def _waiting(total: Values, each: Values, shape: Sequence[int], like: Tensor) -> LazyLogProb:
+    nothing = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+    made = nothing.expand(*shape).as_subclass(LazyLogProb)
+    made.total, made.each = total, each
+    return made
+
+
+def _sum(values: LazyLogProb) -> Tensor:
+    # the total is kept, and the caller may add to the sum in place
+    return values.total("the sum of log_prob(x)").clone()
+
+
+def _mean(values: LazyLogProb) -> Tensor:
+    return _sum(values) / values.numel()
+
+
+def _minus(values: LazyLogProb) -> LazyLogProb:
+    enabled = torch.is_grad_enabled()
+
+    def minus(compute: Values, what: str) -> Tensor:
+        with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
+            return -compute(what)
+
+    return _waiting(partial(minus, values.total), partial(minus, values.each), values.shape, values)
+
+
+WAITING: dict[str, Callable[[LazyLogProb], Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "neg": _minus,
+    "negative": _minus,
+}
 """Functions of torch that a log-probability answers itself."""
 
-IN_FULL = (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "pow",
-    "abs",
-    "getitem",
-    "len",
-    "iter",
-    "float",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "bool",
-)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex()
-    return isinstance(value, int | float)
-
-
-def _of_whole(name: str) -> Callable[..., Any]:
-    def method(self: LazyLogProb, *args: Any) -> Any:
-        return getattr(self.in_full(f"`{name}`"), name)(*args)
-
-    return method
-
-
-for _name in IN_FULL:
-    setattr(LazyLogProb, f"__{_name}__", _of_whole(f"__{_name}__"))
+_PROPERTIES: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim)
+METADATA = {*(one.__get__ for one in _PROPERTIES), Tensor.size, Tensor.dim, Tensor.numel, torch.numel}
+REFUSED = ("__set__", "register_hook", "retain_grad")

@@ -232,15 +232,10 @@ def test_the_distribution_behaves_as_that_of_the_copy(kind: Copy) -> None:
     assert (lazy.shape, lazy.numel(), lazy.dim(), lazy.size(1)) == (x.shape, x.numel(), 2, x.shape[1])
     two = torch.tensor(2.0, dtype=torch.float64)
     waiting = [
+        (lazy, log_prob),
         (-lazy, -log_prob),
-        (2 * lazy, 2 * log_prob),
-        (lazy / 3, log_prob / 3),
-        (lazy * two, log_prob * two),
-        (two * lazy, two * log_prob),
         (torch.neg(lazy), -log_prob),
-        (torch.mul(lazy, 2), 2 * log_prob),
-        (torch.div(lazy, two), log_prob / two),
-        (-(lazy * 2) / 7, -(log_prob * 2) / 7),
+        (torch.neg(-lazy), log_prob),
     ]
     for a, b in waiting:
         assert isinstance(a, LazyLogProb)
@@ -254,6 +249,9 @@ def test_the_distribution_behaves_as_that_of_the_copy(kind: Copy) -> None:
             (lazy + 1, log_prob + 1),
             (1 - lazy, 1 - log_prob),
             (lazy * x, log_prob * x),
+            ((2 * lazy).mean(), (2 * log_prob).mean()),
+            (torch.mul(lazy, 2), 2 * log_prob),
+            (torch.div(lazy, two), log_prob / two),
             (x / lazy, x / log_prob),
             (torch.exp(-lazy), torch.exp(-log_prob)),
             (torch.stack([lazy, 2 * lazy]), torch.stack([log_prob, 2 * log_prob])),
@@ -270,9 +268,7 @@ def test_what_is_computed_in_full_with_gradients_is_said_and_exact() -> None:
     module, given, x = example(BASE)
     expected = torch.autograd.grad(module.decoder(*given).log_prob(x).sum(1).square().sum(), given[0])[0]
     adapt(module)
-    with pytest.warns(
-        UserWarning, match=r"sum over some axes was taken, was asked for with gradients.*own forward"
-    ):
+    with pytest.warns(UserWarning, match=r"'sum' was taken, was asked for with gradients.*own forward"):
         found = module.decoder(*given).log_prob(x).sum(1).square().sum()
     assert torch.equal(torch.autograd.grad(found, given[0])[0], expected)
 

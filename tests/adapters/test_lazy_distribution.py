@@ -328,6 +328,12 @@ def added_in_place(y: Any) -> Tensor:
     return total * y.sum()  # type: ignore[no-any-return]
 
 
+def assigned_in_place(y: Any) -> Tensor:
+    y += 1
+    y *= 2
+    return y.mean()  # type: ignore[no-any-return]
+
+
 LEARNED = nn.Parameter(torch.tensor(0.3))
 NUMBERS: dict[str, Callable[[Any], Tensor]] = {
     "integer": lambda y: (y / torch.tensor(7)).mean(),
@@ -340,7 +346,7 @@ NUMBERS: dict[str, Callable[[Any], Tensor]] = {
         torch.div(y, 2, rounding_mode="floor").mean() + y.div(3, rounding_mode="trunc").sum()
     ),
     "named": lambda y: torch.mul(y, other=3).mean(),
-    **{f.__name__: f for f in (in_place_later, without_gradients, added_in_place)},
+    **{f.__name__: f for f in (in_place_later, without_gradients, added_in_place, assigned_in_place)},
 }
 
 
@@ -360,6 +366,26 @@ def test_numbers_do_to_the_sum_what_they_do_to_a_tensor(name: str, dtype: torch.
     if name == "learned":
         one, other = (torch.autograd.grad(y, LEARNED)[0] for y in (found, expected))
         torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+
+
+CHANGED: dict[str, Callable[[Any], Any]] = {
+    "mul_": lambda y: y.mul_(2),
+    "neg": lambda y: torch.neg(y, out=y),
+    "__setitem__": lambda y: y.__setitem__(0, 0.0),
+    "register_hook": lambda y: y.register_hook(lambda grad: 2 * grad),
+    "__set__": lambda y: setattr(y, "requires_grad", False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_changed_in_place_or_watched_is_refused(name: str) -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    log_prob = module.decoder(*given).log_prob(x)
+    with warnings.catch_warnings(), torch.set_grad_enabled(name == "register_hook"):
+        warnings.simplefilter("ignore")
+        with pytest.raises(InstallError, match=f"'{name}' was asked for of log_prob.*would be lost"):
+            CHANGED[name](log_prob)
 
 
 def test_no_cells_have_no_mean() -> None:

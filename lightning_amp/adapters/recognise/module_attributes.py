@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_amp.adapters.unchanged_tensors import version
+from lightning_amp.adapters.deferred import version
 
 PLAIN = (int, float, str)
 REGISTERED = ("_parameters", "_buffers", "_modules")

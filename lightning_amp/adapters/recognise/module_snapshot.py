@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_amp.adapters.deferred import version
 from lightning_amp.adapters.forms.column_layout import LISTS
 from lightning_amp.adapters.recognise.module_attributes import PLAIN
 from lightning_amp.adapters.recognise.unused_hooks import hooked
-from lightning_amp.adapters.unchanged_tensors import version
 from lightning_amp.errors import InstallError
 
 SHOWN = 3
