@@ -26,7 +26,6 @@ from lightning_amp.adapters.forms.higlue import lacks, resembles
 from lightning_amp.adapters.forms.multires import MultiResDecoder, resembles_multires
 from lightning_amp.adapters.lazy_distribution import LazyDistribution
 from lightning_amp.adapters.recognise.find_form import adapted
-from lightning_amp.adapters.recognise.find_multires import adapted_multires
 from lightning_amp.adapters.recognise.module_snapshot import Snapshot
 from lightning_amp.adapters.recognise.real_size import FirstBatch
 from lightning_amp.errors import InstallError, ModelError
@@ -59,7 +58,7 @@ class Adapted:
         Raises:
             NotRecognised: There is none of ours for it.
         """
-        decoder = adapted_multires(module) if resembles_multires(module) else adapted(module)
+        decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
         self._forwards[fqn] = module, _Forward(decoder, module)

@@ -26,7 +26,7 @@ from torch import nn
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey, AdaptedConvolutionKey
 from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum, GivenDistribution
-from lightning_amp.adapters.forms.column_layout import LISTS, Layout, NotRecognised
+from lightning_amp.adapters.forms.column_layout import LISTS, Layout, NotRecognised, read_layout
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
 
@@ -94,13 +94,13 @@ def lacks(module: nn.Module) -> list[str]:
     return missing if 2 * len(missing) <= len(parts) else []
 
 
-def check_parts(module: nn.Module, layout: Layout) -> None:
-    """Whether the parts are there that all forms need.
+def read_parts(module: nn.Module) -> Layout:
+    """The strata of a decoder that has the parts that all forms need.
 
     Raises:
-        NotRecognised: A table is missing or has other columns, there are no keys, or the module's forward would not
-            be run.
+        NotRecognised: A table is missing or has other columns, or there are no keys.
     """
+    layout = read_layout(module)
     for name in BINARY_TABLES.values():
         table = getattr(module, name, None)
         if not isinstance(table, nn.Parameter) or table.dim() != 2 or table.shape[1] != layout.n_features:
@@ -109,8 +109,7 @@ def check_parts(module: nn.Module, layout: Layout) -> None:
     if not (_has_lists(module, ATTENTION_LISTS) or _has_lists(module, CONVOLUTION_LISTS)):
         needed = tuple(ATTENTION_LISTS.values()), tuple(CONVOLUTION_LISTS.values())
         raise NotRecognised(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
-    if "forward" in vars(module) or module._compiled_call_impl is not None:
-        raise NotRecognised("has a forward of its own on the instance, or was compiled")
+    return layout
 
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
@@ -182,15 +181,17 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
 
 
 def dim_of(module: Any) -> int:
-    """D, of the first layer.
+    """D, of the first layer; of one resolution or several.
 
     Raises:
         NotRecognised: There is no layer.
     """
-    layers: Any = getattr(module, "value_layers", None) or getattr(module, "key_convs", None) or ()
-    if not len(layers):
+    several: Any = getattr(module, "key_convs_by_res", None) or ()
+    lists = (getattr(module, "value_layers", None), getattr(module, "key_convs", None), *several)
+    layer: Any = next((layers[0] for layers in lists if layers), None)
+    if layer is None:
         raise NotRecognised("has one stratum only, which is the anchors themselves")
-    return int(getattr(layers[0], "in_features", None) or layers[0].in_channels)
+    return int(getattr(layer, "in_features", None) or layer.in_channels)
 
 
 def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:

@@ -24,10 +24,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_keys import AdaptedConvolutionKey, PairedAttentionKey
 from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum, GivenDistribution
 from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
-from lightning_amp.adapters.forms.higlue import BINARY_TABLES, COUNT_TABLES, Form, table_of
-from lightning_amp.adapters.forms.paired_keys import PairedAttentionKey, RowsConvolutionKey
+from lightning_amp.adapters.forms.higlue import BINARY_TABLES, COUNT_TABLES, Form, dim_of, table_of
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
@@ -238,18 +238,6 @@ def _check_columns(subset: Any, places: Tensor) -> None:
         )
 
 
-def dim_of(module: Any) -> int:
-    """D, of the tables of weights or of the first convolution.
-
-    Raises:
-        NotRecognised: No resolution has a second stratum.
-    """
-    convolutions = [layer for layers in module.key_convs_by_res for layer in layers]
-    if not convolutions or not all(isinstance(layer, nn.Conv1d) for layer in convolutions):
-        raise NotRecognised("has no convolutions for its keys")
-    return int(convolutions[0].in_channels)
-
-
 def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
     """Our decoder of a module's layers and tables.
 
@@ -287,9 +275,11 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     spec = module.res_specs[i]
     rows = slice(spec.anchor_offset, spec.anchor_offset + spec.n_anchors)
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in PAIRS.items()}
+    if not isinstance(layers["pairs"], nn.Conv1d):
+        raise NotRecognised(f"has key_convs_by_res of the type {type(layers['pairs']).__name__!r}")
     if not module.use_activation:
         layers["activation"] = nn.Identity()
-    pairs = RowsConvolutionKey(layers["pairs"], layers["activation"], padding=k, rows=rows)
+    pairs = AdaptedConvolutionKey(layers["pairs"], layers["activation"], padding=k, rows=rows)
     if not module.use_attn:
         return pairs
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in ATTENTION.items()}

@@ -17,9 +17,15 @@ OURS = {
 }
 
 
+def attention_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of attention of a decoder, of all resolutions."""
+    several: Any = getattr(module, "attn_layers_by_res", None) or ()
+    return [*getattr(module, "attn_layers", ()), *(layer for layers in several for layer in layers)]
+
+
 def settings_problem(module: nn.Module) -> str:
     """How the attention of a decoder differs from ours, as the end of a sentence; "" if it has no other settings."""
-    layers: Any = () if getattr(module, "use_attn", True) is False else getattr(module, "attn_layers", ())
+    layers = [] if getattr(module, "use_attn", True) is False else attention_layers(module)
     found = list(dict.fromkeys(text for layer in layers for text in _others(layer)))
     return f": its attention has {', '.join(found)}" if found else ""
 

@@ -5,34 +5,44 @@
     chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter, agree
-                    to 1e-9, in training and in evaluation mode; for more cells and anchors, and where values are
-                    large, those by u, v and l
+                    to 1e-9 for few and for more cells and anchors, in training, in evaluation and of a subset of
+                    anchors; where values are large, those by u, v and l
     the real size   that form agrees for two cells with the real lists, buckets, buffers and numbers (real_size.py)
 
 So a copy that differs in anything that shows in a number is not recognised. Nothing of the instance is changed, and no
 random numbers of the caller are used up. Every rank finds the same.
 
 Known limits: what a decoder does with a v longer than its features' anchors, with the number of cells, or with values
-that are still larger, is seen with the first batch alone; a difference where the copy's own result is not finite is
+that are still larger, is seen only with the first batch; a difference where the copy's own result is not finite is
 not seen.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised, read_layout
-from lightning_amp.adapters.forms.higlue import Form, check_parts, forms, make_decoder
+from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
+from lightning_amp.adapters.forms.higlue import Form, forms, make_decoder, read_parts
+from lightning_amp.adapters.forms.multires import make_multires, read_bands, resembles_multires
 from lightning_amp.adapters.recognise.attention_settings import settings_problem
-from lightning_amp.adapters.recognise.module_attributes import Marks, changes, marks
+from lightning_amp.adapters.recognise.module_attributes import changes, marks
 from lightning_amp.adapters.recognise.real_size import difference, needed_bytes
-from lightning_amp.adapters.recognise.small_copy import LARGE, MORE, PAIR, Small, drawn_copy, small_copy
+from lightning_amp.adapters.recognise.small_copy import (
+    LARGE,
+    NEAR_ONE,
+    PAIR,
+    Sizes,
+    Small,
+    drawn_copy,
+    small_copy,
+)
+from lightning_amp.adapters.recognise.small_multires import drawn_multires, small_multires
 from lightning_amp.adapters.recognise.unused_hooks import hooked
 from lightning_amp.errors import AmpError
 
@@ -45,30 +55,40 @@ AT_ONCE_BYTES = 2**31
 Results = dict[str, Tensor]
 
 
+class _Family(NamedTuple):
+    """How decoders of one kind are read, copied small and with all anchors, and made of our parts."""
+
+    read: Callable[[nn.Module], Layout]
+    small: Callable[[nn.Module, Layout, Sizes], Small]
+    drawn: Callable[[nn.Module, Layout, Sizes], Small]
+    forms: Callable[[nn.Module, Form], Iterator[Form]]
+    make: Callable[[nn.Module, Layout, Form], AdaptedDecoder]
+
+
+ONE_RESOLUTION = _Family(read_parts, small_copy, drawn_copy, forms, make_decoder)
+SEVERAL = _Family(read_bands, small_multires, drawn_multires, lambda _, seen: iter([seen]), make_multires)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Case:
     """What a form of ours is to compute too.
 
     Attributes:
         small: The copy that was run.
-        training: In which mode.
-        where: What is special about it, for a message.
+        mode: In which way.
         x: The data.
-        parameters: Those by which gradients are compared.
         expected: The copy's results.
     """
 
     small: Small
-    training: bool
-    where: str
+    mode: str
     x: Tensor
-    parameters: dict[str, Tensor]
     expected: Results
 
     def agrees(self, name: str, found: Tensor) -> bool:
         """Whether a result of ours is the copy's; of large values, if that is finite."""
         expected = self.expected[name]
-        if self.where and not expected.isfinite().all():
+        if self.small.sizes.large and not expected.isfinite().all():
             return True
         return bool((found - expected).norm() <= CLOSE * expected.norm())
 
@@ -79,54 +99,56 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
     Raises:
         NotRecognised: No form of ours computes what the module does.
     """
-    layout = read_layout(module)
-    check_parts(module, layout)
-    form = _form_of(module, layout)
-    decoder = make_decoder(module, layout, form)
-    check_hooks(module, decoder)
-    problem = (
-        _at_real_size(module, layout, form) if sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES else ""
-    )
-    if problem:
-        raise NotRecognised(problem)
+    family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
+    layout = family.read(module)
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        raise NotRecognised("has a forward of its own on the instance, or was compiled")
+    form = _form_of(family, module, layout)
+    decoder = family.make(module, layout, form)
+    names = hooked(module, decoder)
+    if names:
+        raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+    if sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES:
+        _check_real_size(family, module, layout, form)
     return decoder
 
 
-def _at_real_size(module: nn.Module, layout: Layout, form: Form) -> str:
+def _check_real_size(family: _Family, module: nn.Module, layout: Layout, form: Form) -> None:
     device = cast(Any, module).scale_lin.device
     try:
-        real = drawn_copy(module, layout, PAIR)
-        copied, inputs = real.module.to(device).train(), [t.to(device) for t in (*real.inputs, real.b)]
-        u, v, l, b = inputs  # noqa: E741
-        x = real.x(binarized=form.binarized).to(device)
-        found = difference(
-            copied, make_decoder(copied, layout, form), (u.detach(), v.detach(), b, l.detach()), x
-        )
+        real = family.drawn(module, layout, PAIR)
+        copied, x = real.module.to(device).train(), real.x(binarized=form.binarized).to(device)
+        u, v, l, b = (t.detach().to(device) for t in (*real.inputs, real.b))  # noqa: E741
+        found = difference(copied, family.make(copied, layout, form), (u, v, b, l), x)
     except AmpError:
         raise
     except Exception as error:
-        return f"fails at its real size with {error!r}"
-    return f"has {found} than any of our forms at its real size" if found else ""
+        raise NotRecognised(f"fails at its real size with {error!r}") from error
+    if found:
+        raise NotRecognised(f"has {found} than any of our forms at its real size")
 
 
-def _form_of(module: nn.Module, layout: Layout) -> Form:
+def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            small = small_copy(module, layout)
-            before = marks(small.module)
-            seen = _seen(small)
-            cases = [_case(small, seen, training=training) for training in (True, False)]
+            smalls = [family.small(module, layout, sizes) for sizes in NEAR_ONE]
+            first = smalls[0]
+            before = marks(first.module)
+            seen = _seen(first)
+            cases = [_case(small, seen, mode) for small in smalls for mode in small.modes]
         except AmpError:
             raise
         except Exception as error:
             raise NotRecognised(
                 f"fails on a small example with {error!r}{settings_problem(module)}"
             ) from error
-        check_unchanged(before, small.module)
-        cases += _further_cases(module, layout, seen)
+        changed = changes(before, marks(first.module))
+        if changed:
+            raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
+        cases += _large_cases(family, module, layout, seen)
         problems = []
-        for form in forms(small.module, seen):
-            problems.append(next(_differences(cases, form), ""))
+        for form in family.forms(first.module, seen):
+            problems.append(next(_differences(family, cases, form), ""))
             if not problems[-1]:
                 return form
     # the form that comes furthest says most
@@ -138,51 +160,14 @@ def _form_of(module: nn.Module, layout: Layout) -> Form:
 def _seen(small: Small) -> Form:
     """What can be told without trying."""
     given = small.run()
-    kind = kind_of(given)
+    kind = _kind_of(given)
     if issubclass(kind, torch.distributions.Bernoulli):
         return Form(kind=kind, chained=_chained(small, given, binarized=True))
     return Form(kind=kind, chained=_chained(small, given, binarized=False), least=_least(small))
 
 
-def check_hooks(module: nn.Module, decoder: nn.Module) -> None:
-    """Refuse a module with hooks that would not run.
-
-    Raises:
-        NotRecognised: Names some of them.
-    """
-    names = hooked(module, decoder)
-    if names:
-        raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
-
-
-def check_unchanged(before: Marks, module: nn.Module) -> None:
-    """Refuse a module whose forward has changed something of its own.
-
-    Raises:
-        NotRecognised: Names some of what is not as it was.
-    """
-    changed = changes(before, marks(module))
-    if changed:
-        raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
-
-
-def least_of(means: Tensor) -> float:
-    """The one mean of cells without contacts.
-
-    Raises:
-        NotRecognised: They have more than one.
-    """
-    if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
-        raise NotRecognised("returns means for cells without contacts that are not alike")
-    return float(f"{float(means[0, 0]):.12g}")
-
-
-def kind_of(given: object) -> type:
-    """The class of what a decoder returns.
-
-    Raises:
-        NotRecognised: It is none of those that ours can make.
-    """
+def _kind_of(given: object) -> type:
+    """The class of what a decoder returns."""
     kind = type(given)
     counts = issubclass(kind, torch.distributions.NegativeBinomial)
     if issubclass(kind, torch.distributions.Bernoulli) or (
@@ -209,50 +194,49 @@ def _least(small: Small) -> float:
     u, v, l = small.inputs  # noqa: E741
     with torch.no_grad():
         given = small.module(u, v, small.b, 0 * l)
-        return least_of((given.logits + cast(Any, small.module).log_theta[small.b]).exp())
+        means = (given.logits + cast(Any, small.module).log_theta[small.b]).exp()
+    if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
+        raise NotRecognised("returns means for cells without contacts that are not alike")
+    return float(f"{float(means[0, 0]):.12g}")
 
 
-def _case(small: Small, seen: Form, *, training: bool, where: str = "") -> _Case:
-    small.module.train(training)
-    x = small.x(binarized=seen.binarized)
-    parameters: dict[str, Tensor] = {} if where else dict(small.module.named_parameters())
-    total = small.run().log_prob(x).sum()
-    return _Case(small, training, where, x, parameters, _results(small, parameters, total))
+def _case(small: Small, seen: Form, mode: str) -> _Case:
+    x = small.x(binarized=seen.binarized, mode=mode)
+    return _Case(small, mode, x, _results(small, small.run(mode).log_prob(x).sum()))
 
 
-def _further_cases(module: nn.Module, layout: Layout, seen: Form) -> Iterator[_Case]:
-    """Of more cells and anchors, and of large values; where the copy fails with the latter there is none."""
-    yield _case(small_copy(module, layout, MORE), seen, training=True, where=MORE.where)
+def _large_cases(family: _Family, module: nn.Module, layout: Layout, seen: Form) -> Iterator[_Case]:
+    """Of large values; where the copy fails with these there is none."""
     for sizes in LARGE:
         try:
-            yield _case(small_copy(module, layout, sizes), seen, training=True, where=sizes.where)
+            yield _case(family.small(module, layout, sizes), seen, "training")
         except Exception:
             continue
 
 
-def _differences(cases: list[_Case], form: Form) -> Iterator[str]:
+def _differences(family: _Family, cases: list[_Case], form: Form) -> Iterator[str]:
     """Where a form differs from the copies."""
     try:
         for case in cases:
-            small, (u, v, l) = case.small, case.small.inputs  # noqa: E741
-            ours = make_decoder(small.module, small.layout, form)
-            small.module.train(case.training)
-            total = -ours.nll(u, v, batch=small.b, library=l, x=case.x)
+            small, where, (u, v, l) = case.small, case.small.sizes.where, case.small.inputs  # noqa: E741
+            ours = small.ours(family.make(small.module, small.layout, form), case.mode)
+            total = -ours.nll(u, v, batch=small.b, library=ours.library(u, l), x=case.x)
             if not case.agrees(TOTAL, total):
-                yield FAR + case.where
+                yield FAR + where
                 return
-            found = _results(small, case.parameters, total)
-            for name in case.expected:
-                if not case.agrees(name, found[name]):
-                    yield f"has another {name} than any of our forms{case.where}"
+            for name, found in _results(small, total).items():
+                if not case.agrees(name, found):
+                    yield f"has another {name} than any of our forms{where}"
     except NotRecognised as error:
         yield str(error)
     except Exception as error:
         yield f"fails in the comparison with {error!r}"
 
 
-def _results(small: Small, parameters: dict[str, Tensor], total: Tensor) -> Results:
-    named = dict(zip(("u", "v", "l"), small.inputs, strict=True)) | parameters
+def _results(small: Small, total: Tensor) -> Results:
+    named = dict(zip(("u", "v", "l"), small.inputs, strict=True))
+    if not small.sizes.large:
+        named |= dict(small.module.named_parameters())
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     found = {TOTAL: total.detach()}
     for (name, value), grad in zip(named.items(), grads, strict=True):

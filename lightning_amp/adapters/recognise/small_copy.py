@@ -9,20 +9,22 @@
 Where values are large, softmax has one winner, and gradients of most parameters are what rounding leaves of them; those
 of u, v and l are not. So u and v are not large in one copy: a likelihood without a least mean would not be finite.
 
-Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
+small_multires.py has what decoders of several resolutions add.
+Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.column_layout import LISTS, Layout, columns_list, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, dim_of
+from lightning_amp.adapters.recognise.attention_settings import attention_layers
 from lightning_amp.parallel.contract.hooks import KINDS
 
 WINDOW = 3
@@ -33,13 +35,15 @@ class Sizes:
     """How many there are, what values are multiplied with, and what is added to two of the tables.
 
     Attributes:
-        where: In words, for a message; "" where all is near 1.
+        where: In words, for a message.
+        large: Whether values are large, so that gradients of parameters are not compared, nor what is not finite.
         cells: B.
         more: Anchors beyond the number of strata, at least.
         short: Anchors that the last bucket lacks.
     """
 
     where: str = ""
+    large: bool = False
     cells: int = 3
     more: int = 11
     short: int = 1
@@ -50,14 +54,25 @@ class Sizes:
     log_theta: float = 0.0
     zi_logits: float = 0.0
 
+    def n_anchors(self, at_least: int) -> int:
+        """N with a last bucket that lacks `short` anchors."""
+        return at_least + -(at_least + self.short) % WINDOW
 
-NEAR_ONE = Sizes()
-MORE = Sizes(where=" for more cells and anchors", cells=24, more=40, short=2)
+
+NEAR_ONE = (Sizes(), Sizes(where=" for more cells and anchors", cells=24, more=40, short=2))
 PAIR = Sizes(cells=2)
 LARGE = (
-    Sizes(where=" where u is large", short=0, u=30, counts=30),
+    Sizes(where=" where u is large", large=True, short=0, u=30, counts=30),
     # additional zeros are so rare here that another small number in their place shows
-    Sizes(where=" where v and weights are large", v=30, counts=30, layers=5, log_theta=2, zi_logits=-30),
+    Sizes(
+        where=" where v and weights are large",
+        large=True,
+        v=30,
+        counts=30,
+        layers=5,
+        log_theta=2,
+        zi_logits=-30,
+    ),
 )
 
 
@@ -67,21 +82,33 @@ class Small:
 
     module: nn.Module
     layout: Layout
+    sizes: Sizes
     inputs: tuple[Tensor, Tensor, Tensor]
     b: Tensor
     counts: Tensor
 
-    def run(self) -> Any:
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Ways in which it is run."""
+        return "training", "evaluation"
+
+    def run(self, mode: str = "training") -> Any:
         """What the copy returns."""
         u, v, l = self.inputs  # noqa: E741
+        self.module.train(mode != "evaluation")
         return self.module(u, v, self.b, l)
 
-    def x(self, *, binarized: bool) -> Tensor:
+    def x(self, *, binarized: bool, mode: str = "training") -> Tensor:
         """Data that the copy may have been made for."""
         return (self.counts > 0).double() if binarized else self.counts
 
+    def ours(self, decoder: AdaptedDecoder, mode: str) -> AdaptedDecoder:
+        """Our decoder for this way of running the copy."""
+        self.module.train(mode != "evaluation")
+        return decoder
 
-def small_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Small:
+
+def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
     """A small copy of a module, which is left as it is.
 
     Args:
@@ -93,40 +120,65 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Sm
         NotRecognised: The decoder has no layers.
     """
     n_strata = len(layout.nodes)
-    n_anchors = n_strata + sizes.more
-    n_anchors += -(n_anchors + sizes.short) % WINDOW
+    n_anchors = sizes.n_anchors(n_strata + sizes.more)
     # three or four of the anchors that have a pair at this distance, up to the last one
     nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
     nodes[0] = torch.arange(n_anchors)
     small = drawn_copy(module, layout_of(nodes), sizes)
-    for layer in getattr(small.module, "attn_layers", ()):
-        layer.window_size = WINDOW
+    set_window(small.module)
     return small
 
 
-def drawn_copy(module: nn.Module, layout: Layout, sizes: Sizes = NEAR_ONE) -> Small:
-    """A copy of a module with these anchors and columns, whose parameters are drawn anew.
+def drawn_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
+    """A copy of a module with these anchors and columns, whose parameters are drawn anew."""
+    columns = [torch.arange(*run) for run in layout.columns]
+    memo: dict[int, Any] = {}
+    for name in LISTS:
+        value = getattr(module, name)
+        lists = columns if name == columns_list(module) else layout.nodes
+        memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
+    copied, *values = draw(module, memo, sizes, n_anchors=layout.n_anchors, n_features=layout.n_features)
+    return Small(copied, layout, sizes, *values)
+
+
+def draw(
+    module: nn.Module, memo: dict[int, Any], sizes: Sizes, *, n_anchors: int, n_features: int
+) -> tuple[Any, ...]:
+    """A copy of a module whose parameters are drawn anew, and what it is run on: u, v and l; b; counts.
 
     Args:
         module: The foreign decoder, which is left as it is.
-        layout: Of the copy.
+        memo: What deepcopy is to take in place of its lists, by id.
         sizes: Of the values and the cells.
-
-    Raises:
-        NotRecognised: The decoder has no layers.
+        n_anchors: N.
+        n_features: F.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int, size: float = 1.0) -> Tensor:
-        return size * torch.randn(shape, dtype=torch.float64, generator=generator)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    copied = copy.deepcopy(module, _substitutes(module, layout, draw, sizes))
-    n_batches, dim = cast(Any, module).scale_lin.shape[0], dim_of(module)
-    u = draw(sizes.cells, dim, size=sizes.u * dim**-0.5).requires_grad_()
-    v = draw(layout.n_anchors, dim, size=sizes.v).requires_grad_()
-    counts = sizes.counts * torch.poisson(draw(sizes.cells, layout.n_features).square(), generator=generator)
-    l = (counts.sum(1, keepdim=True) + 1).requires_grad_()  # noqa: E741
-    return Small(copied, layout, (u, v, l), torch.arange(sizes.cells) % n_batches, counts)
+    drawn: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        shape = (len(parameter), n_features) if name in TABLES else parameter.shape
+        drawn[id(parameter)] = nn.Parameter(_scaled(normal(*shape), name, sizes))
+    for buffer in module.buffers():
+        dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
+        drawn[id(buffer)] = buffer.detach().cpu().to(dtype, copy=True)
+    copied = copy.deepcopy(module, no_hooks(module) | drawn | memo)
+    dim, resolutions = dim_of(module), len(getattr(module, "res_specs", "1"))
+    u = (sizes.u * dim**-0.5 * normal(sizes.cells, dim)).requires_grad_()
+    v = (sizes.v * normal(n_anchors, dim)).requires_grad_()
+    counts = sizes.counts * torch.poisson(normal(sizes.cells, n_features).square(), generator=generator)
+    l = (counts.sum(1, keepdim=True) * torch.arange(1, resolutions + 1) + 1).requires_grad_()  # noqa: E741
+    b = torch.arange(sizes.cells) % len(cast(Any, module).scale_lin)
+    return copied, (u, v, l), b, counts
+
+
+def set_window(module: nn.Module) -> None:
+    """Give a copy's attention small buckets."""
+    for layer in attention_layers(module):
+        cast(Any, layer).window_size = WINDOW
 
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
@@ -134,39 +186,13 @@ def no_hooks(module: nn.Module) -> dict[int, Any]:
     return {id(getattr(child, kind)): OrderedDict() for child in module.modules() for kind in KINDS}
 
 
-def _substitutes(module: nn.Module, layout: Layout, draw: Any, sizes: Sizes) -> dict[int, Any]:
-    """What deepcopy is to take in place of parameters, buffers, lists and hooks."""
-    memo = no_hooks(module)
-    for name, parameter in module.named_parameters():
-        shape = (len(parameter), layout.n_features) if name in TABLES else parameter.shape
-        memo[id(parameter)] = nn.Parameter(parameter_values(name, shape, draw, sizes))
-    for buffer in module.buffers():
-        memo[id(buffer)] = (
-            buffer.detach().cpu().to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)
-        )
-    columns = [torch.arange(*run) for run in layout.columns]
-    for name in LISTS:
-        value = getattr(module, name)
-        lists = columns if name == columns_list(module) else layout.nodes
-        memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
-    return memo
-
-
-def parameter_values(name: str, shape: Sequence[int], draw: Callable[..., Tensor], sizes: Sizes) -> Tensor:
-    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0.
-
-    Args:
-        name: Of the parameter.
-        shape: Of the values.
-        draw: Of a shape and a size.
-        sizes: What they are multiplied with.
-    """
+def _scaled(values: Tensor, name: str, sizes: Sizes) -> Tensor:
+    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0."""
     if name in TABLES:
-        added = {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
-        return draw(*shape, size=0.5) + added
-    if len(shape) < 2:
-        return draw(*shape, size=0.5) + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
-    return draw(*shape, size=sizes.layers * shape[-1] ** -0.5)
+        return 0.5 * values + {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
+    if values.dim() < 2:
+        return 0.5 * values + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return sizes.layers * values / values.shape[-1] ** 0.5
 
 
 def _like(rows: Tensor, example: Any) -> Any:
