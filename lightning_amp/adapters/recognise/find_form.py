@@ -31,7 +31,7 @@ from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, forms, make_decoder, read_parts
 from lightning_amp.adapters.forms.multires import make_multires, read_bands, resembles_multires
 from lightning_amp.adapters.recognise.attention_settings import settings_problem
-from lightning_amp.adapters.recognise.module_attributes import changes, marks
+from lightning_amp.adapters.recognise.module_attributes import Contents, changed
 from lightning_amp.adapters.recognise.real_size import difference, needed_bytes
 from lightning_amp.adapters.recognise.small_copy import (
     LARGE,
@@ -133,7 +133,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
         try:
             smalls = [family.small(module, layout, sizes) for sizes in NEAR_ONE]
             first = smalls[0]
-            before = marks(first.module)
+            before = Contents(first.module)
             seen = _seen(first)
             cases = [_case(small, seen, mode) for small in smalls for mode in small.modes]
         except AmpError:
@@ -142,9 +142,9 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
             raise NotRecognised(
                 f"fails on a small example with {error!r}{settings_problem(module)}"
             ) from error
-        changed = changes(before, marks(first.module))
-        if changed:
-            raise NotRecognised(f"changes {changed[:SHOWN]!r} of its own in forward, which ours would not")
+        others = changed(before, Contents(first.module))
+        if others:
+            raise NotRecognised(f"changes {others[:SHOWN]!r} of its own in forward, which ours would not")
         cases += _large_cases(family, module, layout, seen)
         problems = []
         for form in family.forms(first.module, seen):

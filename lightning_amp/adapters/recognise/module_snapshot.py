@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.deferred import version
 from lightning_amp.adapters.forms.column_layout import LISTS
-from lightning_amp.adapters.recognise.module_attributes import PLAIN
 from lightning_amp.adapters.recognise.unused_hooks import hooked
 from lightning_amp.errors import InstallError
 
 SHOWN = 3
+PLAIN = (int, float, str)
 GONE = None
 """In place of what is not there; a parameter that is None is none."""
 TORCH = frozenset(vars(nn.Module()))

@@ -14,6 +14,7 @@ Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 
 import copy
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, cast
@@ -192,7 +193,7 @@ def _scaled(values: Tensor, name: str, sizes: Sizes) -> Tensor:
         return 0.5 * values + {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
     if values.dim() < 2:
         return 0.5 * values + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
-    return sizes.layers * values / values.shape[-1] ** 0.5
+    return sizes.layers * values / math.sqrt(values.shape[-1])
 
 
 def _like(rows: Tensor, example: Any) -> Any:
