@@ -193,11 +193,12 @@ class _Forward(StandIn):
         """
         self.snapshot.check(self.module, self.decoder)
         decoder, options = self.decoder, {}
-        if isinstance(decoder, MultiResDecoder):
-            given, named, subset = _with_subset(given, named)
-            if subset is not None:
-                decoder, options = decoder.among(subset), {"subset": subset}
-        u, v, b, l = _inputs(given, named)  # noqa: E741
+        names = (*INPUTS, "subset") if isinstance(decoder, MultiResDecoder) else INPUTS
+        named = _by_name(given, named, names)
+        u, v, b, l = (named[name] for name in INPUTS)  # noqa: E741
+        subset = named.get("subset")
+        if isinstance(decoder, MultiResDecoder) and subset is not None:
+            decoder, options = decoder.among(subset), {"subset": subset}
         l = decoder.library(u, l)  # noqa: E741
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
         inputs = u, v, b, l
@@ -210,25 +211,16 @@ class _Forward(StandIn):
         return LazyDistribution(decoder, eager, inputs, self.snapshot.parameters, look)
 
 
-def _with_subset(
-    given: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The inputs, and the subset of anchors if there is one."""
-    places = len(INPUTS)
-    if len(given) == places + 1:
-        return given[:places], named, given[places]
-    return given, {name: value for name, value in named.items() if name != "subset"}, named.get("subset")
-
-
-def _inputs(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    missing = INPUTS[len(given) :]
-    if len(given) > len(INPUTS) or set(named) != set(missing):
+def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    found = dict(zip(names, given, strict=False)) | named
+    fits = len(found) == len(given) + len(named) and set(INPUTS) <= set(found) <= set(names)
+    if not fits:
         raise InstallError(
             f"a decoder of HiGLUE's shape was called with {len(given)!r} arguments and {sorted(named)!r} by name;"
-            f" allowed are {INPUTS!r}, which are all that the plan's decoder knows: leave out the others, or train with"
+            f" allowed are {names!r}, which are all that the plan's decoder knows: leave out the others, or train with"
             " strategies='S1', which runs the decoder's own forward"
         )
-    return (*given, *(named[name] for name in missing))
+    return found
 
 
 def _check_rows(b: object, *, n_cells: int, n_rows: int) -> None:

@@ -18,10 +18,10 @@ Legend: anchor (N), dim (D), stratum (K), feature (F), experiment (row of the ta
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey, AdaptedConvolutionKey
@@ -32,6 +32,7 @@ from lightning_amp.models.decoders.stratum import ZINB
 
 BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
 COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}
+S = TypeVar("S", bound=AdaptedStratum)
 TABLES = (*COUNT_TABLES.values(), "ber_logits")
 ATTENTION_LISTS = {
     "prenorm": "prenorm_layers",
@@ -78,11 +79,10 @@ class Form:
         return issubclass(self.kind, torch.distributions.Bernoulli)
 
 
-def resembles(module: nn.Module) -> bool:
+def resembles(module: nn.Module, names: tuple[str, ...] = LISTS) -> bool:
     """Whether a module has what no other kind of module would have by chance."""
-    return all(hasattr(module, name) for name in LISTS) and isinstance(
-        getattr(module, "scale_lin", None), nn.Parameter
-    )
+    has_table = isinstance(getattr(module, "scale_lin", None), nn.Parameter)
+    return has_table and all(hasattr(module, name) for name in names)
 
 
 def lacks(module: nn.Module) -> list[str]:
@@ -150,17 +150,15 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
         NotRecognised: A layer has a setting that ours does not know.
     """
     n_strata = len(layout.nodes)
-    tables = BINARY_TABLES if form.binarized else COUNT_TABLES
-    device = module.scale_lin.device
     strata = [
-        AdaptedStratum(
+        make_stratum(
+            AdaptedStratum,
+            module,
             _key(module, k, n_strata, form),
-            layout.nodes[k].to(device),
-            columns=layout.columns[k],
-            tables={name: table_of(module, foreign) for name, foreign in tables.items()},
-            likelihood=ZINB() if form.ours else GivenDistribution(form.kind),
+            layout.nodes[k],
+            layout.columns[k],
+            form,
             chained=form.chained and form.attention and k > 0,
-            least=form.least,
         )
         for k in range(n_strata)
     ]
@@ -177,6 +175,29 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
         head=head if isinstance(head, nn.Linear) else None,
         normalised=form.normalised,
         kind=form.kind,
+    )
+
+
+def make_stratum(
+    kind: type[S],
+    module: Any,
+    key: nn.Module | None,
+    nodes: Tensor,
+    columns: tuple[int, int],
+    form: Form,
+    *,
+    chained: bool = False,
+) -> S:
+    """A stratum of ours with a foreign decoder's tables."""
+    tables = BINARY_TABLES if form.binarized else COUNT_TABLES
+    return kind(
+        key,
+        nodes.to(module.scale_lin.device),
+        columns=columns,
+        tables={name: _table(module, foreign) for name, foreign in tables.items()},
+        likelihood=ZINB() if form.ours else GivenDistribution(form.kind),
+        chained=chained,
+        least=form.least,
     )
 
 
@@ -219,12 +240,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     return AdaptedAttentionKey(layers, projected=form.projected, residual=form.residual)
 
 
-def table_of(module: nn.Module, name: str) -> nn.Parameter:
-    """A table of a decoder.
-
-    Raises:
-        NotRecognised: There is none, or one of another size than the others.
-    """
+def _table(module: nn.Module, name: str) -> nn.Parameter:
     table, like = getattr(module, name, None), getattr(module, "scale_lin", None)
     if not isinstance(table, nn.Parameter) or not isinstance(like, nn.Parameter) or table.shape != like.shape:
         raise NotRecognised(f"has no table {name!r} of the size of 'scale_lin'")

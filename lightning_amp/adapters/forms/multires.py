@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.adapted_keys import AdaptedConvolutionKey, PairedAttentionKey
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
 from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
-from lightning_amp.adapters.forms.higlue import BINARY_TABLES, COUNT_TABLES, Form, dim_of, table_of
+from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion
 
 ATTENTION = {
@@ -48,10 +47,7 @@ WITH_SUBSETS = ("strata",)
 
 def resembles_multires(module: nn.Module) -> bool:
     """Whether a module has what no other kind of module would have by chance."""
-    names = ("res_specs", "band_idx_0", "key_convs_by_res", "strata_weights_by_res")
-    return all(hasattr(module, name) for name in names) and isinstance(
-        getattr(module, "scale_lin", None), nn.Parameter
-    )
+    return resembles(module, ("res_specs", "band_idx_0", "key_convs_by_res", "strata_weights_by_res"))
 
 
 def bands(module: nn.Module) -> list[Tensor]:
@@ -249,22 +245,13 @@ def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
     Raises:
         NotRecognised: Layers are missing, or have settings that ours do not know.
     """
-    tables = BINARY_TABLES if form.binarized else COUNT_TABLES
-    device = module.scale_lin.device
     strata: list[MultiResStratum] = []
     for i, spec in enumerate(module.res_specs):
         for k in range(spec.n_strata):
             place = len(strata)
+            key = _key(module, i, k) if k else None
             nodes = layout.nodes[place] + (0 if k else spec.anchor_offset)
-            stratum = MultiResStratum(
-                _key(module, i, k) if k else None,
-                nodes.to(device),
-                columns=layout.columns[place],
-                tables={name: table_of(module, foreign) for name, foreign in tables.items()},
-                likelihood=ZINB() if form.ours else GivenDistribution(form.kind),
-                chained=False,
-                least=form.least,
-            )
+            stratum = make_stratum(MultiResStratum, module, key, nodes, layout.columns[place], form)
             stratum.resolution = i
             strata.append(stratum)
     return MultiResDecoder(module, strata, layout, kind=form.kind)

@@ -117,7 +117,7 @@ def _check_real_size(family: _Family, module: nn.Module, layout: Layout, form: F
     device = cast(Any, module).scale_lin.device
     try:
         real = family.drawn(module, layout, PAIR)
-        copied, x = real.module.to(device).train(), real.x(binarized=form.binarized).to(device)
+        copied, x = real.module.to(device).train(), real.x("training", binarized=form.binarized).to(device)
         u, v, l, b = (t.detach().to(device) for t in (*real.inputs, real.b))  # noqa: E741
         found = difference(copied, family.make(copied, layout, form), (u, v, b, l), x)
     except AmpError:
@@ -159,7 +159,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
 
 def _seen(small: Small) -> Form:
     """What can be told without trying."""
-    given = small.run()
+    given = small.run("training")
     kind = _kind_of(given)
     if issubclass(kind, torch.distributions.Bernoulli):
         return Form(kind=kind, chained=_chained(small, given, binarized=True))
@@ -184,7 +184,7 @@ def _chained(small: Small, given: Any, *, binarized: bool) -> bool:
     layers: Any = getattr(small.module, "value_layers", ())
     if len(small.layout.columns) < 3 or not len(layers):
         return False
-    third = given.log_prob(small.x(binarized=binarized))[:, slice(*small.layout.columns[2])].sum()
+    third = given.log_prob(small.x("training", binarized=binarized))[:, slice(*small.layout.columns[2])].sum()
     (grad,) = torch.autograd.grad(third, [layers[0].weight], allow_unused=True)
     return grad is not None and bool(grad.any())
 
@@ -201,7 +201,7 @@ def _least(small: Small) -> float:
 
 
 def _case(small: Small, seen: Form, mode: str) -> _Case:
-    x = small.x(binarized=seen.binarized, mode=mode)
+    x = small.x(mode, binarized=seen.binarized)
     return _Case(small, mode, x, _results(small, small.run(mode).log_prob(x).sum()))
 
 

@@ -10,7 +10,6 @@ not seen.
 import io
 import pickle
 from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lightning_amp.adapters.deferred import version
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 TORCH = frozenset(vars(nn.Module())).difference(REGISTERED)
-BY_IDENTITY = (nn.Module, ModuleType, type, FunctionType, BuiltinFunctionType, MethodType)
+PLAIN = (int, float, str, bytes)
 
 
 class Contents(pickle.Pickler):
@@ -38,19 +37,8 @@ class Contents(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> tuple[int, int] | None:
         """What stands for a value that is known by identity."""
-        if not isinstance(value, (Tensor, *BY_IDENTITY)):
+        if isinstance(value, PLAIN) or (not isinstance(value, Tensor | nn.Module) and _has_contents(value)):
             return None
-        return self._identity(value)
-
-    def reducer_override(self, value: Any) -> Any:
-        """As pickle has it, and by identity where it has nothing."""
-        try:
-            value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:
-            return tuple, (self._identity(value),)
-        return NotImplemented
-
-    def _identity(self, value: Any) -> tuple[int, int]:
         self._known.append(value)
         return id(value), version(value) if isinstance(value, Tensor) else 0
 
@@ -58,6 +46,14 @@ class Contents(pickle.Pickler):
 def changed(before: Contents, after: Contents) -> list[str]:
     """Names of what is not as it was."""
     return [name for name in before.found | after.found if before.found.get(name) != after.found.get(name)]
+
+
+def _has_contents(value: Any) -> bool:
+    try:
+        # of functions and classes there is a name or an error
+        return not isinstance(value.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str)
+    except Exception:
+        return False
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -25,10 +25,13 @@ from torch import Tensor, nn
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.column_layout import LISTS, Layout, columns_list, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, dim_of
+from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.adapters.recognise.attention_settings import attention_layers
 from lightning_amp.parallel.contract.hooks import KINDS
 
 WINDOW = 3
+DRAWN = 5
+"""Anchors of a resolution in a subset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,22 +94,33 @@ class Small:
     @property
     def modes(self) -> tuple[str, ...]:
         """Ways in which it is run."""
-        return "training", "evaluation"
+        draws = hasattr(self.module, "res_specs") and hasattr(self.module, "sample_feature_subset")
+        return ("training", "evaluation", "subset") if draws else ("training", "evaluation")
 
-    def run(self, mode: str = "training") -> Any:
+    def run(self, mode: str) -> Any:
         """What the copy returns."""
         u, v, l = self.inputs  # noqa: E741
-        self.module.train(mode != "evaluation")
-        return self.module(u, v, self.b, l)
+        options = {"subset": self._subset()} if mode == "subset" else {}
+        return self.module.train(mode != "evaluation")(u, v, self.b, l, **options)
 
-    def x(self, *, binarized: bool, mode: str = "training") -> Tensor:
+    def x(self, mode: str, *, binarized: bool) -> Tensor:
         """Data that the copy may have been made for."""
-        return (self.counts > 0).double() if binarized else self.counts
+        counts = self.counts[:, self._subset().cols] if mode == "subset" else self.counts
+        return (counts > 0).double() if binarized else counts
 
     def ours(self, decoder: AdaptedDecoder, mode: str) -> AdaptedDecoder:
         """Our decoder for this way of running the copy."""
         self.module.train(mode != "evaluation")
-        return decoder
+        return cast(MultiResDecoder, decoder).among(self._subset()) if mode == "subset" else decoder
+
+    def _subset(self) -> Any:
+        """Some anchors, the same at every call."""
+        module: Any = self.module
+        known, module.anchor_subsample = module.anchor_subsample, DRAWN
+        torch.manual_seed(0)
+        found = module.sample_feature_subset()
+        module.anchor_subsample = known
+        return found
 
 
 def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:

@@ -1,63 +1,21 @@
 """A small copy of a decoder of several resolutions: as small_copy.py has it, with fewer anchors of every resolution.
 
-Columns are missing where the decoder has not all. It is run with a subset of its anchors too.
+Columns are missing where the decoder has not all.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.column_layout import Layout
-from lightning_amp.adapters.forms.multires import MultiResDecoder, bands, read_bands
+from lightning_amp.adapters.forms.multires import bands, read_bands
 from lightning_amp.adapters.recognise.small_copy import WINDOW, Sizes, Small, draw, set_window
 
-DRAWN = 5
-"""Anchors of a resolution in a subset."""
 
-
-class SmallMultires(Small):
-    """A small copy of several resolutions."""
-
-    __slots__ = ()
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Ways in which it is run."""
-        drawn = ("subset",) if hasattr(self.module, "sample_feature_subset") else ()
-        return "training", "evaluation", *drawn
-
-    def run(self, mode: str = "training") -> Any:
-        """What the copy returns."""
-        if mode != "subset":
-            return Small.run(self, mode)
-        u, v, l = self.inputs  # noqa: E741
-        return self.module.train()(u, v, self.b, l, subset=self.subset())
-
-    def x(self, *, binarized: bool, mode: str = "training") -> Tensor:
-        """Data that the copy may have been made for."""
-        x = Small.x(self, binarized=binarized)
-        return x[:, self.subset().cols] if mode == "subset" else x
-
-    def ours(self, decoder: AdaptedDecoder, mode: str) -> AdaptedDecoder:
-        """Our decoder for this way of running the copy."""
-        decoder = Small.ours(self, decoder, mode)
-        return cast(MultiResDecoder, decoder).among(self.subset()) if mode == "subset" else decoder
-
-    def subset(self) -> Any:
-        """Some anchors, the same at every call."""
-        module: Any = self.module
-        known, module.anchor_subsample = module.anchor_subsample, DRAWN
-        torch.manual_seed(0)
-        found = module.sample_feature_subset()
-        module.anchor_subsample = known
-        return found
-
-
-def small_multires(module: Any, layout: Layout, sizes: Sizes) -> SmallMultires:
+def small_multires(module: Any, layout: Layout, sizes: Sizes) -> Small:
     """A small copy of a module, which is left as it is."""
     memo: dict[int, Any] = {}
     specs: list[Any] = []
@@ -85,12 +43,12 @@ def small_multires(module: Any, layout: Layout, sizes: Sizes) -> SmallMultires:
     return small
 
 
-def drawn_multires(module: Any, layout: Layout, sizes: Sizes) -> SmallMultires:
+def drawn_multires(module: Any, layout: Layout, sizes: Sizes) -> Small:
     """A copy of a module with its own anchors and columns, whose parameters are drawn anew."""
     n_anchors = sum(spec.n_anchors for spec in module.res_specs)
     return _drawn(module, {}, sizes, n_anchors=n_anchors, n_features=layout.n_features)
 
 
-def _drawn(module: nn.Module, memo: dict[int, Any], sizes: Sizes, **numbers: int) -> SmallMultires:
+def _drawn(module: nn.Module, memo: dict[int, Any], sizes: Sizes, **numbers: int) -> Small:
     copied, *values = draw(module, memo, sizes, **numbers)
-    return SmallMultires(copied, read_bands(copied), sizes, *values)
+    return Small(copied, read_bands(copied), sizes, *values)
