@@ -1,15 +1,11 @@
 """Find decoders written elsewhere in a module, and let ours stand in for their forward until `undo`.
 
-The module's parameters, names, children and state_dict stay what they are. Its `forward` is set on the instance, so its
-class, and other instances of it, are not touched. A decoder that no rule of the plan has changed gets its own forward
-back by `keep`: it then computes bit for bit what it did before.
+Parameters, names, children and state_dict stay what they are: `forward` is set on the instance. A decoder that no rule
+of the plan has changed gets its own forward back by `keep`, and computes bit for bit what it did before. One that is
+changed later (another parameter object, child, setting, buffer or hook) is refused when it is called.
 
-How many rows v has is known when a decoder is called, and not before: `tell_rows` says so where it has others than its
-features have anchors. A v that is longer costs memory and time in every key.
-
-A decoder that is changed later (another parameter object, child, setting, buffer or hook) is refused when it is called.
-
-Known limit: a LightningModule that is such a decoder itself is not taken for one; a note says so.
+How many rows v has is known only when a decoder is called: `tell_rows` says so where it has others than its features
+have anchors. A v that is longer costs memory and time in every key.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,11 +49,7 @@ class Adapted:
         self._watches: list[RemovableHandle] = []
 
     def add(self, fqn: str, module: nn.Module) -> None:
-        """Let ours stand in for a decoder.
-
-        Raises:
-            NotRecognised: There is none of ours for it.
-        """
+        """Let ours stand in for a decoder, or raise NotRecognised."""
         decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
@@ -65,7 +57,7 @@ class Adapted:
         self.stand_in()
 
     def stand_in(self) -> None:
-        """Let ours stand in for all that were recognised, those too in which nothing was changed."""
+        """Let ours stand in for all that were recognised, also where nothing was changed."""
         for fqn, (module, forward) in self._forwards.items():
             cast(Any, module).forward = forward
             self.decoders[fqn] = module
@@ -74,19 +66,15 @@ class Adapted:
         """Say when a v comes with other rows than a decoder was taken to have, which it has from then on.
 
         Args:
-            tell: Called with a sentence, before the decoder computes anything, and on all ranks alike; once at most
-                for each decoder.
+            tell: Called with a sentence, before the decoder computes anything, and on all ranks; once at most for
+                each decoder.
         """
         for module, forward in self._forwards.values():
             if forward.decoder.reads_all_rows:
                 self._watches.append(_watch(module, forward, tell))
 
     def keep(self, changed: Iterable[str]) -> None:
-        """Undo those in which nothing was changed.
-
-        Args:
-            changed: Names of the modules that were.
-        """
+        """Undo those that have none of these changed modules in them."""
         names = tuple(changed)
         for fqn in list(self.decoders):
             if not any(name.startswith(f"{fqn}.") for name in names):
@@ -119,16 +107,17 @@ class Adapted:
 
 
 def adapt(module: nn.Module) -> Adapted:
-    """Let our decoders stand in for all that are recognised in a module.
+    """Let our decoders stand in for all that are recognised in a LightningModule.
 
-    Args:
-        module: The LightningModule.
+    Known limit: one that is such a decoder itself is not taken for one; a note says so.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
         try:
             if not (resembles(child) or resembles_multires(child)):
-                _check_lacks(child)
+                missing = lacks(child)
+                if missing:
+                    raise NotRecognised(f"has no {', '.join(missing)}")
                 continue
             if not fqn:
                 raise NotRecognised("is the LightningModule itself: make the decoder a module in it")
@@ -139,12 +128,6 @@ def adapt(module: nn.Module) -> Adapted:
                 f" module (S1), because it {reason}"
             )
     return found
-
-
-def _check_lacks(module: nn.Module) -> None:
-    missing = lacks(module)
-    if missing:
-        raise NotRecognised(f"has no {', '.join(missing)}")
 
 
 def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) -> RemovableHandle:

@@ -131,7 +131,7 @@ def test_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
         refused = found.pop("refused")
         assert "S5 was asked for and cannot deal the channels of" in refused["S5"]
         assert "nodes was asked for on 'MultiResDecoder'" in refused["nodes"]
-        assert "subset of its anchors, and S2 deal its features or channels" in refused["S2"]
+        assert "subset of its anchors, and S2 share its features or channels" in refused["S2"]
         assert "or set anchor_subsample=None" in refused["S2"]
         assert len(found) == 15
         assert {key: far for key, far in found.items() if not far <= 1e-9} == {}

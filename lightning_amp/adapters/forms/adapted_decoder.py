@@ -26,7 +26,7 @@ class AdaptedDecoder(StratifiedDecoder):
     Args:
         strata: The strata.
         layout: Their anchors and columns.
-        dim: Channels D.
+        dim: D.
         window: Anchors per attention bucket.
         variant: The form of the keys that the memory model is to take, "higlue" or "paper".
         strata_weights: Logits of the strata's weights; without any, all strata have the same.
@@ -35,7 +35,7 @@ class AdaptedDecoder(StratifiedDecoder):
         kind: Class of the distribution that the foreign decoder returns.
 
     Attributes:
-        reads_all_rows: Whether keys are made of all rows of v, and not of those alone that features say.
+        reads_all_rows: Whether keys are made of all rows of v, and not only of those that features say.
     """
 
     reads_all_rows = True

@@ -55,7 +55,7 @@ class AdaptedAttentionKey(nn.Module):
         return (key + gated if self.residual else gated), val
 
     def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
-        """The projected anchors alone."""
+        """Only the projected anchors."""
         return cast(Tensor, self.value(self.prenorm(v)))
 
 
@@ -107,10 +107,6 @@ class PairedAttentionKey(nn.Module):
         self.prenorm, self.qk, self.attention = (layers[name] for name in ("prenorm", "qk", "attention"))
         self.postnorm, self.ff = (layers[name] for name in ("postnorm", "ff"))
         self.checkpointed = checkpointed
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"checkpointed={self.checkpointed}"
 
     def forward(
         self, v: Float[Tensor, "anchor dim"]

@@ -3,7 +3,7 @@
     log mu = log(softmax(logit) library weight + least)        `least` keeps the logarithm of copies that add it finite
 
 The stratum holds the whole tables, so that their parameters stay those that an optimiser knows, and reads its own
-columns; `runs` says which, and a technique may hand in these columns alone (stream.py does: the gradient of a table is
+columns; `runs` says which, and a technique may hand in only these columns (stream.py does: the gradient of a table is
 then made once for all strata, and not once for each).
 
 Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), experiment (row of the tables, one per batch).
@@ -103,7 +103,7 @@ class AdaptedStratum(Stratum):
         self.runs = dict.fromkeys(tables, slice(*columns))
 
     def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
-        """v for the next stratum alone."""
+        """Only v for the next stratum."""
         return cast(AdaptedAttentionKey, self.key).spine(v) if self.chained else v
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:

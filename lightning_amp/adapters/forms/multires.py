@@ -9,7 +9,7 @@
     checkpoint, auto_checkpoint                             whether keys are computed again in the backward pass
 
 `forward(u, v, b, l, subset=None)` returns a distribution; l has one library size for every resolution. With a `subset`,
-of which `anchors` says which anchors of every resolution were drawn, it is that of their features alone. A stratum's
+of which `anchors` says which anchors of every resolution were drawn, it is only that of their features. A stratum's
 features must be a run of columns, after those of the one before.
 
 Legend: cell (B), anchor (N of all resolutions), dim (D), stratum (K of all), feature (F), resolution (R).
@@ -126,14 +126,7 @@ class MultiResStratum(AdaptedStratum):
 
 
 class MultiResDecoder(AdaptedDecoder):
-    """All strata of all resolutions.
-
-    Args:
-        module: The foreign decoder, with whose parameters it computes.
-        strata: The strata.
-        layout: Their anchors and columns.
-        kind: Class of the distribution that the foreign decoder returns.
-    """
+    """All strata of all resolutions, with the parameters of a foreign decoder; arguments as of AdaptedDecoder."""
 
     reads_all_rows = False
 
@@ -204,8 +197,8 @@ class MultiResDecoder(AdaptedDecoder):
         shared = self.region.strategies if isinstance(self.region, SharedRegion) else ()
         if not set(WITH_SUBSETS).issuperset(shared):
             raise InstallError(
-                f"a decoder was called with a subset of its anchors, and {', '.join(shared)} deal its features or"
-                " channels to ranks once and for all; allowed together with a subset are 'strata' and what needs one"
+                f"a decoder was called with a subset of its anchors, and {', '.join(shared)} share its features or"
+                " channels among ranks once and for all; allowed together with a subset are 'strata' and what needs one"
                 f" device: leave {', '.join(shared)} out, or set anchor_subsample=None"
             )
         strata, every, end = iter(cast(Any, self.strata)), [], 0
@@ -235,12 +228,7 @@ def _check_columns(subset: Any, places: Tensor) -> None:
 
 
 def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
-    """Our decoder of a module's layers and tables.
-
-    Args:
-        module: The foreign decoder.
-        layout: Its strata.
-        form: What it returns: `kind`, `least` and `ours` are read.
+    """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read.
 
     Raises:
         NotRecognised: Layers are missing, or have settings that ours do not know.

@@ -3,8 +3,7 @@
     by identity     parameters and children by name, and the lists of indices or resolutions
     by value        numbers and texts that are attributes of the module or of one in it; buffers, and tensors that are
                     attributes
-    hooks           on modules that ours does not run there are none, but for Lightning's and this package's own, which
-                    only look
+    hooks           none on modules that ours does not run, except those of Lightning and this package, which only look
 
 Parameters that move to a device or change their type keep their identity. Buffers are new objects then: what is not the
 object it was, or was written to, is compared once with the values that were kept, rounded as such a change rounds. So

@@ -6,7 +6,7 @@
     memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
 
 Nothing of the module is changed, and no random numbers of the caller are used up.
-Known limits: gradients that only a backward pass changes (hooks on tensors) are compared on the small copy alone; nor
+Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor
 is a stratum compared where the module's own result is not finite.
 
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
@@ -69,11 +69,7 @@ class FirstBatch:
         return ""
 
     def look(self, inputs: Inputs, x: Tensor | SparseCounts | None) -> None:
-        """Compare, if that was allowed and has not been done in this mode.
-
-        Args:
-            inputs: u, v, b and l as the module was called with.
-            x: The counts; None takes zeros.
+        """Compare for these inputs and counts (None: zeros), if that was allowed and not done in this mode.
 
         Raises:
             ModelError: The module computes something else.
@@ -113,24 +109,17 @@ class FirstBatch:
 def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
     """Bytes that a comparison takes at most, and those that it takes more for each cell.
 
-    In float64 and with a derivative for every number: all parameters, one stratum of eager attention, and what is made
-    of the features of all strata.
+    Every number is in float64 and has a derivative.
     """
+    # all parameters, one stratum of eager attention, and what is made of the features of all strata
     rows = decoder.n_anchors * (12 * decoder.window + 27 * decoder.dim)
     return 16 * (2 * sum(p.numel() for p in module.parameters()) + rows), 16 * 14 * decoder.n_features
 
 
 def difference(module: nn.Module, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> str:
-    """Compare a foreign decoder with ours, which has the same parameters; these are written to.
+    """What differs between a foreign decoder in float64 and ours, "" if nothing does.
 
-    Args:
-        module: The foreign decoder in float64.
-        decoder: Ours.
-        inputs: u, v, b and l.
-        x: Counts.
-
-    Returns:
-        What differs, "" if nothing does.
+    Both have the same parameters, which are written to.
     """
     devices = [x.device] if x.device.type == "cuda" else []
     with (

@@ -124,16 +124,7 @@ class Small:
 
 
 def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
-    """A small copy of a module, which is left as it is.
-
-    Args:
-        module: The foreign decoder.
-        layout: Of the decoder.
-        sizes: Of the copy.
-
-    Raises:
-        NotRecognised: The decoder has no layers.
-    """
+    """A small copy of a decoder, which is left as it is, with the decoder's layout."""
     n_strata = len(layout.nodes)
     n_anchors = sizes.n_anchors(n_strata + sizes.more)
     # three or four of the anchors that have a pair at this distance, up to the last one
