@@ -262,7 +262,9 @@ class Crowded(Decoder):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["two resolutions", "checkpointed", "a subset of the anchors"])
 def test_what_only_a_real_batch_shows_is_refused_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.adapters.multires_shaped.Several.__init__.__kwdefaults__", {"decoder": Crowded})
+    monkeypatch.setattr(
+        "tests.adapters.multires_shaped.Several.__init__.__kwdefaults__", {"decoder": Crowded}
+    )
     with pytest.raises(ModelError, match="another log-probability in the strata .* on the first batch"):
         fit(KINDS[kind], "S1,stream")
 
