@@ -32,11 +32,13 @@ class Layout:
         nodes: Anchor of each feature, for every stratum.
         columns: First and one past the last column, for every stratum.
         n_anchors: N, as far as the features tell: one past the last anchor that has any.
+        listed_in: Name of the decoder's list that holds the columns.
     """
 
     nodes: tuple[Int[Tensor, " stratum_feature"], ...]
     columns: tuple[tuple[int, int], ...]
     n_anchors: int
+    listed_in: str = ""
 
     @property
     def n_features(self) -> int:
@@ -44,13 +46,14 @@ class Layout:
         return self.columns[-1][1]
 
 
-def layout_of(nodes: Sequence[Tensor]) -> Layout:
+def layout_of(nodes: Sequence[Tensor], listed_in: str) -> Layout:
     """The layout of strata with these anchors, their columns one run after the other."""
     ends = list(accumulate((len(rows) for rows in nodes), initial=0))
     return Layout(
         nodes=tuple(nodes),
         columns=tuple(pairwise(ends)),
         n_anchors=1 + max(int(rows.max()) for rows in nodes),
+        listed_in=listed_in,
     )
 
 
@@ -71,16 +74,7 @@ def read_layout(decoder: nn.Module) -> Layout:
         )
     # where both count up there is one stratum, and both are the same
     columns = "strata_masks" if "strata_masks" in runs else "feature_masks"
-    return layout_of(next(lists for name, lists in found.items() if name != columns))
-
-
-def columns_list(decoder: nn.Module) -> str:
-    """Name of the list that holds the columns, of a decoder whose layout was read."""
-    return (
-        "strata_masks"
-        if _are_runs(_indices("strata_masks", getattr(decoder, "strata_masks", None)))
-        else "feature_masks"
-    )
+    return layout_of(next(lists for name, lists in found.items() if name != columns), columns)
 
 
 def _are_runs(lists: Sequence[Tensor]) -> bool:

@@ -32,6 +32,7 @@ from lightning_amp.adapters.forms.higlue import Form, forms, make_decoder, read_
 from lightning_amp.adapters.forms.multires import make_multires, read_bands, resembles_multires
 from lightning_amp.adapters.recognise.attention_settings import settings_problem
 from lightning_amp.adapters.recognise.module_attributes import Contents, changed
+from lightning_amp.adapters.recognise.module_snapshot import hooked
 from lightning_amp.adapters.recognise.real_size import difference, needed_bytes
 from lightning_amp.adapters.recognise.small_copy import (
     LARGE,
@@ -43,7 +44,6 @@ from lightning_amp.adapters.recognise.small_copy import (
     small_copy,
 )
 from lightning_amp.adapters.recognise.small_multires import drawn_multires, small_multires
-from lightning_amp.adapters.recognise.unused_hooks import hooked
 from lightning_amp.errors import AmpError
 
 CLOSE = 1e-9

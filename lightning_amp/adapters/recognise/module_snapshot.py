@@ -14,6 +14,7 @@ Known limits: classes, what is inside of attributes of other types, and lists ch
 buffer that was added, or changed through `tensor.data`, or by less than float32 rounds.
 """
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -22,14 +23,16 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.deferred import version
 from lightning_amp.adapters.forms.column_layout import LISTS
-from lightning_amp.adapters.recognise.unused_hooks import hooked
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.contract.hooks import KINDS
 
 SHOWN = 3
 PLAIN = (int, float, str)
 GONE = None
 """In place of what is not there; a parameter that is None is none."""
 TORCH = frozenset(vars(nn.Module()))
+WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
+"""Packages whose hooks change nothing: the check for finite numbers, profilers, summaries."""
 
 
 class Snapshot:
@@ -134,3 +137,26 @@ def _change(old: object, new: object) -> str:
     if isinstance(old, PLAIN) and isinstance(new, PLAIN):
         return f"was {old!r} and is {new!r}"
     return f"is another {type(new).__name__} than it was"
+
+
+def hooked(module: nn.Module, decoder: nn.Module) -> list[str]:
+    """Names of modules in a foreign decoder with hooks that would not run, for ours has them not.
+
+    These are attention and gated activations, which ours computes, and whatever else is not among the layers that ours
+    shares: a dropout of probability 0, a softmax as a module, the layers of the other kind of key. The foreign decoder
+    is called itself, and hooks on it run.
+    """
+    found = dict(_hooked(module))
+    run = set(decoder.modules()) if found else set()
+    return [fqn for fqn, child in found.items() if child not in run]
+
+
+def _hooked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for fqn, child in module.named_modules():
+        if fqn and any(not _watches(hook) for kind in KINDS for hook in getattr(child, kind).values()):
+            yield fqn, child
+
+
+def _watches(hook: Any) -> bool:
+    source = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return source.split(".")[0] in WATCHERS

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.column_layout import LISTS, Layout, columns_list, layout_of
+from lightning_amp.adapters.forms.column_layout import LISTS, Layout, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, dim_of
 from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.adapters.recognise.attention_settings import attention_layers
@@ -130,7 +130,7 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
     # three or four of the anchors that have a pair at this distance, up to the last one
     nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
     nodes[0] = torch.arange(n_anchors)
-    small = drawn_copy(module, layout_of(nodes), sizes)
+    small = drawn_copy(module, layout_of(nodes, layout.listed_in), sizes)
     set_window(small.module)
     return small
 
@@ -141,7 +141,7 @@ def drawn_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
     memo: dict[int, Any] = {}
     for name in LISTS:
         value = getattr(module, name)
-        lists = columns if name == columns_list(module) else layout.nodes
+        lists = columns if name == layout.listed_in else layout.nodes
         memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
     copied, *values = draw(module, memo, sizes, n_anchors=layout.n_anchors, n_features=layout.n_features)
     return Small(copied, layout, sizes, *values)
