@@ -13,7 +13,8 @@ and a tensor that was changed in place since then, or frozen, is refused (deferr
 
 Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
 full on only one rank of a model group waits for the others; what is computed in full is not counted in a plan's
-prediction.
+prediction; transforms of `torch.func` see NaN; a change in place of a part (`log_prob(x)[0].mul_(2)`) does not reach
+the sum.
 Legend: cell (B), anchor (N), dim (D), feature (F).
 """
 
