@@ -9,11 +9,12 @@ Legend: cell, feature, dim (of the latent).
 """
 
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.keyed_noise import KeyedDropout
+from lightning_amp.shapes import Counts, Library, PerCell
 
 LEAK = 0.2
 LEAST_STD = 1e-7
@@ -53,11 +54,8 @@ class Encoder(nn.Module):
         self.std = nn.Linear(hidden_dim, dim)
 
     def forward(
-        self,
-        x: Float[Tensor, "cell feature"] | SparseCounts,
-        library: Float[Tensor, "cell 1"],
-        draw: Int[Tensor, " cell"] | None = None,
-    ) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "cell dim"]]:
+        self, x: Counts | SparseCounts, library: Library, draw: Int[Tensor, " cell"] | None = None
+    ) -> tuple[PerCell, PerCell]:
         """Mean and standard deviation of u; library must be positive."""
         h = x if self.total is None else _normalised(x, self.total / library)
         for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
@@ -65,9 +63,7 @@ class Encoder(nn.Module):
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
 
 
-def _normalised(
-    x: Float[Tensor, "cell feature"] | SparseCounts, scale: Float[Tensor, "cell 1"]
-) -> Float[Tensor, "cell feature"] | SparseCounts:
+def _normalised(x: Counts | SparseCounts, scale: Library) -> Counts | SparseCounts:
     if isinstance(x, SparseCounts):
         return x.with_values((x.value * scale[x.row, 0]).log1p())
     return (x * scale).log1p()

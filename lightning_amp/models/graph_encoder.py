@@ -24,6 +24,7 @@ from lightning_amp.models.cell_encoder import LEAST_STD
 from lightning_amp.models.graph_vertices import AllVertices, FeatureVertices
 from lightning_amp.models.latent import Latent
 from lightning_amp.models.losses import divergence
+from lightning_amp.shapes import PerVertex, Scalar
 
 
 class GraphEncoder(nn.Module):
@@ -83,7 +84,7 @@ class GraphEncoder(nn.Module):
         self.vertices = AllVertices()
         self.rows = nn.ModuleDict({name: FeatureVertices(ids) for name, ids in (modalities or {}).items()})
 
-    def forward(self) -> tuple[Float[Tensor, "own_vertex dim"], Float[Tensor, "own_vertex dim"]]:
+    def forward(self) -> tuple[PerVertex, PerVertex]:
         """Mean and standard deviation of v."""
         h = self.vertices.propagate(self.embedding, self.messages)
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
@@ -94,29 +95,17 @@ class GraphEncoder(nn.Module):
         coefficient = self.sign * self.weight * (degree[self.source] * degree[self.target]).rsqrt()
         return self.source, self.target, coefficient
 
-    def sample(
-        self,
-        loc: Float[Tensor, "own_vertex dim"],
-        std: Float[Tensor, "own_vertex dim"],
-        generator: torch.Generator | None = None,
-    ) -> Latent:
+    def sample(self, loc: PerVertex, std: PerVertex, generator: torch.Generator | None = None) -> Latent:
         """Draw v from Normal(loc, std); by the default generator when there is none."""
         return Latent(loc, std, loc + std * self.vertices.noise(loc, generator))
 
-    def kl(
-        self, loc: Float[Tensor, "own_vertex dim"], std: Float[Tensor, "own_vertex dim"]
-    ) -> Float[Tensor, ""]:
+    def kl(self, loc: PerVertex, std: PerVertex) -> Scalar:
         """Divergence of Normal(loc, std) from the standard normal: mean over vertices, divided by their number."""
         return self.vertices.mean(divergence(loc, std)) / self.n_vertices
 
     def nll(
-        self,
-        v: Float[Tensor, "own_vertex dim"],
-        *,
-        n_positive: int,
-        negatives: int,
-        generator: torch.Generator | None = None,
-    ) -> Float[Tensor, ""]:
+        self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None
+    ) -> Scalar:
         """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means.
 
         Args:

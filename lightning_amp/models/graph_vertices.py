@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_amp.shapes import PerVertex, Scalar
+
 EDGES_AT_A_TIME = 65_536
 ROWS_AT_A_TIME = 65_536
 Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
@@ -25,9 +27,7 @@ Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
 class AllVertices(nn.Module):
     """Every vertex is here; a leaf, so that a technique can deal them to devices."""
 
-    def propagate(
-        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at their targets."""
         source, target, coefficient = messages()
         return propagate(x, source, target=target, coefficient=coefficient)
@@ -52,20 +52,18 @@ class AllVertices(nn.Module):
             size = (min(ROWS_AT_A_TIME, n_vertices - first), like.shape[1])
             yield first, torch.randn(size, dtype=like.dtype, device=like.device, generator=generator)
 
-    def noise(
-        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """Standard normal noise of the vertices that are here."""
         noise = torch.empty_like(like)
         for first, block in self.blocks(len(like), like, generator):
             noise[first : first + len(block)] = block
         return noise
 
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
         """Mean over all vertices."""
         return values.mean()
 
-    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
         """Rows of any vertices, by their ids; each [*end, dim]."""
         return tuple(v[i] for i in ids)
 
@@ -87,7 +85,7 @@ class FeatureVertices(nn.Module):
         self.on_host = ids
         self.register_buffer("ids", ids, persistent=False)
 
-    def forward(self, v: Float[Tensor, "own_vertex dim"]) -> Float[Tensor, "feature dim"]:
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
         """Rows of v that the modality's decoder gets."""
         rows: Tensor = v[self.ids]
         return rows

@@ -13,11 +13,12 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.models.decoders import likelihoods
 from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST = {"log_theta": likelihoods.FIRST_LOG_THETA, "zi_logits": likelihoods.FIRST_ZI_LOGIT}
 
@@ -41,26 +42,15 @@ class PlainDecoder(nn.Module):
             self.register_parameter(name, nn.Parameter(table))
 
     def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "feature dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"],
-    ) -> Float[Tensor, ""]:
+        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library, x: Counts
+    ) -> Scalar:
         """Minus the mean log-likelihood over cells and features; library must be positive."""
         tables = (self._rows(name, batch) for name in self.tables)
         return -type(self).likelihood(x, self._location(u, v, batch, library), *tables).mean()
 
     def mean(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "feature dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-    ) -> Float[Tensor, "cell feature"]:
+        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library
+    ) -> Counts:
         """Expected counts without zero inflation, or the location of values (of their logarithm for ZILN)."""
         location = self._location(u, v, batch, library)
         return location.exp() if self.counts else location

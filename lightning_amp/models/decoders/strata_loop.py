@@ -2,10 +2,10 @@
 
 from typing import cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.models.decoders.stratum import Stratum
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell, Scalar
 
 
 class EveryStratum(nn.Module):
@@ -14,13 +14,13 @@ class EveryStratum(nn.Module):
     def forward(
         self,
         strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
+        u: PerCell,
+        v: PerAnchor,
+        log_weights: LogWeights,
         *,
         own: range | None = None,
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Negative log-likelihood summed over cells and features.
 
         Args:

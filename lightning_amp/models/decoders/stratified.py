@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -23,6 +23,7 @@ from lightning_amp.models.decoders.stratum import Decode as Decode
 from lightning_amp.models.decoders.stratum import KeyModule
 from lightning_amp.models.decoders.stratum import Stratum as Stratum
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, Variant
+from lightning_amp.shapes import Counts, Experiment, Library, LogWeights, PerAnchor, PerCell, Scalar
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -34,13 +35,8 @@ class Region(nn.Module):
     """The border around the strata; nothing happens at it on one device, and a technique can replace it."""
 
     def enter(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-    ) -> tuple[
-        Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], Float[Tensor, "#cell stratum"]
-    ]:
+        self, u: PerCell, v: PerAnchor, log_weights: LogWeights
+    ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], LogWeights]:
         """What the strata read, from what the decoder was given."""
         return u, v, log_weights
 
@@ -48,7 +44,7 @@ class Region(nn.Module):
         """Rows of v that the decoder is given."""
         return n_anchors
 
-    def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def leave(self, total: Scalar) -> Scalar:
         """Negative log-likelihood of all features, from that of the own ones."""
         return total
 
@@ -125,14 +121,8 @@ class StratifiedDecoder(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"] | SparseCounts,
-    ) -> Float[Tensor, ""]:
+        self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts | SparseCounts
+    ) -> Scalar:
         """Minus the mean log-likelihood over all cells and features; library must be positive.
 
         Raises:
@@ -144,14 +134,7 @@ class StratifiedDecoder(nn.Module):
         total = self.region.leave(total)
         return total / x.numel()
 
-    def mean(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-    ) -> Float[Tensor, "cell feature"]:
+    def mean(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
         """Expected contacts of every feature, in the order of the data matrix."""
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         means = []
@@ -162,7 +145,7 @@ class StratifiedDecoder(nn.Module):
             means.append(mean)
         return torch.cat(means, dim=1)
 
-    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+    def log_weights(self, u: PerCell) -> LogWeights:
         """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
         logits = self.strata_weights[None]
         return (logits if self.head is None else logits + self.head(u)).log_softmax(dim=1)

@@ -27,6 +27,7 @@ from lightning_amp.parallel.attention.sizes import check_rows, check_sizes
 from lightning_amp.parallel.checks.cached_check import problem_of
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.shapes import PerAnchor
 
 EXAMPLE_WINDOW = 3
 EXAMPLE_ROWS = (2, 12, 14)
@@ -81,12 +82,7 @@ class FusedAttention(nn.Module):
         """Buckets that n anchors fill."""
         return -(-n // self.window)
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
         """The three themselves."""
         check_rows(q, k, values)
         return q, k, values
@@ -108,12 +104,7 @@ class FusedAttention(nn.Module):
             keep=self.keep,
         )
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> Float[Tensor, "anchor dim"]:
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention over all buckets."""
         check_rows(q, k, values)
         return fused_rows(q, k, values, window=self.window, keep=self.keep)

@@ -14,19 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Scalar
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
 
 
-def with_gradients(
-    compute: Compute, inputs: Sequence[Tensor], *, home: Iterable[Tensor] = ()
-) -> Float[Tensor, ""]:
+def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable[Tensor] = ()) -> Scalar:
     """The total that `compute` returns, as a function of the inputs.
 
     Args:

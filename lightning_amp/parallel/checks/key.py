@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.parallel.contract.hooks import KINDS
+from lightning_amp.shapes import PerAnchor
 
 Part = tuple[slice | list[int], ...]
 """An index of v."""
@@ -67,7 +67,7 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
 
 
 @torch.no_grad()
-def _alike(run: Callable[[Tensor], Any], v: Float[Tensor, "anchor dim"], part: Part) -> bool:
+def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
     """Whether what is made of a part is the part of what is made of all."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.05
@@ -26,10 +26,7 @@ HALF_TOLERANCE = 0.05
 
 
 def check_sum(
-    nll: Callable[..., Float[Tensor, ""]],
-    key: Float[Tensor, "anchor dim"],
-    u: Float[Tensor, "cell dim"],
-    rows: Callable[[slice], Mapping[str, Any]],
+    nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, rows: Callable[[slice], Mapping[str, Any]]
 ) -> None:
     """Compare the loss of the first two cells with that of each.
 

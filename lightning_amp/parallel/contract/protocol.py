@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.parallel.contract.stand_in import named_parts
+from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts, PerAnchor, PerCell, PerVertex, Scalar
 
 
 class DecomposedDecoder(Protocol):
@@ -39,12 +40,7 @@ class BucketedAttention(Protocol):
         """Buckets that n anchors fill."""
         ...
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
         """What `attend` reads, made once for all buckets."""
         ...
 
@@ -57,12 +53,7 @@ class BucketedAttention(Protocol):
 class Decodes(Protocol):
     """Inner products of cells with the keys of a stratum's features, called as `decode(u, key, nodes)`."""
 
-    def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " feature"],
-    ) -> Float[Tensor, "cell feature"]:
+    def forward(self, u: PerCell, key: PerAnchor, nodes: FeatureAnchor) -> Counts:
         """(u key^T)[:, nodes]."""
         ...
 
@@ -78,18 +69,18 @@ class HoldsFeatures(Protocol):
     def scores(
         self,
         decode: Callable[[Tensor, Tensor, Tensor], Tensor],
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
+        u: PerCell,
+        key: PerAnchor,
+        nodes: FeatureAnchor,
+    ) -> OwnCounts:
         """Decoded scores of the own features; `nodes` are those of all."""
         ...
 
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
         """Logarithm of the softmax over all features, for the own ones."""
         ...
 
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell feature"]:
+    def whole(self, values: OwnCounts) -> Counts:
         """All columns again."""
         ...
 
@@ -102,9 +93,7 @@ Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
 class HoldsVertices(Protocol):
     """What a graph encoder asks of the vertices of its graph: a device holds all of them, or its own."""
 
-    def propagate(
-        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at their targets."""
         ...
 
@@ -126,17 +115,15 @@ class HoldsVertices(Protocol):
         """Noise of all vertices, some at a time: the first of them, and theirs."""
         ...
 
-    def noise(
-        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """Noise of the vertices that are here: their rows of `blocks`."""
         ...
 
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
         """Mean over all vertices."""
         ...
 
-    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
         """Rows of any vertices, by their ids."""
         ...
 
@@ -182,9 +169,9 @@ class ScattersFeatures(Decodes, Protocol):
         self,
         u: Float[Tensor, "cell own_dim"],
         key: Float[Tensor, "anchor own_dim"],
-        nodes: Int[Tensor, " feature"],
+        nodes: FeatureAnchor,
         run: int,
-    ) -> Float[Tensor, "cell own_feature"]:
+    ) -> OwnCounts:
         """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, nodes], as far as there are any."""
         ...
 

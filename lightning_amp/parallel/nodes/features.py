@@ -17,13 +17,14 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerCell
 
 
 class AnchorFeatures(nn.Module):
@@ -38,7 +39,7 @@ class AnchorFeatures(nn.Module):
     columns: Tensor | None
     places: Tensor | None
 
-    def __init__(self, nodes: Int[Tensor, " stratum_feature"], rows: AnchorRows) -> None:
+    def __init__(self, nodes: FeatureAnchor, rows: AnchorRows) -> None:
         super().__init__()
         self.rows = rows
         borders = torch.tensor(rows.bounds[1:-1], dtype=nodes.dtype, device=nodes.device)
@@ -65,21 +66,17 @@ class AnchorFeatures(nn.Module):
         return values[..., self.run if self.columns is None else self.columns]
 
     def scores(
-        self,
-        decode: nn.Module,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "own_anchor dim"],
-        nodes: Int[Tensor, " stratum_feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
+        self, decode: nn.Module, u: PerCell, key: Float[Tensor, "own_anchor dim"], nodes: FeatureAnchor
+    ) -> OwnCounts:
         """Decoded scores of the own features; `nodes` count from the first anchor of all and are not read."""
         scores: Tensor = decode(u, key, self.nodes)
         return scores
 
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
         """Logarithm of the softmax over all features of the stratum, for the own ones."""
         return log_softmax(logits, self.rows.mesh)
 
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
+    def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
         return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
 

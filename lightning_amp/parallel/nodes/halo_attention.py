@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_amp.parallel.contract.protocol import BucketedAttention
 from lightning_amp.parallel.nodes import halo_exchange
 from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.shapes import PerAnchor
 
 State = tuple[Tensor, ...]
 
@@ -52,12 +53,7 @@ class HaloAttention(nn.Module):
         """Buckets that n anchors fill."""
         return self._inner.n_buckets(n)
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> Float[Tensor, "anchor dim"]:
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention of all own buckets; the inner ones while the neighbours' rows are under way."""
         if not self.borders:
             return cast(Tensor, self.inner(q, k, values))
@@ -67,12 +63,7 @@ class HaloAttention(nn.Module):
         pieces = self._pieces(near, under_way)
         return self._in_order(dict(zip(self.borders, pieces, strict=True)), inside)[: len(q)]
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> State:
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> State:
         """What `attend` reads: that of the own rows, then that of every border bucket's surroundings."""
         own = self._inner.prepare(q, k, values)
         if not self.borders:

@@ -26,6 +26,7 @@ from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.parallel.contract.protocol import HoldsVertices, Messages
 from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexRows
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import PerVertex, Scalar
 
 
 class SharedVertices(nn.Module):
@@ -72,15 +73,11 @@ class SharedVertices(nn.Module):
         """Shown by `print(module)`."""
         return f"vertices={len(self.own_ids)} of {self.n_vertices}, ghosts={sum(self.n_received)}"
 
-    def propagate(
-        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at the own targets."""
         return cast(Tensor, _Propagate.apply(x, self))  # type: ignore[no-untyped-call]
 
-    def noise(
-        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """The own rows of what one device would draw."""
         noise, begin = torch.empty_like(like), 0
         for first, block in self.inner.blocks(self.n_vertices, like, generator):
@@ -89,11 +86,11 @@ class SharedVertices(nn.Module):
             begin = end
         return noise
 
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
         """Mean over all ranks' vertices."""
         return collectives.leave(self.mesh, values.sum()) / self.n_vertices
 
-    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
         """Rows of any vertices on every rank, by their ids; each [*end, dim]."""
         found = alike_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
         parts = torch.split(found, [i.numel() for i in ids])
@@ -116,7 +113,7 @@ class AlikeRows(nn.Module):
         self.mesh = rows.mesh
         self.register_buffer("place", rows.own_place(ids).to(device), persistent=False)
 
-    def forward(self, v: Float[Tensor, "own_vertex dim"]) -> Float[Tensor, "feature dim"]:
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
         """Rows of v that the modality's decoder gets."""
         return alike_rows(self.mesh, v, self.place)
 
@@ -137,14 +134,12 @@ class OwnRows(nn.Module):
         self.run = slice(first, first + len(place)) if bool((place.diff() == 1).all()) else None
         self.register_buffer("place", place.to(device), persistent=False)
 
-    def forward(self, v: Float[Tensor, "own_vertex dim"]) -> Float[Tensor, "own_anchor dim"]:
+    def forward(self, v: PerVertex) -> Float[Tensor, "own_anchor dim"]:
         """Rows of v that enter the decoder on this rank."""
         return v[self.place] if self.run is None else v[self.run]
 
 
-def alike_rows(
-    mesh: DeviceMesh, v: Float[Tensor, "own_vertex dim"], place: Int[Tensor, " row"]
-) -> Float[Tensor, "row dim"]:
+def alike_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
     """Rows of all ranks on every rank, for what all compute alike.
 
     Args:

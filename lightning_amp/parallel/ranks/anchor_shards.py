@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,7 +72,7 @@ class AnchorRows:
         fill = max(self.sizes) - len(part)
         return F.pad(part, (0, 0, 0, fill)) if fill else part
 
-    def join(self, block: Float[Tensor, "rank most_anchor dim"]) -> Float[Tensor, "anchor dim"]:
+    def join(self, block: Float[Tensor, "rank most_anchor dim"]) -> PerAnchor:
         """All rows from all ranks' padded ones."""
         return torch.cat([part[:size] for part, size in zip(block, self.sizes, strict=True)])
 
@@ -93,11 +94,8 @@ def deal_rows(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorRows:
 
 
 def take_rows(
-    rows: AnchorRows,
-    u: Float[Tensor, "cell dim"],
-    v: Float[Tensor, "anchor dim"],
-    log_weights: Float[Tensor, "#cell stratum"],
-) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "own_anchor dim"], Float[Tensor, "#cell stratum"]]:
+    rows: AnchorRows, u: PerCell, v: PerAnchor, log_weights: LogWeights
+) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""
     return cast(tuple[Tensor, Tensor, Tensor], _Take.apply(rows, u, v, log_weights))  # type: ignore[no-untyped-call]
 

@@ -27,6 +27,7 @@ from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.anchor_shards import AnchorRows, take_rows
 from lightning_amp.parallel.ranks.channel_shards import Channels, take_channels
+from lightning_amp.shapes import LogWeights, PerCell, Scalar
 
 
 class SharedRegion(nn.Module):
@@ -65,13 +66,8 @@ class SharedRegion(nn.Module):
         return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{rows}"
 
     def enter(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "given_anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-    ) -> tuple[
-        Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], Float[Tensor, "#cell stratum"]
-    ]:
+        self, u: PerCell, v: Float[Tensor, "given_anchor dim"], log_weights: LogWeights
+    ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], LogWeights]:
         """What the strata read on this rank.
 
         Raises:
@@ -104,7 +100,7 @@ class SharedRegion(nn.Module):
         u, log_weights = collectives.enter(self.mesh, u, log_weights)
         return u, v, log_weights
 
-    def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def leave(self, total: Scalar) -> Scalar:
         """The negative log-likelihood over all ranks."""
         return collectives.leave(self.mesh, total) if self.summed else total
 

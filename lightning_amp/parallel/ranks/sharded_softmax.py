@@ -13,17 +13,15 @@ Legend: cell (B), own_feature (those of this rank; may be none), R ranks.
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import OwnCounts
 
 
-def log_softmax(
-    logits: Float[Tensor, "cell own_feature"], mesh: DeviceMesh
-) -> Float[Tensor, "cell own_feature"]:
+def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
     """Logarithm of the softmax over all ranks' features, for the own ones; every rank must call it."""
     return cast(Tensor, _LogSoftmax.apply(logits, mesh))  # type: ignore[no-untyped-call]
 

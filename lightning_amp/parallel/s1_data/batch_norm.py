@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks.combine_moments import union_moments
+from lightning_amp.shapes import Scalar
 
 
 def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
@@ -132,7 +133,7 @@ class SharedBatchNorm(AnyBatchNorm):
 @torch.no_grad()
 def _union_statistics(
     x: Float[Tensor, "cell channel *position"], group: ProcessGroup
-) -> tuple[Float[Tensor, " channel"], Float[Tensor, " channel"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, " channel"], Float[Tensor, " channel"], Scalar]:
     """Mean, sum of squared deviations and number of values per channel over all ranks, by Chan's formula."""
     x = x.to(_precise(x.dtype))
     channels, n = x.shape[1], x.numel() // x.shape[1]

@@ -22,7 +22,7 @@ Known limits: second derivatives are refused; without S5 every rank computes eve
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +35,7 @@ from lightning_amp.parallel.ranks.even_runs import join_runs, own_run, run_lengt
 from lightning_amp.parallel.ranks.sharded_region import share_region
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.planning.plan.specs import FeatureParallel
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
@@ -76,7 +77,7 @@ class ShardedFeatures(nn.Module):
 
     nodes: Tensor
 
-    def __init__(self, nodes: Int[Tensor, " stratum_feature"], mesh: DeviceMesh) -> None:
+    def __init__(self, nodes: FeatureAnchor, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
         self.n_features = len(nodes)
@@ -93,24 +94,18 @@ class ShardedFeatures(nn.Module):
         assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
         return values[..., self.run]
 
-    def scores(
-        self,
-        decode: nn.Module,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " stratum_feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
+    def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, nodes: FeatureAnchor) -> OwnCounts:
         """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
         if isinstance(decode, ScattersFeatures):
             return decode.scatter(u, key, nodes, run_length(self.n_features, self.mesh))
         scores: Tensor = decode(u, key, self.nodes)
         return scores
 
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
         """Logarithm of the softmax over all features of the stratum, for the own ones."""
         return log_softmax(logits, self.mesh)
 
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
+    def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
         return cast(Tensor, _AllColumns.apply(values, self.n_features, self.mesh))  # type: ignore[no-untyped-call]
 

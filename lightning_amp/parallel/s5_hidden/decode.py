@@ -13,11 +13,12 @@ Legend: cell (B), anchor (N), own_dim (d_r), feature (F_k), run = ceil(F_k / R) 
 from typing import cast
 
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
 
 
 class HiddenDecode(nn.Module):
@@ -34,11 +35,8 @@ class HiddenDecode(nn.Module):
         self.mesh = mesh
 
     def forward(
-        self,
-        u: Float[Tensor, "cell own_dim"],
-        key: Float[Tensor, "anchor own_dim"],
-        nodes: Int[Tensor, " feature"],
-    ) -> Float[Tensor, "cell feature"]:
+        self, u: Float[Tensor, "cell own_dim"], key: Float[Tensor, "anchor own_dim"], nodes: FeatureAnchor
+    ) -> Counts:
         """Scores of all features, alike on every rank."""
         return collectives.leave(self.mesh, self.inner(u, key, nodes))
 
@@ -46,9 +44,9 @@ class HiddenDecode(nn.Module):
         self,
         u: Float[Tensor, "cell own_dim"],
         key: Float[Tensor, "anchor own_dim"],
-        nodes: Int[Tensor, " feature"],
+        nodes: FeatureAnchor,
         run: int,
-    ) -> Float[Tensor, "cell own_feature"]:
+    ) -> OwnCounts:
         """Scores of the features [rank * run, (rank + 1) * run); `nodes` are those of all features."""
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
         assert ranks * run >= len(nodes), f"{ranks!r} runs of {run!r} do not hold {len(nodes)!r} features"

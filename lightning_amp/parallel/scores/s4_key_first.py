@@ -12,12 +12,12 @@ Legend: cell (B), anchor (N), dim (D), feature (F_k of the stratum).
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.decode import decode_problem
+from lightning_amp.shapes import Counts, FeatureAnchor, PerAnchor, PerCell
 
 
 def key_first(decode: nn.Module) -> nn.Module:
@@ -49,12 +49,7 @@ class KeyFirstDecode(nn.Module):
         self._version = 0
         self._start: int | None = None
 
-    def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " feature"],
-    ) -> Float[Tensor, "cell feature"]:
+    def forward(self, u: PerCell, key: PerAnchor, nodes: FeatureAnchor) -> Counts:
         """(u key^T)[:, nodes], through key[nodes]."""
         version = 0 if nodes.is_inference() else nodes._version
         if nodes is not self._seen or version != self._version:

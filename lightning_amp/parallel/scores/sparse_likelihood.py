@@ -43,6 +43,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.parallel.checks.cached_check import problem_of
 from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
+from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 
 CACHED, LAUNCHED = 2**16, 2**20
 """Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
@@ -105,12 +106,8 @@ class SparseLikelihood(nn.Module):
         return f"least={self.least}, whole={self.whole}"
 
     def forward(
-        self,
-        x: Float[Tensor, "cell own_feature"] | SparseCounts,
-        log_mu: Float[Tensor, "cell own_feature"],
-        log_theta: Float[Tensor, "#cell own_feature"],
-        zi_logits: Float[Tensor, "#cell own_feature"],
-    ) -> Float[Tensor, ""]:
+        self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
+    ) -> Scalar:
         """Sum over cells and features.
 
         Raises:

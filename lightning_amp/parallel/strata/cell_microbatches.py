@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
@@ -33,6 +32,7 @@ from lightning_amp.parallel.autograd.precomputed_gradients import (
 )
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.checks.sum_over_cells import check_sum
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 
 def block_cells(cells: object, *, size: int) -> nn.Module:
@@ -74,13 +74,13 @@ class CellBlocks(nn.Module):
 
     def forward(
         self,
-        nll: Callable[..., Float[Tensor, ""]],
-        key: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
+        nll: Callable[..., Scalar],
+        key: PerAnchor,
+        u: PerCell,
         *,
         parameters: Iterable[Tensor],
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Sum over cells of `nll(key, u, **cells)`, one block alive at a time.
 
         Raises:

@@ -15,7 +15,6 @@ that is no parameter, buffer or argument, has been changed is not noticed.
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,7 @@ from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.planning.plan.specs import RecomputeStrata
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell, Scalar
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
@@ -57,13 +57,13 @@ class RecomputedStrata(nn.Module):
     def forward(
         self,
         strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
+        u: PerCell,
+        v: PerAnchor,
+        log_weights: LogWeights,
         *,
         own: range | None = None,
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Negative log-likelihood summed over cells and features."""
         again = [_Again(cast(Any, stratum)) for stratum in strata]
         return cast(Tensor, self.inner(cast(Any, again), u, v, log_weights, own=own, **cells))

@@ -18,7 +18,6 @@ Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D 
 from itertools import pairwise
 from typing import cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,6 +27,7 @@ from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.parallel.ranks.sharded_region import share_region
 from lightning_amp.planning.plan.specs import StrataParallel
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell, Scalar
 
 
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
@@ -74,13 +74,8 @@ class OwnStrata(nn.Module):
         return f"strata [{self.own.start}, {self.own.stop})"
 
     def forward(
-        self,
-        strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-        **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+        self, strata: nn.ModuleList, u: PerCell, v: PerAnchor, log_weights: LogWeights, **cells: Tensor
+    ) -> Scalar:
         """Negative log-likelihood summed over cells and the own strata's features."""
         return cast(Tensor, self.inner(strata, u, v, log_weights, own=self.own, **cells))
 

@@ -32,7 +32,6 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
@@ -53,6 +52,7 @@ from lightning_amp.parallel.strata.cell_microbatches import block_cells
 from lightning_amp.parallel.strata.keep_freed_memory import keep_freed_memory
 from lightning_amp.parallel.strata.thread_pool import run_in_order, workers_for
 from lightning_amp.planning.plan.specs import StreamStrata
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell, Scalar
 
 
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
@@ -101,13 +101,13 @@ class StreamedStrata(nn.Module):
     def forward(
         self,
         strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
+        u: PerCell,
+        v: PerAnchor,
+        log_weights: LogWeights,
         *,
         own: range | None = None,
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Negative log-likelihood summed over cells and features, with its gradients ready.
 
         Raises:
@@ -141,11 +141,7 @@ class _Stream:
     """One pass; `shared` are the gradients of u, v, log_weights and library so far, `ready` those of parameters."""
 
     def __init__(
-        self,
-        strata: nn.ModuleList,
-        leaves: Sequence[Tensor],
-        cells: dict[str, Tensor],
-        own: range,
+        self, strata: nn.ModuleList, leaves: Sequence[Tensor], cells: dict[str, Tensor], own: range
     ) -> None:
         self.strata = strata
         self.chained = any(getattr(stratum, "chained", False) for stratum in strata[: own.stop])
