@@ -43,7 +43,7 @@ class StrataInputs:
 
     Attributes:
         n_anchors: anchors N.
-        nodes: for each stratum, the anchor of each of its features, int64.
+        nodes: for each stratum, the anchor of each of its features, int64; checkpoints have it under this name.
         distances: for each stratum, its distance k in anchors.
     """
 

@@ -351,7 +351,7 @@ def test_networks_come_from_the_data_module(tmp_path):
     model = GLUE(**SMALL)
     trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
     assert model.inputs.strata.n_anchors == 12
-    assert [len(s.nodes) for s in model.decoders["hic"].strata] == [12, 11, 10]
+    assert [len(s.feature_anchor) for s in model.decoders["hic"].strata] == [12, 11, 10]
     assert [s.distance for s in model.decoders["hic"].strata] == [0, 1, 2]
     assert model.inputs.graph.n_vertices == len(data.graph.vertices)
     names = data.graph.vertices[model.inputs.modalities["hic"].vertices]

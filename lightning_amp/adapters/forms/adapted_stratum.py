@@ -97,7 +97,7 @@ class AdaptedStratum(Stratum):
         self.chained = chained
         self.binarized = "log_theta" not in tables
         self.least = least
-        self.register_buffer("nodes", nodes, persistent=False)
+        self.register_buffer("feature_anchor", nodes, persistent=False)
         for name, table in tables.items():
             self.register_parameter(name, table)
         self.runs = dict.fromkeys(tables, slice(*columns))
@@ -123,7 +123,7 @@ class AdaptedStratum(Stratum):
 
     def _table(self, table: Tensor, batch: Tensor) -> Tensor:
         # a technique may have put the own columns there already
-        own = table if table.shape[1] == len(self.nodes) else self._columns(table)
+        own = table if table.shape[1] == len(self.feature_anchor) else self._columns(table)
         return table_rows(self.features.own(own), batch)
 
     def _columns(self, table: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class StratifiedDecoder(nn.Module):
 
     Args:
         dim: channels D of u and v.
-        nodes: for each stratum, the anchor of each of its features.
+        feature_anchors: for each stratum, the anchor of each of its features.
         stratum_index: for each stratum, its distance k in anchors; 0 means that the key is v itself.
         n_anchors: anchors N.
         n_batches: experimental batches.
@@ -72,7 +72,7 @@ class StratifiedDecoder(nn.Module):
     def __init__(
         self,
         dim: int,
-        nodes: "Sequence[ArrayLike]",
+        feature_anchors: "Sequence[ArrayLike]",
         *,
         stratum_index: Sequence[int],
         n_anchors: int,
@@ -86,7 +86,7 @@ class StratifiedDecoder(nn.Module):
     ):
         super().__init__()
         _check_settings(key, chained)
-        rows = [np.asarray(n, dtype=np.int64) for n in nodes]
+        rows = [np.asarray(n, dtype=np.int64) for n in feature_anchors]
         _check_strata(rows, stratum_index, n_anchors)
         self.dim = dim
         self.n_anchors = n_anchors
@@ -181,13 +181,15 @@ def _check_settings(key: KeyKind, chained: bool) -> None:
         )
 
 
-def _check_strata(nodes: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int) -> None:
-    if not nodes or len(nodes) != len(stratum_index):
+def _check_strata(
+    feature_anchors: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int
+) -> None:
+    if not feature_anchors or len(feature_anchors) != len(stratum_index):
         raise ModelError(
-            f"StratifiedDecoder got {len(nodes)!r} strata and {len(stratum_index)!r} stratum indices; "
+            f"StratifiedDecoder got {len(feature_anchors)!r} strata and {len(stratum_index)!r} stratum indices; "
             "give one index per stratum and at least one stratum"
         )
-    for i, rows in enumerate(nodes):
+    for i, rows in enumerate(feature_anchors):
         if len(rows) == 0:
             raise ModelError(f"StratifiedDecoder: stratum {i!r} has no feature; leave it out")
         if rows.min() < 0 or rows.max() >= n_anchors:

@@ -1,6 +1,6 @@
 """One stratum of the Hi-C decoder: its key, its inner product with the cells and its likelihood.
 
-    logit = softplus(scale) (u key^T)[:, nodes] + bias      mu = softmax(logit) * library * weight
+    logit = softplus(scale) (u key^T)[:, feature_anchor] + bias      mu = softmax(logit) * library * weight
     x ~ ZINB(mu, exp(log_theta), zi_logits)
 
 Legend: cell, anchor (N), dim (D), stratum_feature (F_k), experiment (row of the tables, one per batch).
@@ -38,10 +38,10 @@ class Decode(nn.Module):
     """Inner product of cells with the keys of a stratum's features; a leaf, so that it can be replaced."""
 
     def forward(
-        self, u: PerCell, key: PerAnchor, nodes: FeatureAnchor
+        self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
     ) -> Float[Tensor, "cell stratum_feature"]:
-        """(u key^T)[:, nodes]."""
-        return (u @ key.T)[:, nodes]
+        """(u key^T)[:, feature_anchor]."""
+        return (u @ key.T)[:, feature_anchor]
 
 
 class AllFeatures(nn.Module):
@@ -51,9 +51,11 @@ class AllFeatures(nn.Module):
         """The columns of the features that this device holds."""
         return values
 
-    def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, nodes: FeatureAnchor) -> OwnCounts:
+    def scores(
+        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
+    ) -> OwnCounts:
         """Decoded scores of the own features."""
-        scores: Tensor = decode(u, key, nodes)
+        scores: Tensor = decode(u, key, feature_anchor)
         return scores
 
     def log_softmax(self, logits: OwnCounts) -> OwnCounts:
@@ -104,7 +106,7 @@ class Stratum(nn.Module):
 
     Args:
         key: module that makes the key; None for stratum 0, whose key is v.
-        nodes: anchor of each of the stratum's features.
+        feature_anchor: anchor of each of the stratum's features.
         distance: k, in anchors.
         columns: first and one past the last of the stratum's columns in the data matrix.
         n_batches: experimental batches, the rows of the tables.
@@ -112,12 +114,12 @@ class Stratum(nn.Module):
         binarized: Bernoulli likelihood of x > 0 instead of ZINB.
     """
 
-    nodes: Tensor
+    feature_anchor: Tensor
 
     def __init__(
         self,
         key: KeyModule | None,
-        nodes: FeatureAnchor,
+        feature_anchor: FeatureAnchor,
         *,
         distance: int,
         columns: tuple[int, int],
@@ -135,8 +137,8 @@ class Stratum(nn.Module):
         self.columns = columns
         self.chained = chained
         self.binarized = binarized
-        self.register_buffer("nodes", nodes, persistent=False)
-        shape = (n_batches, len(nodes))
+        self.register_buffer("feature_anchor", feature_anchor, persistent=False)
+        shape = (n_batches, len(feature_anchor))
         self.scale = nn.Parameter(torch.zeros(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
         self.log_theta = nn.Parameter(torch.full(shape, likelihoods.FIRST_LOG_THETA))
@@ -225,7 +227,7 @@ class Stratum(nn.Module):
         return key, (val if self.chained else v)
 
     def _logits(self, key: Tensor, u: Tensor, batch: Tensor) -> Tensor:
-        decoded = self.features.scores(self.decode, u, key, self.nodes)
+        decoded = self.features.scores(self.decode, u, key, self.feature_anchor)
         return F.softplus(self._table(self.scale, batch)) * decoded + self._table(self.bias, batch)
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:

@@ -51,10 +51,10 @@ class BucketedAttention(Protocol):
 
 @runtime_checkable
 class Decodes(Protocol):
-    """Inner products of cells with the keys of a stratum's features, called as `decode(u, key, nodes)`."""
+    """Inner products of cells with the keys of a stratum's features, called as `decode(u, key, feature_anchor)`."""
 
-    def forward(self, u: PerCell, key: PerAnchor, nodes: FeatureAnchor) -> Counts:
-        """(u key^T)[:, nodes]."""
+    def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
+        """(u key^T)[:, feature_anchor]."""
         ...
 
 
@@ -71,9 +71,9 @@ class HoldsFeatures(Protocol):
         decode: Callable[[Tensor, Tensor, Tensor], Tensor],
         u: PerCell,
         key: PerAnchor,
-        nodes: FeatureAnchor,
+        feature_anchor: FeatureAnchor,
     ) -> OwnCounts:
-        """Decoded scores of the own features; `nodes` are those of all."""
+        """Decoded scores of the own features; `feature_anchor` are those of all."""
         ...
 
     def log_softmax(self, logits: OwnCounts) -> OwnCounts:
@@ -169,10 +169,10 @@ class ScattersFeatures(Decodes, Protocol):
         self,
         u: Float[Tensor, "cell own_dim"],
         key: Float[Tensor, "anchor own_dim"],
-        nodes: FeatureAnchor,
+        feature_anchor: FeatureAnchor,
         run: int,
     ) -> OwnCounts:
-        """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, nodes], as far as there are any."""
+        """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, feature_anchor], as far as there are any."""
         ...
 
 

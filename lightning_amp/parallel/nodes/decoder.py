@@ -82,7 +82,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
                 f"has a stratum {k!r} that {problem}",
                 "`features` without state that hands all features on",
             )
-        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("nodes"), rows)
+        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("feature_anchor"), rows)
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 

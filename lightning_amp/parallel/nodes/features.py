@@ -1,9 +1,9 @@
 """The features of a stratum whose anchors a rank holds, in any order of the stratum's features.
 
-    own columns = those f with nodes_f in the own anchors          own nodes = nodes_f - first own anchor
+    own columns = those f with feature_anchor_f in the own anchors          own anchors = feature_anchor_f - first own anchor
 
 The normaliser runs over all ranks' features (sharded_softmax.py); a rank may own none, and takes part all the same.
-Where the own columns are a run, as they are when nodes ascend, they are sliced, which costs nothing; else gathered.
+Where the own columns are a run, as they are when the anchors ascend, they are sliced, which costs nothing; else gathered.
 
     collectives      forward                   backward
     log_softmax      1 all-gather [B]          1 all-reduce [B]
@@ -31,26 +31,26 @@ class AnchorFeatures(nn.Module):
     """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
 
     Args:
-        nodes: Anchor of each of the stratum's features.
+        feature_anchor: Anchor of each of the stratum's features.
         rows: The ranks' anchors.
     """
 
-    nodes: Tensor
+    feature_anchor: Tensor
     columns: Tensor | None
     places: Tensor | None
 
-    def __init__(self, nodes: FeatureAnchor, rows: AnchorRows) -> None:
+    def __init__(self, feature_anchor: FeatureAnchor, rows: AnchorRows) -> None:
         super().__init__()
         self.rows = rows
-        borders = torch.tensor(rows.bounds[1:-1], dtype=nodes.dtype, device=nodes.device)
-        owner = torch.bucketize(nodes, borders, right=True)
+        borders = torch.tensor(rows.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        owner = torch.bucketize(feature_anchor, borders, right=True)
         order = owner.argsort(stable=True)
         self.sizes: list[int] = owner.bincount(minlength=len(rows.sizes)).tolist()
         rank = rows.mesh.get_local_rank()
         first = list(accumulate(self.sizes, initial=0))[rank]
         columns = order[first : first + self.sizes[rank]]
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
-        self.register_buffer("nodes", nodes[columns] - rows.own.start, persistent=False)
+        self.register_buffer("feature_anchor", feature_anchor[columns] - rows.own.start, persistent=False)
         self.run = _run(columns)
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
         ascending = _run(order) is not None
@@ -58,7 +58,7 @@ class AnchorFeatures(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"{len(self.nodes)} of {sum(self.sizes)} features, ranks={len(self.sizes)}"
+        return f"{len(self.feature_anchor)} of {sum(self.sizes)} features, ranks={len(self.sizes)}"
 
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
         """The columns of the own features; a view where they are a run."""
@@ -66,10 +66,14 @@ class AnchorFeatures(nn.Module):
         return values[..., self.run if self.columns is None else self.columns]
 
     def scores(
-        self, decode: nn.Module, u: PerCell, key: Float[Tensor, "own_anchor dim"], nodes: FeatureAnchor
+        self,
+        decode: nn.Module,
+        u: PerCell,
+        key: Float[Tensor, "own_anchor dim"],
+        feature_anchor: FeatureAnchor,
     ) -> OwnCounts:
-        """Decoded scores of the own features; `nodes` count from the first anchor of all and are not read."""
-        scores: Tensor = decode(u, key, self.nodes)
+        """Decoded scores of the own features; `feature_anchor` count from the first anchor of all and are not read."""
+        scores: Tensor = decode(u, key, self.feature_anchor)
         return scores
 
     def log_softmax(self, logits: OwnCounts) -> OwnCounts:

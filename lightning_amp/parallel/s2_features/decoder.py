@@ -63,7 +63,7 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
         "region": share_region(getattr(decoder, "region", None), axis, "S2", summed=True)
     }
     for k, stratum in enumerate(decoder.strata):
-        swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("nodes"), axis)
+        swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("feature_anchor"), axis)
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 
@@ -71,19 +71,19 @@ class ShardedFeatures(nn.Module):
     """The part of a stratum's features that this rank holds; made by `share_features`.
 
     Args:
-        nodes: Anchor of each of the stratum's features.
+        feature_anchor: Anchor of each of the stratum's features.
         mesh: The mesh axis.
     """
 
-    nodes: Tensor
+    feature_anchor: Tensor
 
-    def __init__(self, nodes: FeatureAnchor, mesh: DeviceMesh) -> None:
+    def __init__(self, feature_anchor: FeatureAnchor, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
-        self.n_features = len(nodes)
-        self.run = own_run(len(nodes), mesh)
+        self.n_features = len(feature_anchor)
+        self.run = own_run(len(feature_anchor), mesh)
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
-        self.register_buffer("nodes", self.own(nodes).clone(), persistent=False)
+        self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
@@ -94,11 +94,13 @@ class ShardedFeatures(nn.Module):
         assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
         return values[..., self.run]
 
-    def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, nodes: FeatureAnchor) -> OwnCounts:
+    def scores(
+        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
+    ) -> OwnCounts:
         """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
         if isinstance(decode, ScattersFeatures):
-            return decode.scatter(u, key, nodes, run_length(self.n_features, self.mesh))
-        scores: Tensor = decode(u, key, self.nodes)
+            return decode.scatter(u, key, feature_anchor, run_length(self.n_features, self.mesh))
+        scores: Tensor = decode(u, key, self.feature_anchor)
         return scores
 
     def log_softmax(self, logits: OwnCounts) -> OwnCounts:
@@ -129,8 +131,8 @@ def features_problem(stratum: nn.Module) -> str:
         return "has its features shared already"
     if not (isinstance(features, nn.Module) and isinstance(features, HoldsFeatures)):
         return f"has features={features!r}"
-    if "nodes" not in dict(stratum.named_buffers(recurse=False)):
-        return "has no buffer `nodes`"
+    if "feature_anchor" not in dict(stratum.named_buffers(recurse=False)):
+        return "has no buffer `feature_anchor`"
     values = torch.arange(6.0).view(2, 3)
     with torch.no_grad():
         expected = {
@@ -149,7 +151,10 @@ def _run(features: Any) -> dict[str, Tensor]:
     return {
         "own": features.own(values),
         "scores": features.scores(
-            lambda u, key, nodes: (u @ key.T)[:, nodes], values, key, torch.tensor([2, 0, 1])
+            lambda u, key, feature_anchor: (u @ key.T)[:, feature_anchor],
+            values,
+            key,
+            torch.tensor([2, 0, 1]),
         ),
         "log_softmax": features.log_softmax(values),
         "whole": features.whole(values),

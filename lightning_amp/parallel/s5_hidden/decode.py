@@ -1,6 +1,6 @@
 """Decode from the own channels of cells and keys, under S5.
 
-    forward    (u key^T)[:, nodes] = sum_r (u_r key_r^T)[:, nodes]     for every rank alike
+    forward    (u key^T)[:, feature_anchor] = sum_r (u_r key_r^T)[:, feature_anchor]     for every rank alike
     scatter    the same sum for the rank's own features only, under S2 and S5
 
     forward    one all-reduce of B F_k numbers          backward nothing: every rank has the whole gradient
@@ -35,22 +35,27 @@ class HiddenDecode(nn.Module):
         self.mesh = mesh
 
     def forward(
-        self, u: Float[Tensor, "cell own_dim"], key: Float[Tensor, "anchor own_dim"], nodes: FeatureAnchor
+        self,
+        u: Float[Tensor, "cell own_dim"],
+        key: Float[Tensor, "anchor own_dim"],
+        feature_anchor: FeatureAnchor,
     ) -> Counts:
         """Scores of all features, alike on every rank."""
-        return collectives.leave(self.mesh, self.inner(u, key, nodes))
+        return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
 
     def scatter(
         self,
         u: Float[Tensor, "cell own_dim"],
         key: Float[Tensor, "anchor own_dim"],
-        nodes: FeatureAnchor,
+        feature_anchor: FeatureAnchor,
         run: int,
     ) -> OwnCounts:
-        """Scores of the features [rank * run, (rank + 1) * run); `nodes` are those of all features."""
+        """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
-        assert ranks * run >= len(nodes), f"{ranks!r} runs of {run!r} do not hold {len(nodes)!r} features"
-        part = cast(Tensor, self.inner(u, key, nodes))
-        filled = F.pad(part, (0, ranks * run - len(nodes))).view(len(part), ranks, run)
+        assert ranks * run >= len(feature_anchor), (
+            f"{ranks!r} runs of {run!r} do not hold {len(feature_anchor)!r} features"
+        )
+        part = cast(Tensor, self.inner(u, key, feature_anchor))
+        filled = F.pad(part, (0, ranks * run - len(feature_anchor))).view(len(part), ranks, run)
         own = collectives.scatter(self.mesh, filled.movedim(1, 0))
-        return own[:, : max(0, min(run, len(nodes) - rank * run))]
+        return own[:, : max(0, min(run, len(feature_anchor) - rank * run))]

@@ -227,8 +227,8 @@ def test_own_features_are_a_view_where_nodes_ascend(rank: int) -> None:
     for one, nodes in ((features, ascending), (shuffled, ascending[:7].flip(0))):
         own = one.own(nodes.expand(2, -1))[0]
         assert all(i in rows.own for i in own.tolist())
-        assert torch.equal(one.nodes + rows.own.start, own)
-        assert one.nodes.untyped_storage().nbytes() == 8 * len(own), "and no view of all nodes"
+        assert torch.equal(one.feature_anchor + rows.own.start, own)
+        assert one.feature_anchor.untyped_storage().nbytes() == 8 * len(own), "and no view of all nodes"
     with pytest.raises(AssertionError, match="columns of all features"):
         features.own(values[:, 1:])
 
