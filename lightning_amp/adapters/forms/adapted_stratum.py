@@ -91,7 +91,7 @@ class AdaptedStratum(Stratum):
     ) -> None:
         nn.Module.__init__(self)
         self.key = key  # type: ignore[assignment]
-        self.decode, self.features, self.cells = Decode(), AllFeatures(), AllCells()
+        self.decode, self.features, self.sum_over_cells = Decode(), AllFeatures(), AllCells()
         self.likelihood = likelihood  # type: ignore[assignment]
         self.columns = columns
         self.chained = chained

@@ -41,7 +41,7 @@ class Unit(nn.Module):
     def __init__(self, n_features: int) -> None:
         super().__init__()
         self.n_features = n_features
-        self.cells = UnitCells()
+        self.sum_over_cells = UnitCells()
 
     @abstractmethod
     def nll(self, v: PerAnchor, u: PerCell, **cells: Tensor) -> Scalar:
@@ -55,7 +55,7 @@ class Unit(nn.Module):
 
     def forward(self, v: PerAnchor, u: PerCell, **cells: Tensor) -> tuple[Scalar, PerAnchor]:
         """The unit's loss, and v unchanged for the next unit."""
-        return self.cells(self.nll, v, u, parameters=self.parameters(), **cells), v
+        return self.sum_over_cells(self.nll, v, u, parameters=self.parameters(), **cells), v
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
         """What this unit, the decoder's k-th, is called with beside v and u: all that the decoder was; may be less."""

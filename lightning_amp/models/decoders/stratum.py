@@ -132,7 +132,7 @@ class Stratum(nn.Module):
         self.decode = Decode()
         self.features = AllFeatures()
         self.likelihood = Bernoulli() if binarized else ZINB()
-        self.cells = AllCells()
+        self.sum_over_cells = AllCells()
         self.distance = distance
         self.columns = columns
         self.chained = chained
@@ -156,7 +156,7 @@ class Stratum(nn.Module):
     ) -> tuple[Scalar, PerAnchor]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum."""
         key, v_next = self._keys(v)
-        nll = self.cells(
+        nll = self.sum_over_cells(
             self.nll,
             key,
             u,

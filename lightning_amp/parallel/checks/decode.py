@@ -13,7 +13,7 @@ SCALES = (1.0, 2.0**-20, 2.0**13)
 
 
 def decode_problem(decode: nn.Module) -> str:
-    """Why a module is not (u key^T)[:, feature_anchor], of all channels or as the sum over parts of them; "" if it is."""
+    """Why a module is not (u key^T)[:, feature_anchor], of all channels or summed over parts of them; "" if it is."""
     return next(filter(None, (_problem(decode, scale) for scale in SCALES)), "")
 
 

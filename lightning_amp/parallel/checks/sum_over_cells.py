@@ -52,8 +52,8 @@ def check_sum(
     if not abs(both - (first + second)) > room:
         return
     raise InstallError(
-        f"a stratum's cells were to be taken in blocks, and the loss of two cells is {both!r}, of each alone {first!r}"
-        f" and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before the decoder, add"
+        f"a stratum's cells were to be taken in micro-batches, and the loss of two cells is {both!r}, of each"
+        f" {first!r} and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before the decoder, add"
         " what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
     )
 

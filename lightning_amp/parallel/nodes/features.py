@@ -1,9 +1,9 @@
 """The features of a stratum whose anchors a rank holds, in any order of the stratum's features.
 
-    own columns = those f with feature_anchor_f in the own anchors          own anchors = feature_anchor_f - first own anchor
+    own columns = those f with feature_anchor[f] in the own anchors; their anchors count from the first own one
 
 The normaliser runs over all ranks' features (sharded_softmax.py); a rank may own none, and takes part all the same.
-Where the own columns are a run, as they are when the anchors ascend, they are sliced, which costs nothing; else gathered.
+Where the own columns are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered.
 
     collectives      forward                   backward
     log_softmax      1 all-gather [B]          1 all-reduce [B]

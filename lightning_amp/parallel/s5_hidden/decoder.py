@@ -97,6 +97,6 @@ def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDec
         raise refusal(
             f"{fqn}.decode",
             f"is {decode!r}, {problem}",
-            "a module without state that returns (u @ key.T)[:, feature_anchor] when called as decode(u, key, feature_anchor)",
+            "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
         )
     return HiddenDecode(decode, channels.mesh)

@@ -24,14 +24,14 @@ def key_first(decode: nn.Module) -> nn.Module:
     """The same decode, with the keys selected first.
 
     Raises:
-        InstallError: The module has state of its own, or decode(u, key, feature_anchor) is not (u key^T)[:, feature_anchor].
+        InstallError: The module has state, or does not compute (u key^T)[:, feature_anchor].
     """
     problem = decode_problem(decode)
     if problem:
         raise InstallError(
             f"S4 was asked for on {type(decode).__name__!r}, which {problem}; only a module without state"
-            " that returns (u @ key.T)[:, feature_anchor] when called as decode(u, key, feature_anchor) can be replaced: move"
-            " the rest to the stratum, or leave S4 out"
+            " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced: move the"
+            " rest to the stratum, or leave S4 out"
         )
     return KeyFirstDecode()
 

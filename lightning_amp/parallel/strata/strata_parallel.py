@@ -25,13 +25,14 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
+from lightning_amp.parallel.contract.strata_loop import LoopTechnique
 from lightning_amp.parallel.ranks.sharded_region import share_region
 from lightning_amp.planning.plan.specs import StrataParallel
-from lightning_amp.shapes import LogWeights, PerAnchor, PerCell, Scalar
+from lightning_amp.shapes import Scalar
 
 
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
-    """Deal the strata of a decoder to the ranks of the model axis.
+    """Shard the strata of a decoder over the model axis.
 
     Args:
         decoder: A decomposed decoder.
@@ -39,8 +40,8 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
         mesh: Device mesh with the axis "model".
 
     Raises:
-        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose way through the strata
-            or whose border is its own.
+        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose strata loop or region is not the
+            reference's.
     """
     axis = mesh["model"]
     walk = walk_of(decoder, "strata", stacked=True)
@@ -54,30 +55,25 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 
-class OwnStrata(nn.Module):
-    """The way through this rank's strata; made by `share_strata`.
+class OwnStrata(LoopTechnique):
+    """The loop over this rank's strata; made by `share_strata`.
 
     Args:
-        inner: The way that is taken.
+        inner: The loop that runs them.
         own: The strata.
     """
 
-    is_technique = True
-
     def __init__(self, inner: nn.Module, own: range) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.own = own
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         return f"strata [{self.own.start}, {self.own.stop})"
 
-    def forward(
-        self, strata: nn.ModuleList, u: PerCell, v: PerAnchor, log_weights: LogWeights, **cells: Tensor
-    ) -> Scalar:
+    def forward(self, strata: nn.ModuleList, *latents: Tensor, **cells: Tensor) -> Scalar:
         """Negative log-likelihood summed over cells and the own strata's features."""
-        return cast(Tensor, self.inner(strata, u, v, log_weights, own=self.own, **cells))
+        return cast(Tensor, self.inner(strata, *latents, own=self.own, **cells))
 
 
 def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
