@@ -24,9 +24,6 @@ class Encoder(nn.Module):
     """Encoder of one modality; its first layer, which grows with the features, is called `first`.
 
     Args:
-        n_features: columns of x.
-        dim: channels of the latent.
-        hidden_dim: channels of the hidden layers.
         hidden_depth: number of hidden layers, at least 1.
         dropout: probability of a zero after each hidden layer.
         total: counts are scaled to this many per cell before log1p; None for data that are not counts.

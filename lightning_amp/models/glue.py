@@ -42,9 +42,6 @@ class GLUE(LinkedAutoencoders):
 
     Args:
         latent_dim: channels D of all latents; even for attention keys.
-        hidden_dim: channels of the encoders' hidden layers.
-        hidden_depth: hidden layers of the encoders.
-        dropout: of the encoders.
         key: "attention" or "convolution" keys of the Hi-C strata.
         variant: form of the attention key, "higlue" or "paper".
         chained: whether the attention key of a stratum reads the previous one's projected anchors.
@@ -154,8 +151,6 @@ class GLUE(LinkedAutoencoders):
         """Terms of the loss of everything but the discriminator, and their weighted sum under "loss".
 
         Args:
-            batch: cells of each modality.
-            latents: of the same cells.
             shown: class of a modality -> what the discriminator sees of its cells; empty without an adversary.
             generator: of the vertices' noise and the sampled edges; the default one when None.
         """

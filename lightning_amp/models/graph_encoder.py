@@ -31,7 +31,6 @@ class GraphEncoder(nn.Module):
     """Latent of every vertex, and the likelihood of sampled edges.
 
     Args:
-        n_vertices: vertices V.
         dim: channels D of embedding and latent.
         source: one end of each edge.
         target: the other end; each edge is listed in one direction and means both.
@@ -109,7 +108,6 @@ class GraphEncoder(nn.Module):
         """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means.
 
         Args:
-            v: latent of the vertices.
             n_positive: edges to draw.
             negatives: negative edges for each positive one.
             generator: of the draws; the default one when None.

@@ -23,14 +23,7 @@ def divergence(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> 
 
 
 class Discriminator(nn.Module):
-    """Guesses from a cell's latent which modality the cell is of.
-
-    Args:
-        dim: channels of the latent.
-        n_modalities: classes.
-        width: channels of the hidden layers.
-        depth: number of hidden layers.
-    """
+    """Guesses from a cell's latent which modality the cell is of."""
 
     def __init__(self, dim: int, n_modalities: int, *, width: int, depth: int):
         super().__init__()
@@ -50,7 +43,6 @@ def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *,
     """Cross-entropy of the discriminator's guesses: mean over the cells of a modality, then over modalities.
 
     Args:
-        discriminator: network that guesses.
         latents: class of a modality -> latent of its cells.
         frozen: compute with detached parameters, so that backward reaches the latents only.
     """

@@ -90,7 +90,6 @@ def change_of(
     Args:
         module: The module that the rule names.
         spec: Of a type that has a technique.
-        mesh: Device mesh with the axes "data" and "model"; None on one device.
         strategy: Whose rule it is, for the messages.
         fqn: The module's name, for the messages.
 
@@ -183,9 +182,6 @@ def install(
     """Carry out a plan's rules on a module.
 
     Args:
-        module: The LightningModule.
-        plan: The plan.
-        mesh: Device mesh with the axes "data" and "model"; None on one device.
         within: Names of modules, to carry out the rules for them and what lies in them alone; None means all rules.
 
     Raises:

@@ -24,12 +24,7 @@ FIRST = {"log_theta": likelihoods.FIRST_LOG_THETA, "zi_logits": likelihoods.FIRS
 
 
 class PlainDecoder(nn.Module):
-    """Abstract; a likelihood is a function of (x, location, *tables).
-
-    Args:
-        n_features: features of the modality.
-        n_batches: experimental batches.
-    """
+    """Abstract; a likelihood is a function of (x, location, *tables)."""
 
     likelihood: ClassVar[Callable[..., Tensor]]
     tables: ClassVar[tuple[str, ...]]

@@ -24,10 +24,6 @@ class EveryStratum(nn.Module):
         """Negative log-likelihood summed over cells and features.
 
         Args:
-            strata: the decoder's.
-            u: latents of the cells.
-            v: latents of the anchors.
-            log_weights: logarithms of the strata's weights.
             own: strata to run, all of them when None; of those before them the spine is run, of those after nothing.
             cells: `batch`, `library` and `x` of the cells.
         """

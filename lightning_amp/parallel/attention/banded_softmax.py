@@ -64,8 +64,6 @@ def banded_softmax(
     Args:
         q: Queries; they begin with a whole bucket.
         k: Keys of the rows before, of the queries' rows and of the rows after.
-        values: Values of the same.
-        window: Rows of a bucket, w.
         before: Keys before that of the first query, whole buckets.
         keep: Keep P for a backward pass.
     """

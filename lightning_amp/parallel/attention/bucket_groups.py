@@ -50,7 +50,6 @@ class Band:
     Attributes:
         rows: Rows; they begin with a whole bucket.
         keys: Keys; only the last bucket of them may be cut short.
-        window: Rows of a bucket.
         before: Keys before that of the first row, whole buckets.
         together: Most buckets that a group may have.
         sampled: Give one group or slab of each size only: tensors without values need no more memory for the others.

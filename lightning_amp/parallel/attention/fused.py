@@ -40,7 +40,6 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False) -> nn.Module:
 
     Args:
         attention: Attention as the reference model's LocalAttention, of all channels.
-        keep: Keep the weights for the backward pass.
 
     Raises:
         InstallError: The module has parts that would be lost, or computes something else.
@@ -59,9 +58,7 @@ class FusedAttention(nn.Module):
     """Local attention computed by hand; made by `fuse_attention`.
 
     Args:
-        dim: Channels D.
         window: Anchors per bucket, w.
-        keep: Keep the weights for the backward pass.
 
     Raises:
         ModelError: dim is no even number of 2 or more, or window none of 1 or more.
@@ -125,12 +122,9 @@ def fused_rows(
     Args:
         q: Queries of the own rows, which begin with a whole bucket.
         k: Keys of the rows before, of the own rows and of the rows after.
-        values: Values of the same.
-        window: Rows of a bucket, w.
         before: Rows before the own ones, whole buckets; 0 where the sequence begins with the own ones.
         after: Rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are
             all that follow, and so are the own rows without any after: the rest of a bucket counts as zeros.
-        keep: Keep the weights for the backward pass.
     """
     n = len(q)
     assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"

@@ -23,11 +23,8 @@ class Rotary:
     """Turns the rows of buckets.
 
     Args:
-        dim: Channels D, even.
-        window: Rows of a bucket, w.
         n_buckets: Buckets that have a place, from 0.
         dtype: Of what is computed.
-        device: Where.
     """
 
     def __init__(

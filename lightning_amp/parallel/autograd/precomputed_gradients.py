@@ -59,7 +59,6 @@ def gradients(
     """Gradients that share no memory, so that they can be added to and scaled in place; frees the graph.
 
     Args:
-        outputs: Of the graph.
         inputs: Leaves of the graph; of those that need no gradient it is None.
         seeds: Gradients of the outputs, None for a scalar's 1.
     """

@@ -36,7 +36,6 @@ def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
 
     Args:
         key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
-        dim: D.
         ranks: The channels of every rank that is tried; the same on all ranks, so that all find the same.
     """
     return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])

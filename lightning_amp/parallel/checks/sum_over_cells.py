@@ -30,12 +30,6 @@ def check_sum(
 ) -> None:
     """Compare the loss of the first two cells with that of each.
 
-    Args:
-        nll: `nll(key, u, **cells)` of some cells.
-        key: Is the same for all cells.
-        u: Two cells or more.
-        rows: The rest of what some cells have.
-
     Raises:
         InstallError: The loss is no sum over cells.
     """
@@ -53,8 +47,8 @@ def check_sum(
         return
     raise InstallError(
         f"a stratum's cells were to be taken in micro-batches, and the loss of two cells is {both!r}, of each"
-        f" {first!r} and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before the decoder, add"
-        " what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
+        f" {first!r} and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before it,"
+        " add what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
     )
 
 

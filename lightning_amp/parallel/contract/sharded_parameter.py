@@ -96,8 +96,6 @@ def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts:
 
     Args:
         module: Gets the shard.
-        name: Of the parameter in the module.
-        whole: The parameter to split.
         parts: How it is dealt.
     """
     own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)

@@ -51,11 +51,6 @@ EXAMPLE_WINDOW = 3
 def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: DeviceMesh) -> Change:
     """Deal the anchors of a decoder to the ranks of the model axis.
 
-    Args:
-        decoder: A decomposed decoder with attention.
-        spec: Whether v will come with the own rows.
-        mesh: Device mesh with the axis "model".
-
     Raises:
         InstallError: Fewer buckets than ranks, or a part of a stratum that would not see all
             that it needs.

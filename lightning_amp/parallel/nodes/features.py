@@ -28,12 +28,7 @@ from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerCell
 
 
 class AnchorFeatures(nn.Module):
-    """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
-
-    Args:
-        feature_anchor: Anchor of each of the stratum's features.
-        rows: The ranks' anchors.
-    """
+    """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`."""
 
     feature_anchor: Tensor
     columns: Tensor | None

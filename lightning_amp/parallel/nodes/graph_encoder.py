@@ -45,9 +45,7 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     """Deal the vertices of a graph to the ranks of the model axis.
 
     Args:
-        encoder: Encoder of the graph.
         spec: Which modality's vertices are the decoder's anchors, and the window of its attention.
-        mesh: Device mesh with the axis "model".
 
     Raises:
         InstallError: No such encoder or modality, or a part of it that would not see all that it needs.

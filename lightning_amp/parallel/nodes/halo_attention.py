@@ -33,7 +33,6 @@ class HaloAttention(nn.Module):
 
     Args:
         inner: Bucketed attention without parameters.
-        rows: The ranks' anchors.
     """
 
     def __init__(self, inner: nn.Module, rows: AnchorRows) -> None:

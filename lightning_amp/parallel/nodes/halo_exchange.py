@@ -33,7 +33,6 @@ def start(rows: AnchorRows, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Floa
     Every rank must call it, also one that has a single neighbour.
 
     Args:
-        rows: The ranks' anchors.
         edges: The first own bucket for the rank before, and the last for the rank after, as far as there are these.
     """
     sent = torch.cat([_pad(edge, rows.window) for edge in edges])

@@ -34,8 +34,6 @@ class SharedVertices(nn.Module):
 
     Args:
         inner: The leaf of all vertices.
-        rows: The ranks' vertices.
-        edges: The edges of this rank.
         coefficient: Of all edges; where these lie, the leaf's buffers will.
     """
 
@@ -101,7 +99,6 @@ class AlikeRows(nn.Module):
     """Rows of the features of a modality, on every rank.
 
     Args:
-        rows: The ranks' vertices.
         ids: Vertex of each feature.
         device: Of the leaf's buffer.
     """
@@ -143,7 +140,6 @@ def alike_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Fl
     """Rows of all ranks on every rank, for what all compute alike.
 
     Args:
-        mesh: The mesh axis.
         v: Rows of the own vertices.
         place: Own row of each, -1 of what another rank holds.
     """

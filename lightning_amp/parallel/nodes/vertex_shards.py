@@ -31,7 +31,6 @@ class VertexRows:
     """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids.
 
     Attributes:
-        mesh: The mesh axis.
         owner: Rank of every vertex.
         ids: Vertices of every rank.
         place: Row of every vertex on its owner.
@@ -81,8 +80,6 @@ def deal_vertices(
     """Deal the vertices of a graph to the ranks that the anchors are dealt to.
 
     Args:
-        n_vertices: V.
-        anchors: The ranks' anchors.
         ids: Vertex of each anchor.
         ends: Source and target of the edges in both directions, in the host's memory.
 
@@ -140,7 +137,6 @@ def own_edges(rows: VertexRows, ends: Ends) -> OwnEdges:
     """The edges of this rank.
 
     Args:
-        rows: The ranks' vertices.
         ends: Source and target of the edges in both directions, in the host's memory.
     """
     (source, target), n, ranks = ends, len(rows.owner), rows.mesh.size()

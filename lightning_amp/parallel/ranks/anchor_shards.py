@@ -32,8 +32,6 @@ class AnchorRows:
     """The anchors of all ranks of a mesh axis.
 
     Attributes:
-        mesh: The mesh axis.
-        window: w.
         bounds: First anchor of every rank, and N.
     """
 

@@ -31,8 +31,6 @@ class Channels:
     """The channel sets of all ranks of a mesh axis.
 
     Attributes:
-        mesh: The mesh axis.
-        dim: D.
         bounds: First pair of every rank, and D/2; of an odd D first channel of every rank, and D.
     """
 

@@ -38,13 +38,7 @@ def join_runs(own: Tensor, n: int, mesh: DeviceMesh, *, dim: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Runs:
-    """A tensor of which every rank has a run of one dimension.
-
-    Attributes:
-        mesh: The mesh axis.
-        n: Length of the dimension.
-        dim: The dimension.
-    """
+    """A tensor of which every rank has a run of one dimension."""
 
     mesh: DeviceMesh
     n: int

@@ -34,7 +34,6 @@ class SharedRegion(nn.Module):
     """The border of a region that the ranks of a mesh axis share.
 
     Args:
-        mesh: The mesh axis.
         strategies: Whose border it is.
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
@@ -123,12 +122,7 @@ def share_region(
 
     Args:
         region: The decoder's border so far.
-        mesh: The mesh axis.
         strategy: Who asks.
-        channels: As SharedRegion has it.
-        summed: The same.
-        rows: The same.
-        given: The same.
 
     Raises:
         InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or

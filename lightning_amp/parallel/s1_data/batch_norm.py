@@ -36,7 +36,6 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
 
     Args:
         module: Changed in place; layers that are SyncBatchNorm already are left as they are.
-        mesh: One axis of the device mesh.
 
     Returns:
         A function that puts the original layers back, with the values trained since; it may be called twice.

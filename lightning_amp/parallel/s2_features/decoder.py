@@ -41,11 +41,6 @@ from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
     """Deal the features of a decoder's strata to the ranks of the model axis.
 
-    Args:
-        decoder: A decomposed decoder.
-        spec: Has no settings.
-        mesh: Device mesh with the axis "model".
-
     Raises:
         InstallError: A leaf that would be replaced is missing or
             does something of its own.
@@ -68,12 +63,7 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
 
 
 class ShardedFeatures(nn.Module):
-    """The part of a stratum's features that this rank holds; made by `share_features`.
-
-    Args:
-        feature_anchor: Anchor of each of the stratum's features.
-        mesh: The mesh axis.
-    """
+    """The part of a stratum's features that this rank holds; made by `share_features`."""
 
     feature_anchor: Tensor
 

@@ -38,11 +38,6 @@ from lightning_amp.planning.plan.specs import RowParallelLinear
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
     """Deal the input features of a linear layer to the ranks of the model axis.
 
-    Args:
-        linear: A plain `nn.Linear`.
-        spec: Has no settings.
-        mesh: Device mesh with the axis "model".
-
     Raises:
         InstallError: Another kind of layer, or one with hooks or a computed weight.
     """
@@ -60,12 +55,7 @@ def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> 
 
 
 class SharedLinear(nn.Module):
-    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight.
-
-    Args:
-        linear: The layer to share.
-        mesh: The mesh axis.
-    """
+    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

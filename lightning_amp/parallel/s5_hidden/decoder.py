@@ -55,11 +55,6 @@ from lightning_amp.planning.plan.specs import HiddenParallel
 def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
     """Deal the hidden dimension of a decoder to the ranks of the model axis.
 
-    Args:
-        decoder: A decomposed decoder whose keys have the children that protocol.py names.
-        spec: Whether keys and values are gathered.
-        mesh: Device mesh with an axis "model".
-
     Raises:
         InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
             cannot be dealt.

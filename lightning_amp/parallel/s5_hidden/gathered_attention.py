@@ -25,7 +25,6 @@ class GatheredAttention(nn.Module):
 
     Args:
         inner: Bucketed attention over all channels.
-        channels: Channel sets of the ranks.
     """
 
     def __init__(self, inner: nn.Module, channels: Channels) -> None:

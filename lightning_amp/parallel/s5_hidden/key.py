@@ -26,9 +26,7 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
     """New children of a key, by name.
 
     Args:
-        key: The key of a stratum.
         fqn: Its name, which goes before the children's.
-        channels: Channel sets of the ranks.
         gather: Whether attention reads the keys and values of all channels.
 
     Raises:

@@ -30,7 +30,6 @@ class ShardedLayerNorm(nn.LayerNorm):
 
     Args:
         whole: Its state is used, not copied: both have the same parameters, hooks and mode.
-        channels: Channel sets of the ranks.
     """
 
     channels: Channels

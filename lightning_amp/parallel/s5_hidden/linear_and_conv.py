@@ -30,7 +30,6 @@ class ShardedLinear(nn.Linear):
     Args:
         whole: A layer from D to a multiple of D. Its state is used, not copied: both have the same parameters, hooks
             and mode.
-        channels: Channel sets of the ranks.
     """
 
     channels: Channels
@@ -67,7 +66,6 @@ class ShardedConv1d(nn.Conv1d):
     Args:
         whole: A layer with D groups of one channel and zero padding. Its state is used, not copied: both have the
             same parameters, hooks and mode.
-        channels: Channel sets of the ranks.
     """
 
     channels: Channels

@@ -94,8 +94,8 @@ class CellMicrobatches(nn.Module):
         if odd:
             raise InstallError(
                 f"a stratum's {len(u)!r} cells were to be taken in micro-batches, and it is called with {odd!r} rows;"
-                " allowed is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or leave"
-                " 'stream' out"
+                " allowed is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or"
+                " leave 'stream' out"
             )
         if not self.known and len(u) > max(1, self.size):
             check_sum(nll, key, u, lambda part: _rows(cells, part))

@@ -31,11 +31,6 @@ from lightning_amp.shapes import Scalar
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
     """Compute a decoder's strata again in the backward pass.
 
-    Args:
-        decoder: A decomposed decoder.
-        spec: Has no settings.
-        mesh: Is not used.
-
     Raises:
         InstallError: The decoder's strata loop is not the reference's.
     """
@@ -76,12 +71,7 @@ class _Again:
 
 
 class _Read:
-    """What a stratum reads in its first pass; made before it.
-
-    Args:
-        stratum: The stratum.
-        arguments: What it is called with.
-    """
+    """What a stratum reads in its first pass; made before it."""
 
     def __init__(self, stratum: nn.Module, arguments: Mapping[str, object]) -> None:
         self.stratum = stratum

@@ -34,11 +34,6 @@ from lightning_amp.shapes import Scalar
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
     """Shard the strata of a decoder over the model axis.
 
-    Args:
-        decoder: A decomposed decoder.
-        spec: The ranks' runs.
-        mesh: Device mesh with the axis "model".
-
     Raises:
         InstallError: Runs that do not fit the strata and the ranks, or a decoder whose strata loop or region is not the
             reference's.

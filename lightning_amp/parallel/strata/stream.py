@@ -56,11 +56,6 @@ from lightning_amp.shapes import Scalar
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
     """Run forward and backward pass of a decoder's strata one after the other.
 
-    Args:
-        decoder: A decomposed decoder whose loss is computed inside it.
-        spec: Cells of a block, and strata side by side.
-        mesh: Is not used.
-
     Raises:
         InstallError: The decoder's strata loop, or what a stratum does with its cells, is not the reference's; or
             `spec.workers` is not positive.
