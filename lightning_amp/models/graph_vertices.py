@@ -25,7 +25,7 @@ Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 class AllVertices(nn.Module):
-    """Every vertex is here; a leaf, so that a technique can deal them to devices."""
+    """Every vertex is here; a leaf, so that a technique can shard them."""
 
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at their targets."""
@@ -75,7 +75,7 @@ class FeatureVertices(nn.Module):
         ids: vertex of each feature, of Hi-C of each anchor.
 
     Attributes:
-        on_host: the ids in the host's memory, for who deals vertices.
+        on_host: the ids in the host's memory, for who shards vertices.
     """
 
     ids: Tensor

@@ -1,6 +1,6 @@
 """Which techniques a module's decoder would refuse, found by trying: installed on it, and undone.
 
-Only techniques without a mesh are tried; of the others the parts are looked at that they replace. One that a module
+Only techniques without a mesh are probed; of the others the parts are looked at that they replace. One that a module
 refuses after all is an InstallError, and nothing is installed.
 """
 

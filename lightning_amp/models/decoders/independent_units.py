@@ -1,4 +1,4 @@
-"""A decoder of one's own whose loss is a sum over independent units; its author writes the loss of a unit alone.
+"""Your own decoder, if its loss is a sum over independent units; you write only the loss of a unit.
 
     loss = sum over units k of nll_k(v, u, cells)
 

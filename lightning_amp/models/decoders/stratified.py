@@ -32,7 +32,7 @@ KeyKind = Literal["attention", "convolution"]
 
 
 class Region(nn.Module):
-    """The border around the strata; nothing happens at it on one device, and a technique can replace it."""
+    """What enters and leaves the strata; on one device as it is, and a technique can replace it."""
 
     def enter(
         self, u: PerCell, v: PerAnchor, log_weights: LogWeights

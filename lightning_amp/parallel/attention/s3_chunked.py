@@ -31,7 +31,7 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
         retain: Keep every chunk's intermediates for the backward pass instead of recomputing them.
 
     Raises:
-        InstallError: The module is no bucketed attention, has state of its own, or `buckets` is not positive.
+        InstallError: The module is no bucketed attention, has state, or `buckets` is not positive.
     """
     kind = type(attention).__name__
     if not isinstance(attention, BucketedAttention):

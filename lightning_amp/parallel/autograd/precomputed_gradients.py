@@ -45,7 +45,7 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 
 def leaf(tensor: Tensor, needed: bool) -> Tensor:
-    """The same values as an input of a graph of its own, whose gradients are taken by `gradients` alone."""
+    """The same values as an input of a new graph, whose gradients only `gradients` takes."""
     own = tensor.detach().requires_grad_(needed)
     if needed:
         # torch.autograd.grad adds nothing up in a leaf: who does is a term outside, of a tensor that was kept

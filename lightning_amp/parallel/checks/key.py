@@ -1,6 +1,6 @@
 """Whether a key, beside what its children compute, needs channels or rows that another rank has.
 
-Under S5 and nodes a key's own forward runs on a part of v. It is tried on one: a copy of the key, with stand-ins for
+Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
 its children that scale single numbers, has to give
 
     forward(v)[part] = forward(v[part])      and the same of spine, where there is one
@@ -36,7 +36,7 @@ def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
 
     Args:
         key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
-        ranks: The channels of every rank that is tried; the same on all ranks, so that all find the same.
+        ranks: The channels of every rank that is probed; the same on all ranks, so that all find the same.
     """
     return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])
 

@@ -178,7 +178,7 @@ class ScattersFeatures(Decodes, Protocol):
 
 ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
 """Children of an attention key. It computes with them, and with functions that do not mix channels (for nodes:
-anchors), which is tried (checks/key.py),
+anchors), which is probed (checks/key.py),
 
     p = prenorm(v),  q = qk(p),  val = value(p),  attention(q, q, p or val),  ff(postnorm(...))
 
@@ -186,7 +186,7 @@ where ff gives 2 D channels that are cut in two halves of D, which meet channel 
 
 CONVOLUTION_KEY = ("pairs", "activation")
 """Children of a convolution key: a depthwise convolution over the anchors and a function of single numbers; the same is
-tried."""
+probed."""
 
 
 def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
@@ -196,7 +196,7 @@ def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
 
 
 def is_vertex_encoder(module: object) -> TypeGuard[VertexEncoder]:
-    """Whether a module encodes the vertices of a graph, with the leaves that can be dealt to ranks."""
+    """Whether a module encodes the vertices of a graph, with the leaves that can be sharded to ranks."""
     has_all = all(hasattr(module, name) for name in ("n_vertices", "ends", "messages", "loc", "std"))
     return (
         has_all

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerCell
 
@@ -34,11 +34,11 @@ class AnchorFeatures(nn.Module):
     columns: Tensor | None
     places: Tensor | None
 
-    def __init__(self, feature_anchor: FeatureAnchor, rows: AnchorRows) -> None:
+    def __init__(self, feature_anchor: FeatureAnchor, rows: AnchorShards) -> None:
         super().__init__()
         self.rows = rows
-        borders = torch.tensor(rows.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
-        owner = torch.bucketize(feature_anchor, borders, right=True)
+        firsts = torch.tensor(rows.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
         self.sizes: list[int] = owner.bincount(minlength=len(rows.sizes)).tolist()
         rank = rows.mesh.get_local_rank()

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.parallel.contract.protocol import HoldsVertices, Messages
-from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexRows
+from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexShards
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.shapes import PerVertex, Scalar
 
@@ -45,7 +45,7 @@ class SharedVertices(nn.Module):
     sent: Tensor
 
     def __init__(
-        self, inner: HoldsVertices, rows: VertexRows, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
+        self, inner: HoldsVertices, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
     ) -> None:
         super().__init__()
         self.inner = inner
@@ -90,12 +90,12 @@ class SharedVertices(nn.Module):
 
     def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
         """Rows of any vertices on every rank, by their ids; each [*end, dim]."""
-        found = alike_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
+        found = replicated_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
         parts = torch.split(found, [i.numel() for i in ids])
         return tuple(part.view(*i.shape, v.shape[1]) for part, i in zip(parts, ids, strict=True))
 
 
-class AlikeRows(nn.Module):
+class ReplicatedRows(nn.Module):
     """Rows of the features of a modality, on every rank.
 
     Args:
@@ -105,14 +105,14 @@ class AlikeRows(nn.Module):
 
     place: Tensor
 
-    def __init__(self, rows: VertexRows, ids: Int[Tensor, " feature"], device: torch.device) -> None:
+    def __init__(self, rows: VertexShards, ids: Int[Tensor, " feature"], device: torch.device) -> None:
         super().__init__()
         self.mesh = rows.mesh
         self.register_buffer("place", rows.own_place(ids).to(device), persistent=False)
 
     def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
         """Rows of v that the modality's decoder gets."""
-        return alike_rows(self.mesh, v, self.place)
+        return replicated_rows(self.mesh, v, self.place)
 
 
 class OwnRows(nn.Module):
@@ -136,17 +136,17 @@ class OwnRows(nn.Module):
         return v[self.place] if self.run is None else v[self.run]
 
 
-def alike_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
-    """Rows of all ranks on every rank, for what all compute alike.
+def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
+    """Rows of all ranks on every rank, a result that is replicated.
 
     Args:
         v: Rows of the own vertices.
         place: Own row of each, -1 of what another rank holds.
     """
-    return cast(Tensor, _Alike.apply(v, place, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Replicated.apply(v, place, mesh))  # type: ignore[no-untyped-call]
 
 
-class _Alike(torch.autograd.Function):
+class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, place: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.n_own, ctx.behind = len(v), "inside"

@@ -7,7 +7,7 @@
 The guidance graph joins genes to bins nearby, so few edges lead from rank to rank. An edge's message is added up where
 its target is; a *ghost* is a source that another rank holds.
 
-Everything is counted once, from the whole lists of edges in the host's memory, alike on every rank.
+Everything is counted once, from the whole lists of edges in the host's memory, replicated.
 Legend: vertex (V), own_vertex (n of this rank), edge (E, both directions), anchor (N), R ranks.
 """
 
@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 
 Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class VertexRows:
+class VertexShards:
     """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids.
 
     Attributes:
@@ -74,10 +74,10 @@ class VertexRows:
         return whole
 
 
-def deal_vertices(
-    n_vertices: int, anchors: AnchorRows, ids: Int[Tensor, " anchor"], ends: Ends
-) -> VertexRows:
-    """Deal the vertices of a graph to the ranks that the anchors are dealt to.
+def shard_vertices(
+    n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends
+) -> VertexShards:
+    """Shard the vertices of a graph over the ranks that hold its anchors.
 
     Args:
         ids: Vertex of each anchor.
@@ -107,7 +107,7 @@ def deal_vertices(
     found = tuple((owner == rank).nonzero().flatten() for rank in range(ranks))
     for rows in found:
         place[rows] = torch.arange(len(rows))
-    return VertexRows(mesh=anchors.mesh, owner=owner, ids=found, place=place)
+    return VertexShards(mesh=anchors.mesh, owner=owner, ids=found, place=place)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -133,7 +133,7 @@ class OwnEdges:
     n_received: list[int]
 
 
-def own_edges(rows: VertexRows, ends: Ends) -> OwnEdges:
+def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
     """The edges of this rank.
 
     Args:

@@ -10,7 +10,7 @@
 Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
 which multiplies gradients by the number of ranks where the others are needed.
 
-`enter` and `leave` are the border of what the ranks share, and their nodes say so by `behind` (check_region.py).
+`enter` and `leave` are where the sharded region begins and ends, and their nodes say so by `behind` (check_region.py).
 
 A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
 Legend: R ranks of the mesh axis.
@@ -37,12 +37,12 @@ def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """Sum over the ranks, for what every rank goes on with alike."""
+    """Sum over the ranks, for a result that is replicated (Megatron's *reduce from* the parallel region)."""
     return cast(Tensor, _Leave.apply(mesh, part))  # type: ignore[no-untyped-call]
 
 
 def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """Sum over the ranks, for what every rank goes on with in its own way."""
+    """Sum over the ranks, for a result that every rank uses differently."""
     return cast(Tensor, _Total.apply(mesh, part))  # type: ignore[no-untyped-call]
 
 
@@ -52,7 +52,7 @@ def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
 
 
 def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """The block [R, ...] of all ranks' parts, for what every rank goes on with in its own way."""
+    """The block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
     return cast(Tensor, _Gather.apply(mesh, part))  # type: ignore[no-untyped-call]
 
 

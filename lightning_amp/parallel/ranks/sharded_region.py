@@ -1,4 +1,4 @@
-"""The border around a decoder's strata under S2, S5, strata and nodes: inside, a rank has its share of the work.
+"""The region of a decoder that ranks share under S2, S5, strata and nodes: inside, a rank has its share of the work.
 
     S5         u and v become the own channels; backward, one all-gather of their gradients
     S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
@@ -25,16 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows, take_rows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, take_rows
 from lightning_amp.parallel.ranks.channel_shards import Channels, take_channels
 from lightning_amp.shapes import LogWeights, PerCell, Scalar
 
 
 class SharedRegion(nn.Module):
-    """The border of a region that the ranks of a mesh axis share.
+    """What enters and leaves the region that the ranks of a mesh axis share.
 
     Args:
-        strategies: Whose border it is.
+        strategies: Whose region it is.
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
         rows: The ranks' anchors under nodes, None without it.
@@ -48,7 +48,7 @@ class SharedRegion(nn.Module):
         *,
         channels: Channels | None = None,
         summed: bool = False,
-        rows: AnchorRows | None = None,
+        rows: AnchorShards | None = None,
         given: bool = False,
     ) -> None:
         super().__init__()
@@ -115,18 +115,18 @@ def share_region(
     *,
     channels: Channels | None = None,
     summed: bool = False,
-    rows: AnchorRows | None = None,
+    rows: AnchorShards | None = None,
     given: bool = False,
 ) -> SharedRegion:
-    """The border with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
+    """The region with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
 
     Args:
-        region: The decoder's border so far.
+        region: The decoder's region so far.
         strategy: Who asks.
 
     Raises:
         InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
-            does something at the border that would be lost.
+            does something that would be lost.
     """
     if isinstance(region, SharedRegion):
         strategies = (*region.strategies, strategy)
@@ -141,7 +141,7 @@ def share_region(
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
     if problem:
         raise InstallError(
-            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a border"
+            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a region"
             " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             f" replaced: move the rest to the decoder, or leave {strategy} out"
         )
@@ -149,7 +149,7 @@ def share_region(
 
 
 def _pass(region: Any) -> dict[str, bool]:
-    """Whether a border hands on what it was given, as it is."""
+    """Whether a region hands on what it was given, as it is."""
     given, total = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(1, 5)), torch.ones(())
     entered = all(a is b for a, b in zip(region.enter(*given), given, strict=True))
     return {"its arguments unchanged:": entered and region.leave(total) is total}

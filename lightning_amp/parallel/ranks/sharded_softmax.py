@@ -1,4 +1,4 @@
-"""Softmax over features that are dealt to the ranks of a mesh axis.
+"""Softmax over features that are sharded over a mesh axis.
 
     log_softmax(x)_f = x_f - log sum over ranks s of exp(L_s)       L_s = logsumexp of rank s's own x, -inf without any
     backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)

@@ -41,7 +41,7 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
         A function that puts the original layers back, with the values trained since; it may be called twice.
 
     Raises:
-        InstallError: A subclass of BatchNorm with a forward of its own; nothing is changed.
+        InstallError: A subclass of BatchNorm with another forward; nothing is changed.
     """
     names = {layer: name for name, layer in module.named_modules() if is_local(layer)}
     own = [name for layer, name in names.items() if type(layer).forward is not AnyBatchNorm.forward]

@@ -4,7 +4,7 @@
 
 The sum over ranks is the loss only because the normaliser is that of all features (sharded_softmax.py): softmax over
 the own features alone gives another model, silently.
-Exact up to the order of the sums. The features of a stratum are dealt in runs of ceil(F_k / R); a rank may have none
+Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
 and takes part all the same, for the others wait for it.
 
     collectives of a step             forward                       backward
@@ -39,11 +39,11 @@ from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
-    """Deal the features of a decoder's strata to the ranks of the model axis.
+    """Shard the features of a decoder's strata over the model axis.
 
     Raises:
         InstallError: A leaf that would be replaced is missing or
-            does something of its own.
+            is not the reference's.
     """
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
@@ -115,7 +115,7 @@ class _AllColumns(torch.autograd.Function):
 
 
 def features_problem(stratum: nn.Module) -> str:
-    """Why a stratum's features cannot be dealt, as what follows its name; "" if they can."""
+    """Why a stratum's features cannot be sharded, as what follows its name; "" if they can."""
     features = getattr(stratum, "features", None)
     if isinstance(features, ShardedFeatures):
         return "has its features shared already"

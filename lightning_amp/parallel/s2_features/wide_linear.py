@@ -3,10 +3,10 @@
     y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
 
 Exact up to the order of the sum. The shard of the weight, its gradient and its optimiser state exist on the owner
-only; the bias is whole and has equal gradients on all ranks. Features are dealt in runs of ceil(F / R).
+only; the bias is whole and has equal gradients on all ranks. Features are sharded in runs of ceil(F / R).
 
     collectives      forward                 backward
-    always           1 all-reduce [B, h]     none: all ranks go on with y alike
+    always           1 all-reduce [B, h]     none: y is replicated
     x needs one                              1 all-gather of its gradient [B, F]
 
 Kept for the backward pass: the own columns of x, [B, F / R], or of sparse counts their entries.
@@ -36,7 +36,7 @@ from lightning_amp.planning.plan.specs import RowParallelLinear
 
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
-    """Deal the input features of a linear layer to the ranks of the model axis.
+    """Shard the input features of a linear layer over the model axis.
 
     Raises:
         InstallError: Another kind of layer, or one with hooks or a computed weight.

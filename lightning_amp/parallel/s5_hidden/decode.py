@@ -1,6 +1,6 @@
 """Decode from the own channels of cells and keys, under S5.
 
-    forward    (u key^T)[:, feature_anchor] = sum_r (u_r key_r^T)[:, feature_anchor]     for every rank alike
+    forward    (u key^T)[:, feature_anchor] = sum_r (u_r key_r^T)[:, feature_anchor]     replicated
     scatter    the same sum for the rank's own features only, under S2 and S5
 
     forward    one all-reduce of B F_k numbers          backward nothing: every rank has the whole gradient
@@ -26,7 +26,7 @@ class HiddenDecode(nn.Module):
 
     Args:
         inner: A decode that is bilinear in cells and keys.
-        mesh: The mesh axis over which the channels are dealt.
+        mesh: The mesh axis that shards the channels.
     """
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
@@ -40,7 +40,7 @@ class HiddenDecode(nn.Module):
         key: Float[Tensor, "anchor own_dim"],
         feature_anchor: FeatureAnchor,
     ) -> Counts:
-        """Scores of all features, alike on every rank."""
+        """Scores of all features, replicated."""
         return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
 
     def scatter(

@@ -75,7 +75,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
     """The same likelihood, whose costs are those of the counts that are not zero.
 
     Raises:
-        InstallError: The module has state of its own, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
+        InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
             log-probabilities of a zero-inflated negative binomial.
     """
     problem = problem_of(leaf, _problem)

@@ -287,7 +287,7 @@ def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
 
 
 def _copies(stratum: nn.Module) -> dict[str, Tensor]:
-    """The parameters as leaves of their own: hooks on the originals, such as those of the gradients' reduction, would
+    """The parameters as leaves: hooks on the originals, such as those of the gradients' reduction, would
     run here and in the outer backward pass. Of a table that strata share, a stratum gets its own columns; a parameter
     in two places has one copy, in both.
     """
