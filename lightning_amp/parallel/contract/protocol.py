@@ -4,15 +4,14 @@ Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F
 own_feature and own_vertex (those that a rank holds).
 """
 
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeGuard, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.parallel.contract.stand_in import named_parts
-from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts, PerAnchor, PerCell, PerVertex, Scalar
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 
 
 class DecomposedDecoder(Protocol):
@@ -49,83 +48,20 @@ class BucketedAttention(Protocol):
         ...
 
 
-@runtime_checkable
-class Decodes(Protocol):
-    """Inner products of cells with the keys of a stratum's features, called as `decode(u, key, feature_anchor)`."""
-
-    def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
-        """(u key^T)[:, feature_anchor]."""
-        ...
-
-
-@runtime_checkable
-class HoldsFeatures(Protocol):
-    """What a device does with the features of a stratum: it holds all of them, or its own."""
-
-    def own(self, values: Shaped[Tensor, "*row feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the features that this device holds."""
-        ...
-
-    def scores(
-        self,
-        decode: Callable[[Tensor, Tensor, Tensor], Tensor],
-        u: PerCell,
-        key: PerAnchor,
-        feature_anchor: FeatureAnchor,
-    ) -> OwnCounts:
-        """Decoded scores of the own features; `feature_anchor` are those of all."""
-        ...
-
-    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
-        """Logarithm of the softmax over all features, for the own ones."""
-        ...
-
-    def whole(self, values: OwnCounts) -> Counts:
-        """All columns again."""
-        ...
-
-
 Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
 """Makes source, target and coefficient of all edges of a graph."""
 
 
-@runtime_checkable
-class HoldsVertices(Protocol):
-    """What a graph encoder asks of the vertices of its graph: a device holds all of them, or its own."""
+FEATURE_METHODS = ("own", "scores", "log_softmax", "whole")
+"""Methods of a stratum's child `features`: which features the device holds; the reference is models' AllFeatures."""
 
-    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
-        """Sum over edges of coefficient * x[source] at their targets."""
-        ...
+VERTEX_METHODS = ("propagate", "add_messages", "blocks", "noise", "mean", "rows")
+"""Methods of a graph encoder's child `vertices`: which vertices the device holds; the reference is AllVertices."""
 
-    def add_messages(
-        self,
-        out: Float[Tensor, "target dim"],
-        x: Float[Tensor, "source dim"],
-        *,
-        source: Int[Tensor, " edge"],
-        target: Int[Tensor, " edge"],
-        coefficient: Float[Tensor, " edge"],
-    ) -> None:
-        """Add coefficient * x[source] to out at the targets, without gradients."""
-        ...
 
-    def blocks(
-        self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
-    ) -> Iterator[tuple[int, Float[Tensor, "block dim"]]]:
-        """Noise of all vertices, some at a time: the first of them, and theirs."""
-        ...
-
-    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
-        """Noise of the vertices that are here: their rows of `blocks`."""
-        ...
-
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
-        """Mean over all vertices."""
-        ...
-
-    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
-        """Rows of any vertices, by their ids."""
-        ...
+def has_methods(module: object, names: Iterable[str]) -> bool:
+    """Whether a module has all methods of some names."""
+    return isinstance(module, nn.Module) and all(callable(getattr(module, name, None)) for name in names)
 
 
 class VertexEncoder(Protocol):
@@ -143,7 +79,7 @@ class VertexEncoder(Protocol):
     embedding: nn.Parameter
     loc: nn.Module
     std: nn.Module
-    vertices: HoldsVertices
+    vertices: Any
     rows: nn.ModuleDict
 
 
@@ -162,8 +98,8 @@ class ShardableAttention(BucketedAttention, Protocol):
 
 
 @runtime_checkable
-class ScattersFeatures(Decodes, Protocol):
-    """A decode that can hand each feature's score, summed over the ranks, to the feature's owner alone."""
+class ScattersFeatures(Protocol):
+    """A decode that can hand each feature's score, summed over the ranks, to only the feature's owner."""
 
     def scatter(
         self,
@@ -201,7 +137,7 @@ def is_vertex_encoder(module: object) -> TypeGuard[VertexEncoder]:
     return (
         has_all
         and isinstance(getattr(module, "embedding", None), nn.Parameter)
-        and isinstance(getattr(module, "vertices", None), HoldsVertices)
+        and has_methods(getattr(module, "vertices", None), VERTEX_METHODS)
         and isinstance(getattr(module, "rows", None), nn.ModuleDict)
     )
 

@@ -13,7 +13,7 @@ asks for chunks of buckets in any order, so that under S3 the rows are waited fo
 Legend: anchor (n, those of this rank), dim (D), w anchors of a bucket, own buckets 0 .. W - 1.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,11 @@ class HaloAttention(nn.Module):
         inner: Bucketed attention without parameters.
     """
 
+    inner: BucketedAttention
+
     def __init__(self, inner: nn.Module, rows: AnchorShards) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = cast(Any, inner)
         self.rows = rows
         # at an end of the sequence the outer bucket has no other rank's rows to wait for
         self.inside = range(rows.before, max(rows.n_buckets - rows.after, rows.before))
@@ -50,21 +52,21 @@ class HaloAttention(nn.Module):
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
-        return self._inner.n_buckets(n)
+        return self.inner.n_buckets(n)
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention of all own buckets; the inner ones while the neighbours' rows are under way."""
         if not self.outer:
-            return cast(Tensor, self.inner(q, k, values))
+            return cast(Any, self.inner)(q, k, values)  # type: ignore[no-any-return]
         near = self._near(q, k, values)
         under_way = self._send(near)
-        inside = self._inside(self._inner.prepare(q, k, values), self.inside) if self.inside else []
+        inside = self._inside(self.inner.prepare(q, k, values), self.inside) if self.inside else []
         pieces = self._pieces(near, under_way)
         return self._in_order(dict(zip(self.outer, pieces, strict=True)), inside)[: len(q)]
 
     def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> State:
         """What `attend` reads: that of the own rows, then that of every outer bucket's surroundings."""
-        own = self._inner.prepare(q, k, values)
+        own = self.inner.prepare(q, k, values)
         if not self.outer:
             return own
         near = self._near(q, k, values)
@@ -79,16 +81,12 @@ class HaloAttention(nn.Module):
         buckets = range(max(first, self.inside.start), min(last, self.inside.stop))
         return self._in_order(asked, self._inside(own, buckets))
 
-    @property
-    def _inner(self) -> BucketedAttention:
-        return cast(BucketedAttention, self.inner)
-
     def _inside(self, state: State, buckets: range) -> list[Tensor]:
-        return [self._inner.attend(state, buckets.start, buckets.stop)] if buckets else []
+        return [self.inner.attend(state, buckets.start, buckets.stop)] if buckets else []
 
     def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
         """Rows of the outer buckets that are asked for, and of those between."""
-        rows = {j: self._inner.attend(piece, p := self._place(j), p + 1) for j, piece in pieces.items()}
+        rows = {j: self.inner.attend(piece, p := self._place(j), p + 1) for j, piece in pieces.items()}
         first = self.inside.start
         before, after = ([r for j, r in rows.items() if (j < first) == side] for side in (True, False))
         return torch.cat([*before, *inside, *after])
@@ -125,7 +123,7 @@ class HaloAttention(nn.Module):
         q, k, values = own
         dim = k.shape[1]
         # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
-        return self._inner.prepare(
+        return self.inner.prepare(
             F.pad(q, (0, 0, len(before), len(after))),
             torch.cat((before[:, :dim].to(k.dtype), k, after[:, :dim].to(k.dtype))),
             torch.cat((before[:, dim:].to(values.dtype), values, after[:, dim:].to(values.dtype))),

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
-from lightning_amp.parallel.contract.protocol import HoldsVertices, Messages
+from lightning_amp.parallel.contract.protocol import Messages
 from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexShards
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.shapes import PerVertex, Scalar
@@ -45,7 +45,7 @@ class SharedVertices(nn.Module):
     sent: Tensor
 
     def __init__(
-        self, inner: HoldsVertices, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
+        self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
     ) -> None:
         super().__init__()
         self.inner = inner

@@ -30,7 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.protocol import DecomposedDecoder, HoldsFeatures, ScattersFeatures
+from lightning_amp.parallel.contract.protocol import (
+    FEATURE_METHODS,
+    DecomposedDecoder,
+    ScattersFeatures,
+    has_methods,
+)
 from lightning_amp.parallel.ranks.even_runs import join_runs, own_run, run_length
 from lightning_amp.parallel.ranks.sharded_region import share_region
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
@@ -119,7 +124,7 @@ def features_problem(stratum: nn.Module) -> str:
     features = getattr(stratum, "features", None)
     if isinstance(features, ShardedFeatures):
         return "has its features shared already"
-    if not (isinstance(features, nn.Module) and isinstance(features, HoldsFeatures)):
+    if not has_methods(features, FEATURE_METHODS):
         return f"has features={features!r}"
     if "feature_anchor" not in dict(stratum.named_buffers(recurse=False)):
         return "has no buffer `feature_anchor`"
