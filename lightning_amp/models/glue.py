@@ -42,6 +42,9 @@ class GLUE(LinkedAutoencoders):
 
     Args:
         latent_dim: channels D of all latents; even for attention keys.
+        hidden_dim: channels of the encoders' hidden layers.
+        hidden_depth: hidden layers of the encoders.
+        dropout: of the encoders.
         key: "attention" or "convolution" keys of the Hi-C strata.
         variant: form of the attention key, "higlue" or "paper".
         chained: whether the attention key of a stratum reads the previous one's projected anchors.

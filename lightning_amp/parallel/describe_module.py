@@ -18,6 +18,7 @@ def describe(
 
     Args:
         module: The whole LightningModule.
+        batch_size: Cells per rank and modality.
         base_activation_bytes: What the backward pass keeps outside the decoder.
         optimizer_slots: Copies of the parameters that the optimiser keeps.
     """

@@ -182,6 +182,9 @@ def install(
     """Carry out a plan's rules on a module.
 
     Args:
+        module: The LightningModule.
+        plan: The plan.
+        mesh: Device mesh with the axes "data" and "model"; None on one device.
         within: Names of modules, to carry out the rules for them and what lies in them alone; None means all rules.
 
     Raises:

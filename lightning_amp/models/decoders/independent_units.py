@@ -70,7 +70,9 @@ class UnitDecoder(nn.Module):
     """A sum over units, as techniques know it.
 
     Args:
+        units: The units.
         n_anchors: Rows of v.
+        dim: Channels of u and v.
 
     Raises:
         ModelError: There are no units, or something else among them.

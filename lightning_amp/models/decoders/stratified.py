@@ -53,8 +53,11 @@ class StratifiedDecoder(nn.Module):
     """All strata of the Hi-C modality.
 
     Args:
+        dim: channels D of u and v.
         feature_anchors: for each stratum, the anchor of each of its features.
         stratum_index: for each stratum, its distance k in anchors; 0 means that the key is v itself.
+        n_anchors: anchors N.
+        n_batches: experimental batches.
         key: "attention" or "convolution".
         variant: form of the attention key, "higlue" or "paper".
         chained: each stratum's attention key reads the previous stratum's projected anchors.

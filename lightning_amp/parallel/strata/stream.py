@@ -47,7 +47,6 @@ from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.parallel.contract.strata_loop import LoopTechnique, StratumInputs
 from lightning_amp.parallel.strata.cell_microbatches import in_microbatches
-from lightning_amp.parallel.strata.keep_freed_memory import keep_freed_memory
 from lightning_amp.parallel.strata.thread_pool import run_in_order, workers_for
 from lightning_amp.planning.plan.specs import StreamStrata
 from lightning_amp.shapes import Scalar
@@ -112,7 +111,6 @@ class StreamedStrata(LoopTechnique):
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
             leaves = StratumInputs(*(leaf(t, need) for t, need in zip(inputs, needed, strict=False)))
             stream = _Stream(strata, leaves, cells, own)
-            keep_freed_memory(v.device)
             total = stream.run(own, workers=self.workers)
             ready = [g.value for g in (*stream.shared, *(stream.ready[id(p)] for p in parameters))]
             _warn_of_overflow(total, ready)
