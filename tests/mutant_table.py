@@ -231,6 +231,14 @@ MUTANTS = [
     ),
     Mutant(
         "stream",
+        "missing: gradient down the spine between branches",
+        f"{P}/strata/stream.py",
+        "grad_v = add(self._add(passed), below)",
+        "grad_v = self._add(passed)",
+        SIDE,
+    ),
+    Mutant(
+        "stream",
         "silent: random numbers of threads",
         f"{P}/strata/thread_pool.py",
         "if not torch.equal(drawn, torch.get_rng_state()):",
@@ -313,8 +321,8 @@ MUTANTS = [
         "nodes",
         "missing: loss of the other ranks",
         f"{P}/nodes/decoder.py",
-        '"nodes", summed=True, rows=rows',
-        '"nodes", rows=rows',
+        '("nodes",), summed=True, rows=rows',
+        '("nodes",), rows=rows',
         NODES,
     ),
     Mutant(

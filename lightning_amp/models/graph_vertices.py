@@ -32,17 +32,9 @@ class AllVertices(nn.Module):
         source, target, coefficient = messages()
         return propagate(x, source, target=target, coefficient=coefficient)
 
-    def add_messages(
-        self,
-        out: Float[Tensor, "target dim"],
-        x: Float[Tensor, "source dim"],
-        *,
-        source: Int[Tensor, " edge"],
-        target: Int[Tensor, " edge"],
-        coefficient: Float[Tensor, " edge"],
-    ) -> None:
-        """Add coefficient * x[source] to out at the targets, without gradients."""
-        add_messages(out, x, source=source, target=target, coefficient=coefficient)
+    def add_messages(self, out: Tensor, x: Tensor, **edges: Tensor) -> None:
+        """Add the messages of some edges to out, without gradients; `edges` as of the function."""
+        add_messages(out, x, **edges)
 
     def blocks(
         self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
@@ -111,7 +103,10 @@ def add_messages(
     target: Int[Tensor, " edge"],
     coefficient: Float[Tensor, " edge"],
 ) -> None:
-    """Messages of a few edges at a time: all of them, [E, D], would outweigh the vertices many times over."""
+    """Add coefficient * x[source] to out at the targets.
+
+    A few edges at a time: all messages, [E, D], would outweigh the vertices many times over.
+    """
     for first in range(0, len(source), EDGES_AT_A_TIME):
         piece = slice(first, first + EDGES_AT_A_TIME)
         out.index_add_(0, target[piece], coefficient[piece, None] * x[source[piece]])

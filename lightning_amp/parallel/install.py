@@ -200,6 +200,11 @@ def install(
     for rule in rules:
         if _technique(type(rule.spec)) is None:
             raise PlanError(_not_built(rule, plan))
+    return install_rules(module, rules, mesh)
+
+
+def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | None = None) -> Installed:
+    """Carry out rules that have techniques, as `install` does; the module is unchanged where one is refused."""
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
     claimed: set[tuple[str, type]] = set()
     for rule, fqn in targets:

@@ -47,11 +47,6 @@ def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]
     return -0.5 * ((x - loc) * (-log_scale).exp()).square() - log_scale - LOG_SQRT_2PI
 
 
-def zin(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
-    """Normal density with additional zeros."""
-    return _inflate(x, normal(x, loc, log_scale), zi_logits)
-
-
 def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Log-normal density of x > 0, and zeros of probability sigmoid(zi_logits)."""
     log_x = torch.where(x > 0, x, 1.0).log()

@@ -2,7 +2,7 @@
 
     linear = softplus(scale) u v^T + bias
     counts (NB, ZINB)                 mean softmax(linear) * library, inverse dispersion exp(log_theta)
-    values (Normal, ZIN, ZILN)        location linear, deviation exp(log_scale)
+    values (ZILN)                     location linear, deviation exp(log_scale)
     loss = - mean over all cells and features of log p(x)
 
 scale, bias and the tables of a likelihood have one row per experimental batch.
@@ -70,18 +70,6 @@ class ZINBDecoder(PlainDecoder):
     likelihood, tables, counts = staticmethod(likelihoods.zinb), ("log_theta", "zi_logits"), True
 
 
-class NormalDecoder(PlainDecoder):
-    """Normal values."""
-
-    likelihood, tables, counts = staticmethod(likelihoods.normal), ("log_scale",), False
-
-
-class ZINDecoder(PlainDecoder):
-    """Zero-inflated normal values."""
-
-    likelihood, tables, counts = staticmethod(likelihoods.zin), ("log_scale", "zi_logits"), False
-
-
 class ZILNDecoder(PlainDecoder):
     """Zero-inflated log-normal values."""
 
@@ -91,7 +79,5 @@ class ZILNDecoder(PlainDecoder):
 PLAIN_DECODERS: dict[str, type[PlainDecoder]] = {
     "nb": NBDecoder,
     "zinb": ZINBDecoder,
-    "normal": NormalDecoder,
-    "zin": ZINDecoder,
     "ziln": ZILNDecoder,
 }

@@ -7,7 +7,7 @@ Legend: cell, anchor (N), dim (D), stratum_feature (F_k), experiment (row of the
 """
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -144,29 +144,12 @@ class Stratum(nn.Module):
         self.log_theta = nn.Parameter(torch.full(shape, likelihoods.FIRST_LOG_THETA))
         self.zi_logits = nn.Parameter(torch.full(shape, likelihoods.FIRST_ZI_LOGIT))
 
-    def forward(
-        self,
-        v: PerAnchor,
-        u: PerCell,
-        *,
-        batch: Experiment,
-        library: Library,
-        x: Float[Tensor, "cell stratum_feature"] | SparseCounts,
-        log_weight: Float[Tensor, "#cell 1"],
-    ) -> tuple[Scalar, PerAnchor]:
-        """Negative log-likelihood summed over cells and features, and v for the next stratum."""
+    def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
+        """Negative log-likelihood summed over cells and features, and v for the next stratum; `cells` as of `nll`."""
         key, v_next = self._keys(v)
-        nll = self.sum_over_cells(
-            self.nll,
-            key,
-            u,
-            parameters=self.parameters(recurse=False),
-            batch=batch,
-            library=library,
-            x=x,
-            log_weight=log_weight,
-        )
-        return nll, v_next
+        return self.sum_over_cells(
+            self.nll, key, u, parameters=self.parameters(recurse=False), **cells
+        ), v_next
 
     def arguments(
         self, k: int, log_weights: LogWeights, *, x: Counts | SparseCounts, **cells: Tensor

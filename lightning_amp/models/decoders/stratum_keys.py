@@ -74,14 +74,12 @@ class ConvolutionKey(nn.Module):
     Args:
         dim: channels D.
         stratum: distance k in anchors, at least 1.
-        bias: whether the convolution has a bias.
-        activation: whether LeakyReLU(0.2) follows.
 
     Raises:
         ModelError: stratum below 1.
     """
 
-    def __init__(self, dim: int, stratum: int, *, bias: bool = True, activation: bool = True):
+    def __init__(self, dim: int, stratum: int):
         super().__init__()
         if stratum < 1:
             raise ModelError(
@@ -89,8 +87,8 @@ class ConvolutionKey(nn.Module):
                 "choose stratum >= 1"
             )
         self.stratum = stratum
-        self.pairs = nn.Conv1d(dim, dim, 2, dilation=stratum, groups=dim, bias=bias)
-        self.activation = nn.LeakyReLU(LEAK) if activation else nn.Identity()
+        self.pairs = nn.Conv1d(dim, dim, 2, dilation=stratum, groups=dim)
+        self.activation = nn.LeakyReLU(LEAK)
 
     def forward(self, v: PerAnchor) -> tuple[PerAnchor, PerAnchor]:
         """Key, and v unchanged: a convolution has no chained form."""

@@ -40,7 +40,7 @@ from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAtte
 from lightning_amp.parallel.nodes.features import AnchorFeatures
 from lightning_amp.parallel.nodes.halo_attention import HaloAttention
 from lightning_amp.parallel.ranks.anchor_shards import shard_anchors
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.s2_features.decoder import features_problem
 from lightning_amp.planning.plan.specs import DomainParallel
 
@@ -63,11 +63,8 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
             decoder, f"has buckets of {sorted(windows)!r} anchors", "strata with attention, all of one window"
         )
     rows = shard_anchors(decoder.n_anchors, windows.pop(), mesh["model"])
-    swaps: dict[str, nn.Module] = {
-        "region": share_region(
-            getattr(decoder, "region", None), rows.mesh, "nodes", summed=True, rows=rows, given=spec.vertices
-        )
-    }
+    region = SharedRegion(rows.mesh, ("nodes",), summed=True, rows=rows, given=spec.vertices)
+    swaps: dict[str, nn.Module] = {"region": share_region(getattr(decoder, "region", None), region)}
     swaps |= {fqn: HaloAttention(attention, rows) for fqn, attention in attentions.items()}
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)

@@ -2,7 +2,7 @@
 
     own columns = those f with feature_anchor[f] in the own anchors; their anchors count from the first own one
 
-The normaliser runs over all ranks' features (sharded_softmax.py); a rank may own none, and takes part all the same.
+Softmax and scores are those of S2 (s2_features/decoder.py); a rank may own no feature, and takes part all the same.
 Where the own columns are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered.
 
     collectives      forward                   backward
@@ -23,20 +23,19 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
-from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
-from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerCell
+from lightning_amp.parallel.s2_features.decoder import ShardedFeatures
+from lightning_amp.shapes import FeatureAnchor, OwnCounts
 
 
-class AnchorFeatures(nn.Module):
+class AnchorFeatures(ShardedFeatures):
     """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`."""
 
-    feature_anchor: Tensor
     columns: Tensor | None
     places: Tensor | None
 
     def __init__(self, feature_anchor: FeatureAnchor, rows: AnchorShards) -> None:
-        super().__init__()
-        self.rows = rows
+        nn.Module.__init__(self)
+        self.mesh, self.n_features = rows.mesh, len(feature_anchor)
         firsts = torch.tensor(rows.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
         owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
@@ -51,29 +50,10 @@ class AnchorFeatures(nn.Module):
         ascending = _run(order) is not None
         self.register_buffer("places", None if ascending else order.argsort(), persistent=False)
 
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"{len(self.feature_anchor)} of {sum(self.sizes)} features, ranks={len(self.sizes)}"
-
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
         """The columns of the own features; a view where they are a run."""
-        assert values.shape[-1] == sum(self.sizes), "columns of all features of the stratum"
+        assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
         return values[..., self.run if self.columns is None else self.columns]
-
-    def scores(
-        self,
-        decode: nn.Module,
-        u: PerCell,
-        key: Float[Tensor, "own_anchor dim"],
-        feature_anchor: FeatureAnchor,
-    ) -> OwnCounts:
-        """Decoded scores of the own features; `feature_anchor` count from the first anchor of all and are not read."""
-        scores: Tensor = decode(u, key, self.feature_anchor)
-        return scores
-
-    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
-        """Logarithm of the softmax over all features of the stratum, for the own ones."""
-        return log_softmax(logits, self.rows.mesh)
 
     def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
@@ -85,7 +65,7 @@ class _AllColumns(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, features: AnchorFeatures) -> Tensor:
         ctx.features, ctx.behind = features, "inside"
         fill = max(features.sizes) - own.shape[1]
-        block = collectives.all_gather(features.rows.mesh, F.pad(own, (0, fill)))
+        block = collectives.all_gather(features.mesh, F.pad(own, (0, fill)))
         parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
         whole = torch.cat(parts, dim=1)
         return whole if features.places is None else whole[:, features.places]

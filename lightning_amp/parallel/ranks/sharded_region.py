@@ -108,26 +108,18 @@ TOGETHER = {"S2", "S5"}
 """Strategies that can share one decoder; every other way to split it is alone."""
 
 
-def share_region(
-    region: nn.Module | None,
-    mesh: DeviceMesh,
-    strategy: str,
-    *,
-    channels: Channels | None = None,
-    summed: bool = False,
-    rows: AnchorShards | None = None,
-    given: bool = False,
-) -> SharedRegion:
+def share_region(region: nn.Module | None, new: SharedRegion) -> SharedRegion:
     """The region with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
 
     Args:
         region: The decoder's region so far.
-        strategy: Who asks.
+        new: That of the technique by itself.
 
     Raises:
         InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
             does something that would be lost.
     """
+    (strategy,) = new.strategies
     if isinstance(region, SharedRegion):
         strategies = (*region.strategies, strategy)
         if not TOGETHER.issuperset(strategies):
@@ -135,9 +127,8 @@ def share_region(
                 f"{strategy} was asked for on a decoder that {', '.join(region.strategies)} has split already; it would"
                 " be split in two ways, which add up to another loss: only S2 and S5 can be together, leave one out"
             )
-        return SharedRegion(
-            mesh, strategies, channels=channels or region.channels, summed=summed or region.summed
-        )
+        channels, summed = new.channels or region.channels, new.summed or region.summed
+        return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
     if problem:
         raise InstallError(
@@ -145,7 +136,7 @@ def share_region(
             " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             f" replaced: move the rest to the decoder, or leave {strategy} out"
         )
-    return SharedRegion(mesh, (strategy,), channels=channels, summed=summed, rows=rows, given=given)
+    return new
 
 
 def _pass(region: Any) -> dict[str, bool]:

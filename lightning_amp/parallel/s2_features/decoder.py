@@ -37,7 +37,7 @@ from lightning_amp.parallel.contract.protocol import (
     has_methods,
 )
 from lightning_amp.parallel.ranks.even_runs import join_runs, own_run, run_length
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.planning.plan.specs import FeatureParallel
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
@@ -60,7 +60,7 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
             )
     axis = mesh["model"]
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), axis, "S2", summed=True)
+        "region": share_region(getattr(decoder, "region", None), SharedRegion(axis, ("S2",), summed=True))
     }
     for k, stratum in enumerate(decoder.strata):
         swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("feature_anchor"), axis)
@@ -76,13 +76,13 @@ class ShardedFeatures(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.n_features = len(feature_anchor)
-        self.run = own_run(len(feature_anchor), mesh)
+        self.run: slice | None = own_run(len(feature_anchor), mesh)
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
         self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"features [{self.run.start}, {self.run.stop}) of {self.n_features}, ranks={self.mesh.size()}"
+        return f"{len(self.feature_anchor)} of {self.n_features} features, ranks={self.mesh.size()}"
 
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
         """The columns of the own features; a view."""

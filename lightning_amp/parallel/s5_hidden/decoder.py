@@ -46,7 +46,7 @@ from lightning_amp.parallel.checks.decode import decode_problem
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.parallel.ranks.channel_shards import Channels, shard_channels
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
 from lightning_amp.parallel.s5_hidden.key import refusal, share_key
 from lightning_amp.planning.plan.specs import HiddenParallel
@@ -61,7 +61,9 @@ def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceM
     """
     region = getattr(decoder, "region", None)
     channels = shard_channels(decoder.dim, mesh["model"])
-    swaps: dict[str, nn.Module] = {"region": share_region(region, channels.mesh, "S5", channels=channels)}
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(region, SharedRegion(channels.mesh, ("S5",), channels=channels))
+    }
     parameters: list[nn.Parameter] = []
     for k, stratum in enumerate(decoder.strata):
         fqn = f"strata.{k}"

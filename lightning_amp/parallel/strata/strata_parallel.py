@@ -26,7 +26,7 @@ from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.parallel.contract.strata_loop import LoopTechnique
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.planning.plan.specs import StrataParallel
 from lightning_amp.shapes import Scalar
 
@@ -44,7 +44,9 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
     rank = axis.get_local_rank()
     own = range(ends[rank - 1] if rank else 0, ends[rank])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), axis, "strata", summed=True),
+        "region": share_region(
+            getattr(decoder, "region", None), SharedRegion(axis, ("strata",), summed=True)
+        ),
         "walk": OwnStrata(walk, own),
     }
     return Change(swaps, partial=list(decoder.strata.parameters()))

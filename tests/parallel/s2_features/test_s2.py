@@ -219,7 +219,7 @@ def test_names_parameters_and_state_stay() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert {id(p) for p in installed.partial} == {id(p) for p in model.decoder.strata.parameters()}
     assert not installed.sharded
-    assert "features [11, 22) of 22, ranks=2" in repr(model)
+    assert "11 of 22 features, ranks=2" in repr(model)
     assert "SharedRegion(S2, ranks=2)" in repr(model)
     model.load_state_dict(state)
     installed.undo()
