@@ -80,12 +80,14 @@ class Band:
     @property
     def _full(self) -> tuple[int, int]:
         """The buckets [first, last) that meet 3w keys."""
+        # the first bucket of the sequence has no keys before it; the last meets fewer, and maybe the rows that fill it
         first = 0 if self.before else 1
         return first, max(first, min(self._n_buckets, (self.keys - self.before) // self.window - 1))
 
     @property
     def _step(self) -> int:
         first, last = self._full
+        # as few groups as `together` allows, their buckets evenly apart: runs of equal distance are one strided view
         return max(APART, -(-(last - first) // self.together))
 
     def groups(self) -> Iterable[Group]:
@@ -97,6 +99,8 @@ class Band:
     def all_groups(self) -> Iterator[Group]:
         """Every bucket of rows in exactly one group."""
         first, last = self._full
+        # group i: the buckets first + i, first + i + step, ...; with a step of 3 or more no two of them meet a key, so
+        # that a batched product may add to the keys' gradients in place
         for bucket in range(first, min(first + self._step, last)):
             yield self._group(bucket, -(-(last - bucket) // self._step))
         for bucket in range(self._n_buckets):
@@ -107,6 +111,7 @@ class Band:
         w, first = self.window, bucket * self.window
         own = self.before + first
         start, end = max(own - w, 0), min(own + 2 * w, self.n_key_buckets * w)
+        # keys up to `end` are met; those from `stop` on are the zeros that fill the last bucket, and are only counted
         stop = min(end, self.keys)
         return Group(
             place=own // w,
@@ -136,4 +141,5 @@ class Band:
 
 
 def _runs(rows: Tensor, first: int, length: int, step: int, count: int) -> Tensor:
+    # a view, not a gather: what is written to it lands in the rows
     return rows[first:].unfold(0, length, step)[:count].transpose(1, 2)

@@ -21,8 +21,7 @@ class DecomposedDecoder(Protocol):
     next stratum. A stratum that reads a run of columns of a parameter may say so by `runs`, the parameter's name to a
     slice; it then finds the parameter, or just these columns, under the name.
 
-    Test for it with `is_decomposed`: from Python 3.12 `isinstance` does not see the children of a module, so it is not
-    offered.
+    Test for it with `is_decomposed`: from Python 3.12 on `isinstance` does not see the children of a module.
     """
 
     strata: nn.ModuleList

@@ -151,6 +151,7 @@ class _Replicated(torch.autograd.Function):
     def forward(ctx: Any, v: Tensor, place: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.n_own, ctx.behind = len(v), "inside"
         ctx.save_for_backward(place)
+        # a row of another rank is taken as zero here, so that the sum over ranks has every row once
         own = v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0)
         return collectives.all_reduce(mesh, own)
 
@@ -158,6 +159,7 @@ class _Replicated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
+        # no collective: all ranks have computed the same with the rows, so that each has the whole gradient of its own
         own = grad.masked_fill((place < 0)[:, None], 0)
         out = grad.new_zeros(ctx.n_own, grad.shape[1])
         return out.index_add_(0, place.clamp_min(0), own), None, None
@@ -170,6 +172,7 @@ class _Propagate(torch.autograd.Function):
         under_way = _exchange(leaf, x[leaf.sent], leaf.n_sent, leaf.n_received)
         out = torch.zeros_like(x)
         inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # messages between own vertices are added while the ghosts' rows are under way
         _add(leaf, out, x, inner)
         _add(leaf, out, _wait(under_way), outer)
         return out
@@ -180,6 +183,7 @@ class _Propagate(torch.autograd.Function):
         leaf: SharedVertices = ctx.leaf
         ghosts = grad.new_zeros(sum(leaf.n_received), grad.shape[1])
         inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # first what others wait for: the gradients of their rows
         _add(leaf, ghosts, grad, outer, back=True)
         under_way = _exchange(leaf, ghosts, leaf.n_received, leaf.n_sent)
         out = torch.zeros_like(grad)

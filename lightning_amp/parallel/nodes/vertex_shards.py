@@ -97,10 +97,12 @@ def shard_vertices(
     owner[ids] = torch.repeat_interleave(torch.arange(ranks), torch.tensor(anchors.sizes))
     others = (owner < 0).nonzero().flatten()
     source, target = ends
+    # edges are listed in both directions, so that those from an unowned vertex to an anchor are all that vote
     joined = (owner[source] < 0) & (owner[target] >= 0)
     votes = torch.bincount(source[joined] * ranks + owner[target[joined]], minlength=n_vertices * ranks)
     votes = votes.view(n_vertices, ranks)[others]
     lonely = (votes.sum(1) == 0).nonzero().flatten()
+    # argmax takes the lowest of equals, so that every rank finds the same owners without a collective
     owner[others] = votes.argmax(1)
     owner[others[lonely]] = torch.arange(len(lonely)) * ranks // max(1, len(lonely))
     place = torch.empty_like(owner)
@@ -148,6 +150,7 @@ def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
     pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
     sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
     mine, theirs = sender == rows.rank, receiver == rows.rank
+    # pairs are sorted by sender first, which is the order in which an all-to-all hands out what each rank has sent
     ghost = torch.full((n,), -1)
     ghost[vertex[theirs]] = torch.arange(int(theirs.sum()))
     return OwnEdges(

@@ -112,6 +112,7 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows: AnchorShards = ctx.rows
+        # one all-gather for all three: v's rows are joined, of u and log_weights every rank has a part to add up
         padded = [rows.pad(grad) if i == 1 and grad is not None else grad for i, grad in enumerate(grads)]
         sent = [grad for grad in padded if grad is not None]
         if not sent:

@@ -40,6 +40,7 @@ class _LogSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
+        # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
         total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=_at_least_float32(grad)))
         return (grad - result.exp() * total[:, None]).to(grad.dtype), None
 
