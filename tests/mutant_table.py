@@ -321,8 +321,8 @@ MUTANTS = [
         "nodes",
         "missing: loss of the other ranks",
         f"{P}/nodes/decoder.py",
-        '("nodes",), summed=True, rows=rows',
-        '("nodes",), rows=rows',
+        '("nodes",), summed=True, anchors=anchors',
+        '("nodes",), anchors=anchors',
         NODES,
     ),
     Mutant(

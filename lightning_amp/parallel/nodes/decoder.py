@@ -62,10 +62,10 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
         raise _refusal(
             decoder, f"has buckets of {sorted(windows)!r} anchors", "strata with attention, all of one window"
         )
-    rows = shard_anchors(decoder.n_anchors, windows.pop(), mesh["model"])
-    region = SharedRegion(rows.mesh, ("nodes",), summed=True, rows=rows, given=spec.vertices)
+    anchors = shard_anchors(decoder.n_anchors, windows.pop(), mesh["model"])
+    region = SharedRegion(anchors.mesh, ("nodes",), summed=True, anchors=anchors, given=spec.vertices)
     swaps: dict[str, nn.Module] = {"region": share_region(getattr(decoder, "region", None), region)}
-    swaps |= {fqn: HaloAttention(attention, rows) for fqn, attention in attentions.items()}
+    swaps |= {fqn: HaloAttention(attention, anchors) for fqn, attention in attentions.items()}
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
         if problem:
@@ -74,7 +74,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
                 f"has a stratum {k!r} that {problem}",
                 "`features` without state that hands all features on",
             )
-        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("feature_anchor"), rows)
+        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("feature_anchor"), anchors)
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 

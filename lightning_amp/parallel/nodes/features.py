@@ -33,18 +33,18 @@ class AnchorFeatures(ShardedFeatures):
     columns: Tensor | None
     places: Tensor | None
 
-    def __init__(self, feature_anchor: FeatureAnchor, rows: AnchorShards) -> None:
+    def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:
         nn.Module.__init__(self)
-        self.mesh, self.n_features = rows.mesh, len(feature_anchor)
-        firsts = torch.tensor(rows.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        self.mesh, self.n_features = anchors.mesh, len(feature_anchor)
+        firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
         owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
-        self.sizes: list[int] = owner.bincount(minlength=len(rows.sizes)).tolist()
-        rank = rows.mesh.get_local_rank()
+        self.sizes: list[int] = owner.bincount(minlength=len(anchors.sizes)).tolist()
+        rank = anchors.mesh.get_local_rank()
         first = list(accumulate(self.sizes, initial=0))[rank]
         columns = order[first : first + self.sizes[rank]]
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
-        self.register_buffer("feature_anchor", feature_anchor[columns] - rows.own.start, persistent=False)
+        self.register_buffer("feature_anchor", feature_anchor[columns] - anchors.own.start, persistent=False)
         self.run = _run(columns)
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
         ascending = _run(order) is not None

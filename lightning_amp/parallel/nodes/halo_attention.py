@@ -37,18 +37,18 @@ class HaloAttention(nn.Module):
 
     inner: BucketedAttention
 
-    def __init__(self, inner: nn.Module, rows: AnchorShards) -> None:
+    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
         super().__init__()
         self.inner = cast(Any, inner)
-        self.rows = rows
+        self.anchors = anchors
         # at an end of the sequence the outer bucket has no other rank's rows to wait for
-        self.inside = range(rows.before, max(rows.n_buckets - rows.after, rows.before))
-        self.outer = [j for j in range(rows.n_buckets) if j not in self.inside]
+        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
+        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        own = self.rows.own
-        return f"anchors [{own.start}, {own.stop}) of {self.rows.bounds[-1]}, ranks={self.rows.mesh.size()}"
+        own = self.anchors.own
+        return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
@@ -93,7 +93,7 @@ class HaloAttention(nn.Module):
 
     def _place(self, j: int) -> int:
         """Which bucket of its piece a outer bucket is."""
-        return int(j > 0 or self.rows.before)
+        return int(j > 0 or self.anchors.before)
 
     def _near(self, *own: Tensor) -> list[State]:
         """Own rows of q, k and values around every outer bucket.
@@ -101,21 +101,22 @@ class HaloAttention(nn.Module):
         Taken before the inner buckets are attended, so that backward they come after these: the gradient of each is one
         of all own rows by then.
         """
-        w = self.rows.window
+        w = self.anchors.window
         around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.outer]
         return [tuple(rows[part] for rows in own) for part in around]
 
     def _send(self, near: list[State]) -> Tensor:
-        w, (_, *first), (_, *last) = self.rows.window, near[0], near[-1]
-        edges = [[x[:w] for x in first]] * self.rows.before + [[x[-w:] for x in last]] * self.rows.after
-        return halo_exchange.start(self.rows, [torch.cat(edge, dim=1) for edge in edges])
+        w, (_, *first), (_, *last) = self.anchors.window, near[0], near[-1]
+        edges = [[x[:w] for x in first]] * self.anchors.before + [[x[-w:] for x in last]] * self.anchors.after
+        return halo_exchange.start(self.anchors, [torch.cat(edge, dim=1) for edge in edges])
 
     def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
         """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
-        before, after = halo_exchange.finish(self.rows, under_way)
+        before, after = halo_exchange.finish(self.anchors, under_way)
         none = before[:0]
         sides = [
-            (before if j == 0 else none, after if j == self.rows.n_buckets - 1 else none) for j in self.outer
+            (before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none)
+            for j in self.outer
         ]
         return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
 

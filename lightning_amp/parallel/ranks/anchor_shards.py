@@ -3,7 +3,7 @@
 Anchors are sharded in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most:
 rank r has the buckets [r W // R, (r + 1) W // R). Ranks may differ by one bucket; the last bucket may be short.
 
-    take_rows    v -> own rows, forward nothing       backward one all-gather of the rows' gradients, and of the
+    take_anchors v -> own rows, forward nothing     backward one all-gather of the rows' gradients, and of the
                  u, log_weights -> the same           parts of those of u and log_weights, which are added up
 
 Exact: gradients of rows are moved, and those that every rank has a part of are summed once.
@@ -91,7 +91,7 @@ def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards
     return AnchorShards(mesh=mesh, window=window, bounds=(*firsts, n_anchors))
 
 
-def take_rows(
+def take_anchors(
     rows: AnchorShards, u: PerCell, v: PerAnchor, log_weights: LogWeights
 ) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, take_rows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, take_anchors
 from lightning_amp.parallel.ranks.channel_shards import Channels, take_channels
 from lightning_amp.shapes import LogWeights, PerCell, Scalar
 
@@ -37,7 +37,7 @@ class SharedRegion(nn.Module):
         strategies: Whose region it is.
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
-        rows: The ranks' anchors under nodes, None without it.
+        anchors: The ranks' anchors under nodes, None without it.
         given: Whether v comes with the own rows alone.
     """
 
@@ -48,7 +48,7 @@ class SharedRegion(nn.Module):
         *,
         channels: Channels | None = None,
         summed: bool = False,
-        rows: AnchorShards | None = None,
+        anchors: AnchorShards | None = None,
         given: bool = False,
     ) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ class SharedRegion(nn.Module):
         self.strategies = strategies
         self.channels = channels
         self.summed = summed
-        self.rows = rows
+        self.anchors = anchors
         self.given = given
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        rows = "" if self.rows is None else f", rows={self.rows.sizes}"
-        return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{rows}"
+        anchors = "" if self.anchors is None else f", anchors={self.anchors.sizes}"
+        return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{anchors}"
 
     def enter(
         self, u: PerCell, v: Float[Tensor, "given_anchor dim"], log_weights: LogWeights
@@ -74,8 +74,8 @@ class SharedRegion(nn.Module):
         """
         if self.given:
             return self._enter_own(u, v, log_weights)
-        if self.rows is not None:
-            return take_rows(self.rows, u, v, log_weights)
+        if self.anchors is not None:
+            return take_anchors(self.anchors, u, v, log_weights)
         if self.channels is None:
             entered = collectives.enter(self.mesh, u, v, log_weights) if self.summed else (u, v, log_weights)
             return entered[0], entered[1], entered[2]
@@ -86,14 +86,14 @@ class SharedRegion(nn.Module):
 
     def n_rows(self, n_anchors: int) -> int:
         """Rows of v that the decoder is to be given."""
-        return len(self.rows.own) if self.rows is not None and self.given else n_anchors
+        return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
 
     def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.rows is not None, "own rows are those of nodes"
-        if len(v) != len(self.rows.own):
+        assert self.anchors is not None, "own rows are those of nodes"
+        if len(v) != len(self.anchors.own):
             raise InstallError(
-                f"v was to come with this rank's {len(self.rows.own)!r} of {self.rows.bounds[-1]!r} anchors, found"
-                f" {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
+                f"v was to come with this rank's {len(self.anchors.own)!r} of {self.anchors.bounds[-1]!r} anchors,"
+                f" found {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
                 " DomainParallel(vertices=False)"
             )
         u, log_weights = collectives.enter(self.mesh, u, log_weights)

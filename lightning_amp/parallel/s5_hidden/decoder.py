@@ -25,9 +25,8 @@ Collectives of one stratum with attention, and the numbers that a rank puts in; 
 The form "paper" has no postnorm. With `gather`, key norms and scores need none, and attention one all-gather (2 N d)
 and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0 and strata with a
 convolution have those of decode only. The region adds one all-gather of (B + N) d in the backward pass.
-For the same stratum, not chunked, the paper's Table 5 counts 9 all-reduces forward: 2 per LayerNorm, 1 each for qk,
-value, ff, attention and decode (here 8, with the key norms, which it does not have). An all-reduce of a Linear's
-products moves twice what the reduce-scatter moves.
+The paper's Table 5 counts 9 all-reduces forward where these are 8, and an all-reduce of a Linear's products moves twice
+what the reduce-scatter moves.
 
 What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. What does not: the
 probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the

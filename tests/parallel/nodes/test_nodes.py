@@ -381,7 +381,7 @@ def test_names_parameters_and_state_stay() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert {id(p) for p in installed.partial} == {id(p) for p in model.decoder.strata.parameters()}
     assert not installed.sharded
-    for text in ("anchors [10, 23) of 23, ranks=2", "ranks=2, rows=[10, 13]", "9 of 19 features, ranks=2"):
+    for text in ("anchors [10, 23) of 23, ranks=2", "ranks=2, anchors=[10, 13]", "9 of 19 features, ranks=2"):
         assert text in repr(model)
     model.load_state_dict(state)
     installed.undo()
