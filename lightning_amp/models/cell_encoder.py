@@ -3,7 +3,7 @@
     x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
     loc = Linear(h)      std = softplus(Linear(h)) + 1e-7
 
-Zero counts stay zero up to the first Linear, which takes them by their entries alone (data/sparse_product.py).
+Zero counts stay zero up to the first Linear, which reads only the entries (data/sparse_product.py).
 
 Legend: cell, feature, dim (of the latent).
 """

@@ -8,7 +8,7 @@ Positive edges are drawn in proportion to their weight; negative ones keep sourc
 drawn uniformly (which may happen to be a neighbour). The two kinds are averaged separately.
 
 What needs more than a vertex by itself goes through the leaves `vertices` and `rows` (graph_vertices.py), so that a
-technique can give a device some of the vertices: then embedding, loc, std and v have rows for these alone.
+technique can give a device some of the vertices: then embedding, loc, std and v have rows only for these.
 Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
 """
 

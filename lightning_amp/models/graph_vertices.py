@@ -28,9 +28,9 @@ class AllVertices(nn.Module):
     """Every vertex is here; a leaf, so that a technique can shard them."""
 
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
-        """Sum over edges of coefficient * x[source] at their targets."""
-        source, target, coefficient = messages()
-        return propagate(x, source, target=target, coefficient=coefficient)
+        """Sum over edges of coefficient * x[source] at their targets; no gradient to the coefficients."""
+        result: Tensor = _Propagate.apply(x, *messages())  # type: ignore[no-untyped-call]
+        return result
 
     def add_messages(self, out: Tensor, x: Tensor, **edges: Tensor) -> None:
         """Add the messages of some edges to out, without gradients; `edges` as of the function."""
@@ -81,18 +81,6 @@ class FeatureVertices(nn.Module):
         """Rows of v that the modality's decoder gets."""
         rows: Tensor = v[self.ids]
         return rows
-
-
-def propagate(
-    x: Float[Tensor, "vertex dim"],
-    source: Int[Tensor, " edge"],
-    *,
-    target: Int[Tensor, " edge"],
-    coefficient: Float[Tensor, " edge"],
-) -> Float[Tensor, "vertex dim"]:
-    """Sum over edges of coefficient * x[source] at their targets; no gradient to the coefficients."""
-    result: Tensor = _Propagate.apply(x, source, target, coefficient)  # type: ignore[no-untyped-call]
-    return result
 
 
 def add_messages(

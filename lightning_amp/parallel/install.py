@@ -2,7 +2,7 @@
 
 A technique is a function `(module, spec, mesh) -> Change` found by the type of the rule's spec: new modules for the
 module itself or for children of it, which own the same parameter objects under the same names (this is checked). A
-module alone stands for the change that puts it in the old one's place. A technique sees what earlier rules have
+module by itself stands for the change that puts it in the old one's place. A technique sees what earlier rules have
 installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
 """
 
@@ -185,7 +185,7 @@ def install(
         module: The LightningModule.
         plan: The plan.
         mesh: Device mesh with the axes "data" and "model"; None on one device.
-        within: Names of modules, to carry out the rules for them and what lies in them alone; None means all rules.
+        within: Names of modules, to carry out the rules for them and what lies in them only; None means all rules.
 
     Raises:
         PlanError: A rule needs a technique that this version cannot install.

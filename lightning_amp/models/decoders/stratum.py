@@ -180,7 +180,7 @@ class Stratum(nn.Module):
         return -total
 
     def spine(self, v: PerAnchor) -> PerAnchor:
-        """v for the next stratum alone."""
+        """Only v for the next stratum."""
         return self.key.spine(v) if self.chained and isinstance(self.key, AttentionKey) else v
 
     def mean(

@@ -64,7 +64,7 @@ class AttentionKey(nn.Module):
         return (key + gated if self.variant == "higlue" else gated), val
 
     def spine(self, v: PerAnchor) -> PerAnchor:
-        """The projected anchors alone: what a chained decoder hands on."""
+        """Only the projected anchors: what a chained decoder hands on."""
         return cast(Tensor, self.value(self.prenorm(v)))
 
 

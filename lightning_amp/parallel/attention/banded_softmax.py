@@ -21,7 +21,7 @@ most, in numbers, beside these:
     the work    scores 2 G C (3w + 1), G C (3w + 1) where P is kept; rows 3 G w D, tables (w + M / w) D
 
 Numbers below float32 are computed with in float32, under autocast too: all products of matrices have an `out=` or are
-in place, and those autocast leaves alone. Results are then held twice for a moment, and values of a group are copied.
+in place, and those autocast does not touch. Results are then held twice for a moment, and values of a group are copied.
 Second derivatives are refused by torch. Tensors without values (meta) pass through one group of each shape: the memory
 is that of all groups, but operators are not to be counted there.
 

@@ -32,7 +32,7 @@ ROWS = 7
 
 
 def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
-    """Why a key cannot run on the channels of some ranks alone; "" if it can.
+    """Why a key cannot run on only the channels of some ranks; "" if it can.
 
     Args:
         key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
@@ -42,7 +42,7 @@ def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
 
 
 def rows_problem(key: nn.Module, dim: int) -> str:
-    """Why a key with attention cannot run on some anchors alone, once attention sees the others; "" if it can."""
+    """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
     half = ROWS // 2
     return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
 

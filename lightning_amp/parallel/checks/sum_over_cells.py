@@ -1,4 +1,4 @@
-"""Whether the loss of some cells is a sum over cells, which taking them in blocks relies on.
+"""Whether the loss of some cells is a sum over cells, which taking them in micro-batches relies on.
 
     nll(cells a and b) = nll(cell a) + nll(cell b)
 

@@ -16,7 +16,7 @@ sums over ranks. Anchors are sharded in whole buckets, as evenly as they go.
     parameters of the strata                                         in the reduction of gradients, once
 
 The numbers are those that a rank puts in. Under `recompute` those of a forward pass come twice; under `stream` those of
-the softmax once for every block of cells. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
+the softmax once for every micro-batch. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
@@ -64,7 +64,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
         )
     anchors = shard_anchors(decoder.n_anchors, windows.pop(), mesh["model"])
     region = SharedRegion(anchors.mesh, ("nodes",), summed=True, anchors=anchors, given=spec.vertices)
-    swaps: dict[str, nn.Module] = {"region": share_region(getattr(decoder, "region", None), region)}
+    swaps: dict[str, nn.Module] = {"region": share_region(decoder, region)}
     swaps |= {fqn: HaloAttention(attention, anchors) for fqn, attention in attentions.items()}
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)

@@ -13,25 +13,17 @@ Legend: cell (B), stratum_feature (F_k), own_feature (those of this rank), f the
 """
 
 from itertools import accumulate
-from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 from lightning_amp.parallel.s2_features.decoder import ShardedFeatures
-from lightning_amp.shapes import FeatureAnchor, OwnCounts
+from lightning_amp.shapes import FeatureAnchor
 
 
 class AnchorFeatures(ShardedFeatures):
     """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`."""
-
-    columns: Tensor | None
-    places: Tensor | None
 
     def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:
         nn.Module.__init__(self)
@@ -39,7 +31,7 @@ class AnchorFeatures(ShardedFeatures):
         firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
         owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
-        self.sizes: list[int] = owner.bincount(minlength=len(anchors.sizes)).tolist()
+        self.sizes = owner.bincount(minlength=len(anchors.sizes)).tolist()
         rank = anchors.mesh.get_local_rank()
         first = list(accumulate(self.sizes, initial=0))[rank]
         columns = order[first : first + self.sizes[rank]]
@@ -49,31 +41,6 @@ class AnchorFeatures(ShardedFeatures):
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
         ascending = _run(order) is not None
         self.register_buffer("places", None if ascending else order.argsort(), persistent=False)
-
-    def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the own features; a view where they are a run."""
-        assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
-        return values[..., self.run if self.columns is None else self.columns]
-
-    def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
-        """All columns; gradients reach the own ones, which is all of them over the ranks."""
-        return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
-
-
-class _AllColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, features: AnchorFeatures) -> Tensor:
-        ctx.features, ctx.behind = features, "inside"
-        fill = max(features.sizes) - own.shape[1]
-        block = collectives.all_gather(features.mesh, F.pad(own, (0, fill)))
-        parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
-        whole = torch.cat(parts, dim=1)
-        return whole if features.places is None else whole[:, features.places]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.features.own(grad), None
 
 
 def _run(columns: Tensor) -> slice | None:

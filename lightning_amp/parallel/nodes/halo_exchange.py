@@ -28,7 +28,7 @@ from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 
 
 def start(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
-    """Send keys and values, side by side, to the neighbours; what is returned is for `finish` alone.
+    """Send keys and values, side by side, to the neighbours; what is returned is only for `finish`.
 
     Every rank must call it, also one that has a single neighbour.
 

@@ -38,7 +38,7 @@ class SharedRegion(nn.Module):
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
         anchors: The ranks' anchors under nodes, None without it.
-        given: Whether v comes with the own rows alone.
+        given: Whether v comes with only the own rows.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class SharedRegion(nn.Module):
 
 
 TOGETHER = {"S2", "S5"}
-"""Strategies that can share one decoder; every other way to split it is alone."""
+"""Strategies that can share one decoder; no other two ways to split it go together."""
 
 
-def share_region(region: nn.Module | None, new: SharedRegion) -> SharedRegion:
-    """The region with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
+def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
+    """The region with one more technique; S2 and S5 may come in any order, strata and nodes go with no other.
 
     Args:
-        region: The decoder's region so far.
+        decoder: Has the region so far as a child.
         new: That of the technique by itself.
 
     Raises:
         InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
             does something that would be lost.
     """
-    (strategy,) = new.strategies
+    region, (strategy,) = getattr(decoder, "region", None), new.strategies
     if isinstance(region, SharedRegion):
         strategies = (*region.strategies, strategy)
         if not TOGETHER.issuperset(strategies):

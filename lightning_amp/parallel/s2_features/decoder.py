@@ -3,7 +3,7 @@
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
 The sum over ranks is the loss only because the normaliser is that of all features (sharded_softmax.py): softmax over
-the own features alone gives another model, silently.
+only the own features gives another model, silently.
 Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
 and takes part all the same, for the others wait for it.
 
@@ -22,6 +22,7 @@ Known limits: second derivatives are refused; without S5 every rank computes eve
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -36,7 +37,8 @@ from lightning_amp.parallel.contract.protocol import (
     ScattersFeatures,
     has_methods,
 )
-from lightning_amp.parallel.ranks.even_runs import join_runs, own_run, run_length
+from lightning_amp.parallel.ranks import collectives
+from lightning_amp.parallel.ranks.even_runs import own_run, run_length
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.planning.plan.specs import FeatureParallel
@@ -59,9 +61,7 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
                 " move the rest to the stratum, or leave S2 out"
             )
     axis = mesh["model"]
-    swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), SharedRegion(axis, ("S2",), summed=True))
-    }
+    swaps: dict[str, nn.Module] = {"region": share_region(decoder, SharedRegion(axis, ("S2",), summed=True))}
     for k, stratum in enumerate(decoder.strata):
         swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("feature_anchor"), axis)
     return Change(swaps, partial=list(decoder.strata.parameters()))
@@ -71,12 +71,17 @@ class ShardedFeatures(nn.Module):
     """The part of a stratum's features that this rank holds; made by `share_features`."""
 
     feature_anchor: Tensor
+    columns: Tensor | None
+    places: Tensor | None
 
     def __init__(self, feature_anchor: FeatureAnchor, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.mesh = mesh
-        self.n_features = len(feature_anchor)
-        self.run: slice | None = own_run(len(feature_anchor), mesh)
+        self.mesh, self.n_features = mesh, len(feature_anchor)
+        length = run_length(self.n_features, mesh)
+        self.sizes = [max(0, min(length, self.n_features - r * length)) for r in range(mesh.size())]
+        self.run: slice | None = own_run(self.n_features, mesh)
+        # of features that are no run, and of those in another order than the ranks', nodes/features.py has these
+        self.columns = self.places = None
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
         self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
 
@@ -85,9 +90,9 @@ class ShardedFeatures(nn.Module):
         return f"{len(self.feature_anchor)} of {self.n_features} features, ranks={self.mesh.size()}"
 
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the own features; a view."""
+        """The columns of the own features; a view where they are a run."""
         assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
-        return values[..., self.run]
+        return values[..., self.run if self.columns is None else self.columns]
 
     def scores(
         self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
@@ -104,19 +109,23 @@ class ShardedFeatures(nn.Module):
 
     def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
-        return cast(Tensor, _AllColumns.apply(values, self.n_features, self.mesh))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
 
 
 class _AllColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, n_features: int, mesh: DeviceMesh) -> Tensor:
-        ctx.run, ctx.behind = own_run(n_features, mesh), "inside"
-        return join_runs(own, n_features, mesh, dim=1)
+    def forward(ctx: Any, own: Tensor, features: ShardedFeatures) -> Tensor:
+        ctx.features, ctx.behind = features, "inside"
+        fill = max(features.sizes) - own.shape[1]
+        block = collectives.all_gather(features.mesh, F.pad(own, (0, fill)))
+        parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
+        whole = torch.cat(parts, dim=1)
+        return whole if features.places is None else whole[:, features.places]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[:, ctx.run], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.features.own(grad), None
 
 
 def features_problem(stratum: nn.Module) -> str:

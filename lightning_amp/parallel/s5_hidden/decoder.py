@@ -58,10 +58,9 @@ def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceM
         InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
             cannot be sharded.
     """
-    region = getattr(decoder, "region", None)
     channels = shard_channels(decoder.dim, mesh["model"])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(region, SharedRegion(channels.mesh, ("S5",), channels=channels))
+        "region": share_region(decoder, SharedRegion(channels.mesh, ("S5",), channels=channels))
     }
     parameters: list[nn.Parameter] = []
     for k, stratum in enumerate(decoder.strata):

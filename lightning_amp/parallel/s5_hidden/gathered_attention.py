@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lightning_amp.parallel.contract.protocol import BucketedAttention
 from lightning_amp.parallel.ranks.channel_shards import Channels, gather_channels
 
+OwnChannels = Float[Tensor, "anchor own_dim"]
+
 
 class GatheredAttention(nn.Module):
     """Bucketed attention over all channels that returns the own ones.
@@ -38,12 +40,7 @@ class GatheredAttention(nn.Module):
         """Buckets that n anchors fill."""
         return self.inner.n_buckets(n)
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor own_dim"],
-        k: Float[Tensor, "anchor own_dim"],
-        values: Float[Tensor, "anchor own_dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> tuple[Tensor, ...]:
         """What `attend` reads, from all ranks' channels."""
         parts = [q, values] if q is k else [q, k, values]
         whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
@@ -53,11 +50,6 @@ class GatheredAttention(nn.Module):
         """Own channels of the rows of the buckets [first, last)."""
         return self.channels.select(self.inner.attend(state, first, last))
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor own_dim"],
-        k: Float[Tensor, "anchor own_dim"],
-        values: Float[Tensor, "anchor own_dim"],
-    ) -> Float[Tensor, "anchor own_dim"]:
+    def forward(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> OwnChannels:
         """Attention over all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]

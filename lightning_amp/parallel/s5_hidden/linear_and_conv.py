@@ -35,8 +35,6 @@ class ShardedLinear(nn.Linear):
     channels: Channels
 
     def __init__(self, whole: nn.Linear, channels: Channels) -> None:
-        assert whole.in_features == channels.dim, f"reads {whole.in_features!r}, not D={channels.dim!r}"
-        assert whole.out_features % channels.dim == 0, f"gives {whole.out_features!r}, not a multiple of D"
         self.__dict__.update(whole.__dict__)
         self.channels = channels
 
@@ -71,9 +69,6 @@ class ShardedConv1d(nn.Conv1d):
     channels: Channels
 
     def __init__(self, whole: nn.Conv1d, channels: Channels) -> None:
-        shape = (whole.in_channels, whole.out_channels, whole.groups)
-        assert shape == (channels.dim,) * 3, f"{shape!r} channels and groups, not D={channels.dim!r} of each"
-        assert whole.padding_mode == "zeros", f"pads with {whole.padding_mode!r}"
         self.__dict__.update(whole.__dict__)
         self.channels = channels
 

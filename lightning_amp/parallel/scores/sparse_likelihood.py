@@ -12,7 +12,7 @@
 is found by trying, and 0 for most.
 
 Exact up to rounding, in value and gradients: a count that is not zero takes no part in the first, so nothing cancels.
-No collectives. What shrinks: lgamma and psi are computed for the counts that are not zero alone, and of all [B, F_k]
+No collectives. What shrinks: lgamma and psi are computed only for the counts that are not zero, and of all [B, F_k]
 that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
 pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
 

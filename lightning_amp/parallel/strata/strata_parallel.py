@@ -44,9 +44,7 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
     rank = axis.get_local_rank()
     own = range(ends[rank - 1] if rank else 0, ends[rank])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(
-            getattr(decoder, "region", None), SharedRegion(axis, ("strata",), summed=True)
-        ),
+        "region": share_region(decoder, SharedRegion(axis, ("strata",), summed=True)),
         "walk": OwnStrata(walk, own),
     }
     return Change(swaps, partial=list(decoder.strata.parameters()))

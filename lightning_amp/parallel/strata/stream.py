@@ -10,7 +10,7 @@ A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what h
 s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
 before it, and the gradient of v_k, and hands down that of v_{k-1}.
 
-The cells of a stratum are taken in blocks (cell_microbatches.py), so that [B, F_k] exists for one block only.
+The cells of a stratum are taken in micro-batches (cell_microbatches.py), so that [B, F_k] exists for one only.
 
 On a CPU with several threads some strata run side by side, as many as the spec says (thread_pool.py), and so many are
 alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
@@ -270,7 +270,7 @@ class _Stream:
 
 
 class _Passed(NamedTuple):
-    """What a stratum has left: its loss, None of the spine alone, and gradients."""
+    """What a stratum has left: its loss, None if only the spine was run, and gradients."""
 
     k: int
     v: Tensor
