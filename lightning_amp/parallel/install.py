@@ -269,7 +269,7 @@ def _check_parameters(
 
 def _check_hooks(fqn: str, old: nn.Module | None) -> None:
     """A replacement may not call the module at all, or with a part of what it would see."""
-    found = [kind.strip("_") for kind in hooks_within(old)] if old is not None else []
+    found = hooks_within(old) if old is not None else []
     if found:
         raise InstallError(
             f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"

@@ -141,7 +141,7 @@ def _structure_problem(attention: nn.Module) -> str:
         "the settings": [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int],
         "the state": [name for name, _ in (*attention.named_parameters(), *attention.named_buffers())],
         "the children": [name for name, _ in attention.named_children()],
-        "the hooks": [kind.strip("_") for kind in hooks_within(attention)],
+        "the hooks": hooks_within(attention),
         # a function may be the sum over other ranks' channels: it is not tried out
         "the attributes": [name for name, v in own.items() if callable(v) or isinstance(v, Tensor)],
     }

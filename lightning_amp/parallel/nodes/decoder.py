@@ -129,7 +129,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
         raise _refusal(
             decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
         )
-    hooks = [kind.strip("_") for kind in hooks_within(attention)]
+    hooks = hooks_within(attention)
     if hooks:
         raise _refusal(decoder, f"has {fqn!r} with {hooks!r}, which would not run", "attention without hooks")
     # with small buckets the example is small

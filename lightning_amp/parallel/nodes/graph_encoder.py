@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.hooks import hooks_of, hooks_within
 from lightning_amp.parallel.contract.protocol import VertexEncoder, is_vertex_encoder
 from lightning_amp.parallel.contract.sharded_parameter import shard_parameter
 from lightning_amp.parallel.nodes.sharded_vertices import OwnRows, ReplicatedRows, SharedVertices
@@ -98,7 +98,7 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
         # not isinstance: a subclass may mix rows
         if type(layer) is not nn.Linear:
             return f"has {name}={layer!r}"
-    hooks = [*hooks_within(cast(nn.Module, encoder)), *_hooks(encoder.embedding)]
+    hooks = [*hooks_within(cast(nn.Module, encoder)), *hooks_of(encoder.embedding, "embedding")]
     if hooks:
         return f"has {', '.join(hooks)}, which would see a part of the vertices"
     v = torch.arange(6.0).view(3, 2)
@@ -120,8 +120,3 @@ def _run(leaf: Any) -> dict[str, Tensor]:
         "mean": leaf.mean(v[:, 0]),
         "rows": leaf.rows(v, edges["target"])[0],
     }
-
-
-def _hooks(embedding: nn.Parameter) -> list[str]:
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [f"embedding.{name}" for name in names if getattr(embedding, name)]

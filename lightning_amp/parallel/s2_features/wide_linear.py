@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.hooks import hooks_of, hooks_within
 from lightning_amp.parallel.contract.sharded_parameter import shard_parameter
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.even_runs import Runs, join_runs, own_run
@@ -105,12 +105,6 @@ def _problem(linear: nn.Module) -> str:
         return f"is a {type(linear).__name__!r}"
     if linear._parameters.get("weight") is None:
         return "computes its weight from other parameters"
-    found = hooks_within(linear)
-    weight = linear.get_parameter("weight")
-    # on the parameter itself, which is replaced by the shard
-    found += [
-        f"weight.{name}"
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if getattr(weight, name)
-    ]
+    # on the parameter itself too, which is replaced by the shard
+    found = [*hooks_within(linear), *hooks_of(linear.get_parameter("weight"), "weight")]
     return f"has {', '.join(found)}" if found else ""
