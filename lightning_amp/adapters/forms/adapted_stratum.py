@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode, Stratum
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_amp.shapes import Experiment
+
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
 """Where tables start that are not told by the data. A step of RMSprop moves an entry by about the learning rate: from
 0 and 0 (variance mu + mu^2, half of the zeros unexplained) hundreds of steps go by in which a count says little of its
@@ -62,3 +64,13 @@ def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
 def _inflate(x: Tensor, log_p: Tensor, zi_logits: Tensor) -> Tensor:
     at_zero = torch.logaddexp(log_p, zi_logits)
     return torch.where(x == 0, at_zero, log_p) - _softplus(zi_logits)
+
+
+def table_rows(
+    table: Float[Tensor, "experiment feature"], batch: Experiment
+) -> Float[Tensor, "#cell feature"]:
+    """Each cell's row of a table with one row per experimental batch.
+
+    A single row is broadcast, because a copy per cell would cost as much as the data.
+    """
+    return table if len(table) == 1 else table[batch]

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.models.decoders import likelihoods
-from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST = {"log_theta": likelihoods.FIRST_LOG_THETA, "zi_logits": likelihoods.FIRST_ZI_LOGIT}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders import likelihoods
-from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.shapes import (
     Counts,
