@@ -343,8 +343,8 @@ class Broken(vertices.AllVertices):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (hooked, "has embedding._backward_hooks, which would see a part"),
-        (lambda e: e.register_forward_hook(lambda *_: None), "has _forward_hooks, which"),
+        (hooked, "has embedding.backward_hooks, which would see a part"),
+        (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
         (mixing, r"has loc=Sequential\("),
         (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
         (lambda e: setattr(e, "vertices", Broken()), "that fails on a small example with ValueError"),
