@@ -22,7 +22,6 @@ from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
-from lightning_amp.parallel.strata.keep_freed_memory import keep_freed_memory
 from lightning_amp.quantities import format_bytes
 
 SIZES = ((5400, 64, 200), (5400, 128, 640))
@@ -137,8 +136,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(LINE.format(*HEAD))
-    # as stream does
-    keep_freed_memory(torch.device("cpu"))
     for size in SIZES:
         compare(*size, rounds=arguments.rounds)
 

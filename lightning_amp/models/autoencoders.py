@@ -6,7 +6,6 @@ Legend: cell, feature, dim; anchors and genes are vertices of the guidance graph
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
@@ -15,6 +14,7 @@ from lightning_amp.models.built_from_data import BuiltFromData
 from lightning_amp.models.inputs import ModelInputs
 from lightning_amp.models.latent import library_of
 from lightning_amp.models.losses import Discriminator
+from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 if TYPE_CHECKING:
     from lightning_amp.data.batch import Batch, CellBatch
@@ -59,9 +59,7 @@ class LinkedAutoencoders(BuiltFromData):
             h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
         )
 
-    def encode(
-        self, modality: str, cells: "CellBatch"
-    ) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "cell dim"]]:
+    def encode(self, modality: str, cells: "CellBatch") -> tuple[PerCell, PerCell]:
         """Mean and deviation of the latents of some cells.
 
         Raises:
@@ -72,19 +70,12 @@ class LinkedAutoencoders(BuiltFromData):
         # mixed precision hands out halves, too coarse for divergences and likelihoods
         return loc.to(self.dtype), std.to(self.dtype)
 
-    def vertices(self) -> tuple[Float[Tensor, "own_vertex dim"], Float[Tensor, "own_vertex dim"]]:
+    def vertices(self) -> tuple[PerVertex, PerVertex]:
         """Mean and deviation of the latents of the graph's vertices, under `nodes` of those that the rank holds."""
         loc, std = self.graph_encoder()
         return loc.to(self.dtype), std.to(self.dtype)
 
-    def nll(
-        self,
-        modality: str,
-        cells: "CellBatch",
-        *,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "own_vertex dim"],
-    ) -> Float[Tensor, ""]:
+    def nll(self, modality: str, cells: "CellBatch", *, u: PerCell, v: PerVertex) -> Scalar:
         """Negative log-likelihood of some cells' data, a mean over cells and features."""
         nll: Tensor = self.decoders[modality](
             u,
@@ -95,9 +86,7 @@ class LinkedAutoencoders(BuiltFromData):
         )
         return nll
 
-    def edge_nll(
-        self, v: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None = None
-    ) -> Float[Tensor, ""]:
+    def edge_nll(self, v: PerVertex, generator: torch.Generator | None = None) -> Scalar:
         """Negative log-likelihood of sampled edges; by the default generator when there is none."""
         h = self.settings
         return self.graph_encoder.nll(
@@ -112,7 +101,7 @@ class LinkedAutoencoders(BuiltFromData):
         }
 
     @torch.no_grad()
-    def impute(self, modality: str, batch: "CellBatch") -> Float[Tensor, "cell feature"]:
+    def impute(self, modality: str, batch: "CellBatch") -> Counts:
         """Expected data of some cells of one modality, at the means of all latents; call in eval mode.
 
         Raises:

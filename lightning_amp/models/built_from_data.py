@@ -73,7 +73,7 @@ class BuiltFromData(pl.LightningModule):
         self.build(inputs_from(datamodule))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the inputs, so that the networks can be built from the checkpoint alone."""
+        """Store the inputs, so that the networks can be built without the data."""
         if self.inputs is not None:
             checkpoint[CHECKPOINT_KEY] = self.inputs.to_plain()
 

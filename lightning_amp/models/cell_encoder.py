@@ -3,17 +3,18 @@
     x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
     loc = Linear(h)      std = softplus(Linear(h)) + 1e-7
 
-Zero counts stay zero up to the first Linear, which takes them by their entries alone (data/sparse_product.py).
+Zero counts stay zero up to the first Linear, which reads only the entries (data/sparse_product.py).
 
 Legend: cell, feature, dim (of the latent).
 """
 
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.keyed_noise import KeyedDropout
+from lightning_amp.shapes import Counts, Library, PerCell
 
 LEAK = 0.2
 LEAST_STD = 1e-7
@@ -23,9 +24,6 @@ class Encoder(nn.Module):
     """Encoder of one modality; its first layer, which grows with the features, is called `first`.
 
     Args:
-        n_features: columns of x.
-        dim: channels of the latent.
-        hidden_dim: channels of the hidden layers.
         hidden_depth: number of hidden layers, at least 1.
         dropout: probability of a zero after each hidden layer.
         total: counts are scaled to this many per cell before log1p; None for data that are not counts.
@@ -53,11 +51,8 @@ class Encoder(nn.Module):
         self.std = nn.Linear(hidden_dim, dim)
 
     def forward(
-        self,
-        x: Float[Tensor, "cell feature"] | SparseCounts,
-        library: Float[Tensor, "cell 1"],
-        draw: Int[Tensor, " cell"] | None = None,
-    ) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "cell dim"]]:
+        self, x: Counts | SparseCounts, library: Library, draw: Int[Tensor, " cell"] | None = None
+    ) -> tuple[PerCell, PerCell]:
         """Mean and standard deviation of u; library must be positive."""
         h = x if self.total is None else _normalised(x, self.total / library)
         for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
@@ -65,9 +60,7 @@ class Encoder(nn.Module):
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
 
 
-def _normalised(
-    x: Float[Tensor, "cell feature"] | SparseCounts, scale: Float[Tensor, "cell 1"]
-) -> Float[Tensor, "cell feature"] | SparseCounts:
+def _normalised(x: Counts | SparseCounts, scale: Library) -> Counts | SparseCounts:
     if isinstance(x, SparseCounts):
         return x.with_values((x.value * scale[x.row, 0]).log1p())
     return (x * scale).log1p()

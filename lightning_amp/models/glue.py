@@ -12,7 +12,6 @@ Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
-from jaxtyping import Float
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from lightning_amp.models.decoders.stratified import KeyKind
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.latent import Latent, noise_for, sample
 from lightning_amp.models.losses import alignment_loss, normal_kl
+from lightning_amp.shapes import PerCell, Scalar
 
 if TYPE_CHECKING:
     from lightning_amp.data.batch import Batch
@@ -150,12 +150,10 @@ class GLUE(LinkedAutoencoders):
         *,
         shown: dict[int, Tensor],
         generator: torch.Generator | None = None,
-    ) -> dict[str, Float[Tensor, ""]]:
+    ) -> dict[str, Scalar]:
         """Terms of the loss of everything but the discriminator, and their weighted sum under "loss".
 
         Args:
-            batch: cells of each modality.
-            latents: of the same cells.
             shown: class of a modality -> what the discriminator sees of its cells; empty without an adversary.
             generator: of the vertices' noise and the sampled edges; the default one when None.
         """
@@ -219,7 +217,7 @@ class GLUE(LinkedAutoencoders):
             loss = loss + h.lam_data * self._weight(modality) * mean
         self.log(name, loss, prog_bar=True, sync_dist=True)
 
-    def shown(self, batch: "Batch", latents: dict[str, Latent]) -> dict[int, Float[Tensor, "cell dim"]]:
+    def shown(self, batch: "Batch", latents: dict[str, Latent]) -> dict[int, PerCell]:
         """What the discriminator sees: class of a modality -> its samples under the fading burn-in noise."""
         if self.settings.stage == "pretrain" or len(self.encoders) == 1:
             return {}

@@ -8,7 +8,7 @@ Positive edges are drawn in proportion to their weight; negative ones keep sourc
 drawn uniformly (which may happen to be a neighbour). The two kinds are averaged separately.
 
 What needs more than a vertex by itself goes through the leaves `vertices` and `rows` (graph_vertices.py), so that a
-technique can give a device some of the vertices: then embedding, loc, std and v have rows for these alone.
+technique can give a device some of the vertices: then embedding, loc, std and v have rows only for these.
 Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
 """
 
@@ -24,13 +24,13 @@ from lightning_amp.models.cell_encoder import LEAST_STD
 from lightning_amp.models.graph_vertices import AllVertices, FeatureVertices
 from lightning_amp.models.latent import Latent
 from lightning_amp.models.losses import divergence
+from lightning_amp.shapes import PerVertex, Scalar
 
 
 class GraphEncoder(nn.Module):
     """Latent of every vertex, and the likelihood of sampled edges.
 
     Args:
-        n_vertices: vertices V.
         dim: channels D of embedding and latent.
         source: one end of each edge.
         target: the other end; each edge is listed in one direction and means both.
@@ -83,7 +83,7 @@ class GraphEncoder(nn.Module):
         self.vertices = AllVertices()
         self.rows = nn.ModuleDict({name: FeatureVertices(ids) for name, ids in (modalities or {}).items()})
 
-    def forward(self) -> tuple[Float[Tensor, "own_vertex dim"], Float[Tensor, "own_vertex dim"]]:
+    def forward(self) -> tuple[PerVertex, PerVertex]:
         """Mean and standard deviation of v."""
         h = self.vertices.propagate(self.embedding, self.messages)
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
@@ -94,33 +94,20 @@ class GraphEncoder(nn.Module):
         coefficient = self.sign * self.weight * (degree[self.source] * degree[self.target]).rsqrt()
         return self.source, self.target, coefficient
 
-    def sample(
-        self,
-        loc: Float[Tensor, "own_vertex dim"],
-        std: Float[Tensor, "own_vertex dim"],
-        generator: torch.Generator | None = None,
-    ) -> Latent:
+    def sample(self, loc: PerVertex, std: PerVertex, generator: torch.Generator | None = None) -> Latent:
         """Draw v from Normal(loc, std); by the default generator when there is none."""
         return Latent(loc, std, loc + std * self.vertices.noise(loc, generator))
 
-    def kl(
-        self, loc: Float[Tensor, "own_vertex dim"], std: Float[Tensor, "own_vertex dim"]
-    ) -> Float[Tensor, ""]:
+    def kl(self, loc: PerVertex, std: PerVertex) -> Scalar:
         """Divergence of Normal(loc, std) from the standard normal: mean over vertices, divided by their number."""
         return self.vertices.mean(divergence(loc, std)) / self.n_vertices
 
     def nll(
-        self,
-        v: Float[Tensor, "own_vertex dim"],
-        *,
-        n_positive: int,
-        negatives: int,
-        generator: torch.Generator | None = None,
-    ) -> Float[Tensor, ""]:
+        self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None
+    ) -> Scalar:
         """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means.
 
         Args:
-            v: latent of the vertices.
             n_positive: edges to draw.
             negatives: negative edges for each positive one.
             generator: of the draws; the default one when None.

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_amp.shapes import PerVertex, Scalar
+
 EDGES_AT_A_TIME = 65_536
 ROWS_AT_A_TIME = 65_536
 Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
@@ -23,26 +25,16 @@ Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
 class AllVertices(nn.Module):
-    """Every vertex is here; a leaf, so that a technique can deal them to devices."""
+    """Every vertex is here; a leaf, so that a technique can shard them."""
 
-    def propagate(
-        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
-    ) -> Float[Tensor, "own_vertex dim"]:
-        """Sum over edges of coefficient * x[source] at their targets."""
-        source, target, coefficient = messages()
-        return propagate(x, source, target=target, coefficient=coefficient)
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
+        """Sum over edges of coefficient * x[source] at their targets; no gradient to the coefficients."""
+        result: Tensor = _Propagate.apply(x, *messages())  # type: ignore[no-untyped-call]
+        return result
 
-    def add_messages(
-        self,
-        out: Float[Tensor, "target dim"],
-        x: Float[Tensor, "source dim"],
-        *,
-        source: Int[Tensor, " edge"],
-        target: Int[Tensor, " edge"],
-        coefficient: Float[Tensor, " edge"],
-    ) -> None:
-        """Add coefficient * x[source] to out at the targets, without gradients."""
-        add_messages(out, x, source=source, target=target, coefficient=coefficient)
+    def add_messages(self, out: Tensor, x: Tensor, **edges: Tensor) -> None:
+        """Add the messages of some edges to out, without gradients; `edges` as of the function."""
+        add_messages(out, x, **edges)
 
     def blocks(
         self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
@@ -52,20 +44,18 @@ class AllVertices(nn.Module):
             size = (min(ROWS_AT_A_TIME, n_vertices - first), like.shape[1])
             yield first, torch.randn(size, dtype=like.dtype, device=like.device, generator=generator)
 
-    def noise(
-        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """Standard normal noise of the vertices that are here."""
         noise = torch.empty_like(like)
         for first, block in self.blocks(len(like), like, generator):
             noise[first : first + len(block)] = block
         return noise
 
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
         """Mean over all vertices."""
         return values.mean()
 
-    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
         """Rows of any vertices, by their ids; each [*end, dim]."""
         return tuple(v[i] for i in ids)
 
@@ -77,7 +67,7 @@ class FeatureVertices(nn.Module):
         ids: vertex of each feature, of Hi-C of each anchor.
 
     Attributes:
-        on_host: the ids in the host's memory, for who deals vertices.
+        on_host: the ids in the host's memory, for who shards vertices.
     """
 
     ids: Tensor
@@ -87,22 +77,10 @@ class FeatureVertices(nn.Module):
         self.on_host = ids
         self.register_buffer("ids", ids, persistent=False)
 
-    def forward(self, v: Float[Tensor, "own_vertex dim"]) -> Float[Tensor, "feature dim"]:
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
         """Rows of v that the modality's decoder gets."""
         rows: Tensor = v[self.ids]
         return rows
-
-
-def propagate(
-    x: Float[Tensor, "vertex dim"],
-    source: Int[Tensor, " edge"],
-    *,
-    target: Int[Tensor, " edge"],
-    coefficient: Float[Tensor, " edge"],
-) -> Float[Tensor, "vertex dim"]:
-    """Sum over edges of coefficient * x[source] at their targets; no gradient to the coefficients."""
-    result: Tensor = _Propagate.apply(x, source, target, coefficient)  # type: ignore[no-untyped-call]
-    return result
 
 
 def add_messages(
@@ -113,7 +91,10 @@ def add_messages(
     target: Int[Tensor, " edge"],
     coefficient: Float[Tensor, " edge"],
 ) -> None:
-    """Messages of a few edges at a time: all of them, [E, D], would outweigh the vertices many times over."""
+    """Add coefficient * x[source] to out at the targets.
+
+    A few edges at a time: all messages, [E, D], would outweigh the vertices many times over.
+    """
     for first in range(0, len(source), EDGES_AT_A_TIME):
         piece = slice(first, first + EDGES_AT_A_TIME)
         out.index_add_(0, target[piece], coefficient[piece, None] * x[source[piece]])

@@ -27,8 +27,6 @@ class ModalityInputs:
     """One modality.
 
     Attributes:
-        n_features: columns of its data matrix.
-        n_batches: experimental batches among its cells.
         vertices: row in the graph of each feature (Hi-C: of each anchor), int64.
     """
 
@@ -42,8 +40,7 @@ class StrataInputs:
     """Strata of the Hi-C modality, in the order of its columns.
 
     Attributes:
-        n_anchors: anchors N.
-        nodes: for each stratum, the anchor of each of its features, int64.
+        nodes: for each stratum, the anchor of each of its features, int64; checkpoints have it under this name.
         distances: for each stratum, its distance k in anchors.
     """
 
@@ -57,7 +54,6 @@ class GraphInputs:
     """Guidance graph.
 
     Attributes:
-        n_vertices: vertices of all modalities.
         source: one end of each edge, int64.
         target: the other end, int64.
         weight: in (0, 1], float32.

@@ -28,9 +28,7 @@ def keyed_uniform(
 
     Args:
         draw: key of each cell, in [0, 2^31).
-        width: numbers per cell.
         stream: separates uses of the same key.
-        dtype: of the result.
     """
     return _uniform(draw, width, 3 * stream).to(dtype)
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_amp.models.keyed_noise import keyed_normal
+from lightning_amp.shapes import Library
 
 if TYPE_CHECKING:
     from lightning_amp.data.batch import CellBatch
@@ -43,6 +44,6 @@ def noise_for(
     return keyed_normal(draw, like.shape[1], stream=stream, dtype=like.dtype)
 
 
-def library_of(cells: "CellBatch") -> Float[Tensor, "cell 1"]:
+def library_of(cells: "CellBatch") -> Library:
     """Library of each cell, positive."""
     return cells["library"].clamp_min(LEAST_LIBRARY)

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_amp.shapes import PerCell, Scalar
+
 LEAK = 0.2
 
 
-def normal_kl(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> Float[Tensor, ""]:
+def normal_kl(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> Scalar:
     """Divergence of Normal(loc, std) from the standard normal, summed over channels, mean over rows."""
     return divergence(loc, std).mean()
 
@@ -21,14 +23,7 @@ def divergence(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> 
 
 
 class Discriminator(nn.Module):
-    """Guesses from a cell's latent which modality the cell is of.
-
-    Args:
-        dim: channels of the latent.
-        n_modalities: classes.
-        width: channels of the hidden layers.
-        depth: number of hidden layers.
-    """
+    """Guesses from a cell's latent which modality the cell is of."""
 
     def __init__(self, dim: int, n_modalities: int, *, width: int, depth: int):
         super().__init__()
@@ -38,19 +33,16 @@ class Discriminator(nn.Module):
             *(layer for pair in hidden for layer in pair), nn.Linear(sizes[-1], n_modalities)
         )
 
-    def forward(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "cell modality"]:
+    def forward(self, u: PerCell) -> Float[Tensor, "cell modality"]:
         """Logits of the modalities."""
         logits: Tensor = self.layers(u)
         return logits
 
 
-def alignment_loss(
-    discriminator: Discriminator, latents: dict[int, Float[Tensor, "cell dim"]], *, frozen: bool
-) -> Float[Tensor, ""]:
+def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *, frozen: bool) -> Scalar:
     """Cross-entropy of the discriminator's guesses: mean over the cells of a modality, then over modalities.
 
     Args:
-        discriminator: network that guesses.
         latents: class of a modality -> latent of its cells.
         frozen: compute with detached parameters, so that backward reaches the latents only.
     """

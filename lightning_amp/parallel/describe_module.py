@@ -8,7 +8,7 @@ from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_dec
 from lightning_amp.parallel.s1_data.batch_norm import has_batch_norms
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, VertexShape
 
-PARTS = ("key", "nodes", "scale", "decode")
+PARTS = ("key", "feature_anchor", "scale", "decode")
 
 
 def describe(
@@ -93,7 +93,7 @@ def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
         fqn=fqn,
         anchors=decoder.n_anchors,
         dim=decoder.dim,
-        features=tuple(s.n_features if _is_of_units(decoder) else len(s.nodes) for s in strata),
+        features=tuple(s.n_features if _is_of_units(decoder) else len(s.feature_anchor) for s in strata),
         distances=tuple(0 if getattr(s, "key", None) is None else k for k, s in enumerate(strata)),
         attention=attention,
         window=int(getattr(decoder, "window", 0)) or 1,

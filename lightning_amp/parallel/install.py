@@ -2,7 +2,7 @@
 
 A technique is a function `(module, spec, mesh) -> Change` found by the type of the rule's spec: new modules for the
 module itself or for children of it, which own the same parameter objects under the same names (this is checked). A
-module alone stands for the change that puts it in the old one's place. A technique sees what earlier rules have
+module by itself stands for the change that puts it in the old one's place. A technique sees what earlier rules have
 installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
 """
 
@@ -90,7 +90,6 @@ def change_of(
     Args:
         module: The module that the rule names.
         spec: Of a type that has a technique.
-        mesh: Device mesh with the axes "data" and "model"; None on one device.
         strategy: Whose rule it is, for the messages.
         fqn: The module's name, for the messages.
 
@@ -186,7 +185,7 @@ def install(
         module: The LightningModule.
         plan: The plan.
         mesh: Device mesh with the axes "data" and "model"; None on one device.
-        within: Names of modules, to carry out the rules for them and what lies in them alone; None means all rules.
+        within: Names of modules, to carry out the rules for them and what lies in them only; None means all rules.
 
     Raises:
         PlanError: A rule needs a technique that this version cannot install.
@@ -201,6 +200,11 @@ def install(
     for rule in rules:
         if _technique(type(rule.spec)) is None:
             raise PlanError(_not_built(rule, plan))
+    return install_rules(module, rules, mesh)
+
+
+def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | None = None) -> Installed:
+    """Carry out rules that have techniques, as `install` does; the module is unchanged where one is refused."""
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
     claimed: set[tuple[str, type]] = set()
     for rule, fqn in targets:
@@ -265,7 +269,7 @@ def _check_parameters(
 
 def _check_hooks(fqn: str, old: nn.Module | None) -> None:
     """A replacement may not call the module at all, or with a part of what it would see."""
-    found = [kind.strip("_") for kind in hooks_within(old)] if old is not None else []
+    found = hooks_within(old) if old is not None else []
     if found:
         raise InstallError(
             f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"

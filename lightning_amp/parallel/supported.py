@@ -1,6 +1,6 @@
 """Which techniques a module's decoder would refuse, found by trying: installed on it, and undone.
 
-Only techniques without a mesh are tried; of the others the parts are looked at that they replace. One that a module
+Only techniques without a mesh are probed; of the others the parts are looked at that they replace. One that a module
 refuses after all is an InstallError, and nothing is installed.
 """
 
@@ -15,10 +15,9 @@ from lightning_amp.parallel.checks.key import channels_problem, rows_problem
 from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, CONVOLUTION_KEY
 from lightning_amp.parallel.contract.stand_in import part
-from lightning_amp.parallel.install import install
-from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.parallel.install import install_rules
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
 
 LOCAL = ("S3", "S4", "fused", "sparse", "recompute", "stream")
@@ -49,32 +48,14 @@ def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
     if strategy in ("S3", "fused") and not shape.decoder.attention:
         return False
     try:
-        rules = tuple(
+        rules = [
             Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried")
             for fqn, spec in targets_of(strategy, shape)
-        )
-        install(module, _plan(strategy, rules)).undo()
+        ]
+        install_rules(module, rules).undo()
     except AmpError:
         return False
     return True
-
-
-def _plan(strategy: str, rules: tuple[Rule, ...]) -> Plan:
-    return Plan(
-        policy="strategies",
-        signals=(),
-        evidence=(),
-        strategies=(strategy,),
-        mesh=MeshShape(data=1, model=1),
-        axes=Axes.of((strategy,), (rule.spec for rule in rules)),
-        rules=rules,
-        batch_size=1,
-        predicted_base_bytes=0,
-        predicted_stratum_bytes=0,
-        predicted_peak_bytes=0,
-        strata_bytes=(),
-        budget_bytes=None,
-    )
 
 
 def _needed(decoder: Any) -> dict[str, bool]:

@@ -177,7 +177,7 @@ def _nodes(n_anchors: int, features: tuple[int, ...], distances: tuple[int, ...]
 
 def _give_nodes(decoder: nn.Module, nodes: list[NDArray[np.int64]]) -> None:
     for stratum, rows in zip(cast(StratifiedDecoder, decoder).strata, nodes, strict=True):
-        stratum.nodes = torch.from_numpy(rows)
+        stratum.feature_anchor = torch.from_numpy(rows)
 
 
 def _inputs(profile: Profile) -> ModelInputs:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 from lightning_amp.parallel.ranks.channel_shards import Channels
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
@@ -52,7 +52,7 @@ class PlannedRank:
         tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
         shares = [share for child in module.modules() for share in vars(child).values()]
         channels = (share.width for share in shares if isinstance(share, Channels))
-        rows = ((len(s.own), s.before, s.after) for s in shares if isinstance(s, AnchorRows))
+        rows = ((len(s.own), s.before, s.after) for s in shares if isinstance(s, AnchorShards))
         strata = (share for share in shares if isinstance(share, range))
         return (*tensors, *channels, *rows, *strata)
 

@@ -11,7 +11,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.per_feature import PLAIN_DECODERS
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.graph_encoder import GraphEncoder
-from lightning_amp.models.graph_vertices import propagate
+from lightning_amp.models.graph_vertices import AllVertices
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
 from lightning_amp.models.losses import alignment_loss, normal_kl
 
@@ -351,7 +351,7 @@ def test_networks_come_from_the_data_module(tmp_path):
     model = GLUE(**SMALL)
     trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
     assert model.inputs.strata.n_anchors == 12
-    assert [len(s.nodes) for s in model.decoders["hic"].strata] == [12, 11, 10]
+    assert [len(s.feature_anchor) for s in model.decoders["hic"].strata] == [12, 11, 10]
     assert [s.distance for s in model.decoders["hic"].strata] == [0, 1, 2]
     assert model.inputs.graph.n_vertices == len(data.graph.vertices)
     names = data.graph.vertices[model.inputs.modalities["hic"].vertices]
@@ -392,13 +392,14 @@ def test_propagation_is_the_normalised_adjacency():
 def test_propagation_in_pieces(monkeypatch):
     source, target = torch.randint(20, (2, 101))
     coefficient, x = torch.rand(101, dtype=torch.float64), torch.rand(20, 3, dtype=torch.float64)
-    whole = propagate(x, source, target=target, coefficient=coefficient)
+
+    def propagate(x):
+        return AllVertices().propagate(x, lambda: (source, target, coefficient))
+
+    whole = propagate(x)
     monkeypatch.setattr("lightning_amp.models.graph_vertices.EDGES_AT_A_TIME", 10)
-    torch.testing.assert_close(propagate(x, source, target=target, coefficient=coefficient), whole)
-    x.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: propagate(x, source, target=target, coefficient=coefficient), (x,)
-    )
+    torch.testing.assert_close(propagate(x), whole)
+    assert torch.autograd.gradcheck(propagate, (x.requires_grad_(),))
 
 
 def test_edges_are_drawn_by_weight_and_scored():

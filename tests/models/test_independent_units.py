@@ -47,7 +47,7 @@ class Handing(nn.Module):
     def __init__(self, *, chained: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.chained = chained
-        self.cells = AllCells()
+        self.sum_over_cells = AllCells()
         self.value = nn.Linear(DIM, DIM)
         self.drop = nn.Dropout(dropout)
 
@@ -61,7 +61,7 @@ class Handing(nn.Module):
         return (u @ v.T).square().sum()
 
     def forward(self, v: Tensor, u: Tensor, **cells: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cells(self.nll, v, u, parameters=(), **cells), self.spine(v)
+        return self.sum_over_cells(self.nll, v, u, parameters=(), **cells), self.spine(v)
 
 
 def handed(**options: Any) -> Tensor:
@@ -106,7 +106,7 @@ def test_rows_that_are_not_of_cells_are_refused() -> None:
     model.decoder = decoder
     install(model, make_plan(("stream",), 1))
     u, v = torch.randn(3, DIM, requires_grad=True), torch.randn(5, DIM, requires_grad=True)
-    with pytest.raises(InstallError, match="3 cells were to be taken in blocks, .*'proto': 9.* rows"):
+    with pytest.raises(InstallError, match="3 cells were to be taken in micro-batches, .*'proto': 9.* rows"):
         decoder(u, v, x=torch.ones(3, 2), proto=torch.ones(9, 4))
 
 

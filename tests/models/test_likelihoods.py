@@ -37,15 +37,12 @@ def test_zinb_sums_to_one_and_mixes():
     torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-300)
 
 
-def test_normal_and_zin():
+def test_normal():
     x = torch.tensor([-1.0, 0.0, 2.5], dtype=torch.float64)
     density = Normal(LOG_MU, LOG_THETA.exp())
     torch.testing.assert_close(
         likelihoods.normal(x, LOG_MU, LOG_THETA), density.log_prob(x), rtol=1e-12, atol=0
     )
-    p = (1 - ZI.sigmoid()) * density.log_prob(x).exp()
-    p[:, 1] += ZI.sigmoid()[:, 0]
-    torch.testing.assert_close(likelihoods.zin(x, LOG_MU, LOG_THETA, ZI), p.log(), rtol=1e-12, atol=1e-14)
 
 
 def test_ziln():
@@ -77,11 +74,10 @@ def test_zinb_is_finite_at_the_extremes(dtype, count, log_mu, log_theta, zi):
 
 
 def test_zero_inflated_values_are_finite_at_zero():
-    for density in (likelihoods.zin, likelihoods.ziln):
-        arguments = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (50.0, -6.0, -30.0)]
-        value = density(torch.tensor(0.0, dtype=torch.float64), *arguments)
-        gradients = torch.autograd.grad(value, arguments)
-        assert torch.isfinite(torch.stack((value, *gradients))).all()
+    arguments = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (50.0, -6.0, -30.0)]
+    value = likelihoods.ziln(torch.tensor(0.0, dtype=torch.float64), *arguments)
+    gradients = torch.autograd.grad(value, arguments)
+    assert torch.isfinite(torch.stack((value, *gradients))).all()
 
 
 def test_large_logits_keep_their_digits():

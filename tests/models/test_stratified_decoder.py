@@ -199,11 +199,11 @@ def test_initial_state_and_names():
     for stratum in made.strata:
         for name, first in (("scale", 0.0), ("bias", 0.0), ("log_theta", 1.5), ("zi_logits", -2.0)):
             table = getattr(stratum, name)
-            assert table.shape == (2, len(stratum.nodes))
+            assert table.shape == (2, len(stratum.feature_anchor))
             assert (table == first).all()
     assert not made.head.weight.any()
     assert "strata.1.key.qk.weight" in made.state_dict()
-    assert not any("nodes" in name or "attention" in name for name in made.state_dict())
+    assert not any("feature_anchor" in name or "attention" in name for name in made.state_dict())
     biases = [n for n, _ in made.strata[1].key.named_parameters() if n.endswith("bias")]
     assert biases == ["prenorm.bias", "postnorm.bias"]
 

@@ -132,7 +132,7 @@ def test_the_shape_of_a_module_is_read_from_its_structure() -> None:
 
 def test_the_wide_layers_are_those_outside_the_decoder() -> None:
     model = Model()
-    features = sum(len(stratum.nodes) for stratum in model.decoders["hic"].strata)
+    features = sum(len(stratum.feature_anchor) for stratum in model.decoders["hic"].strata)
     model.decoders["hic"].head = nn.Linear(features, 3)
     model.encoder = nn.Sequential(nn.Linear(features, 4), nn.Linear(4, features))
     shape = describe(model, batch_size=5)

@@ -138,7 +138,7 @@ class AdaptedDecoder(StratifiedDecoder):
         return u.new_full((1, self.n_strata), -math.log(self.n_strata) if self.normalised else 0.0)
 
     def _check_inputs(self, v: Tensor, x: object) -> None:
-        rows = self.region.rows if isinstance(self.region, SharedRegion) else None
+        rows = self.region.anchors if isinstance(self.region, SharedRegion) else None
         if rows is not None and len(v) != rows.bounds[-1]:
             raise ModelError(
                 f"nodes was asked for on a decoder whose features have {rows.bounds[-1]!r} anchors, and v has"

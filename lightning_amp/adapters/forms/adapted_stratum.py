@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode, Stratum
 
 
@@ -91,13 +91,13 @@ class AdaptedStratum(Stratum):
     ) -> None:
         nn.Module.__init__(self)
         self.key = key  # type: ignore[assignment]
-        self.decode, self.features, self.cells = Decode(), AllFeatures(), AllCells()
+        self.decode, self.features, self.sum_over_cells = Decode(), AllFeatures(), AllCells()
         self.likelihood = likelihood  # type: ignore[assignment]
         self.columns = columns
         self.chained = chained
         self.binarized = "log_theta" not in tables
         self.least = least
-        self.register_buffer("nodes", nodes, persistent=False)
+        self.register_buffer("feature_anchor", nodes, persistent=False)
         for name, table in tables.items():
             self.register_parameter(name, table)
         self.runs = dict.fromkeys(tables, slice(*columns))
@@ -123,7 +123,7 @@ class AdaptedStratum(Stratum):
 
     def _table(self, table: Tensor, batch: Tensor) -> Tensor:
         # a technique may have put the own columns there already
-        own = table if table.shape[1] == len(self.nodes) else self._columns(table)
+        own = table if table.shape[1] == len(self.feature_anchor) else self._columns(table)
         return table_rows(self.features.own(own), batch)
 
     def _columns(self, table: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class MultiResStratum(AdaptedStratum):
             columns: First and one past the last of their columns in the data.
         """
         own = copy.copy(self)
-        own._buffers = self._buffers | {"nodes": nodes}
+        own._buffers = self._buffers | {"feature_anchor": nodes}
         own.places, own.columns = places, columns
         own.runs = dict.fromkeys(self.runs, places)
         return own

@@ -14,7 +14,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints import sharded_state
 from lightning_amp.lightning.checkpoints.read_directory import fill
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
-from lightning_amp.parallel.ranks.check_region import check_borders
+from lightning_amp.parallel.ranks.check_region import check_region
 
 
 class Shards:
@@ -47,9 +47,9 @@ class Shards:
         """Refuse a loss that reads one of them where it must not.
 
         Raises:
-            InstallError: See `check_borders`.
+            InstallError: See `check_region`.
         """
-        check_borders(loss, self._module, partial=self.partial, sharded=self.sharded)
+        check_region(loss, self._module, partial=self.partial, sharded=self.sharded)
 
     def refuse_backward(self) -> None:
         """Refuse a backward that nobody completes, outside of a fit.

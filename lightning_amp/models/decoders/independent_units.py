@@ -1,4 +1,4 @@
-"""A decoder of one's own whose loss is a sum over independent units; its author writes the loss of a unit alone.
+"""Your own decoder, if its loss is a sum over independent units; you write only the loss of a unit.
 
     loss = sum over units k of nll_k(v, u, cells)
 
@@ -7,20 +7,20 @@ change how the units are run. Units read v and u and their own parameters, and n
 
 Legend: cell (B), anchor (N), dim (D), unit (K).
 Known limits: what a unit keeps is not predicted, only [cell, n_features] of it; a loss that is no sum over cells is
-noticed by `stream` alone (parallel/checks/sum_over_cells.py).
+noticed only by `stream` (parallel/checks/sum_over_cells.py).
 """
 
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.strata_loop import EveryStratum
 from lightning_amp.models.decoders.stratified import Region
 from lightning_amp.models.decoders.stratum import AllCells
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 
 class UnitCells(AllCells):
@@ -41,12 +41,10 @@ class Unit(nn.Module):
     def __init__(self, n_features: int) -> None:
         super().__init__()
         self.n_features = n_features
-        self.cells = UnitCells()
+        self.sum_over_cells = UnitCells()
 
     @abstractmethod
-    def nll(
-        self, v: Float[Tensor, "anchor dim"], u: Float[Tensor, "cell dim"], **cells: Tensor
-    ) -> Float[Tensor, ""]:
+    def nll(self, v: PerAnchor, u: PerCell, **cells: Tensor) -> Scalar:
         """Negative log-likelihood summed over cells and features.
 
         Args:
@@ -55,17 +53,15 @@ class Unit(nn.Module):
             cells: Of the same cells, one row each, or the same for all: what the decoder was called with.
         """
 
-    def forward(
-        self, v: Float[Tensor, "anchor dim"], u: Float[Tensor, "cell dim"], **cells: Tensor
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, "anchor dim"]]:
+    def forward(self, v: PerAnchor, u: PerCell, **cells: Tensor) -> tuple[Scalar, PerAnchor]:
         """The unit's loss, and v unchanged for the next unit."""
-        return self.cells(self.nll, v, u, parameters=self.parameters(), **cells), v
+        return self.sum_over_cells(self.nll, v, u, parameters=self.parameters(), **cells), v
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
         """What this unit, the decoder's k-th, is called with beside v and u: all that the decoder was; may be less."""
         return {**cells, "log_weight": log_weights[:, k : k + 1]}
 
-    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+    def spine(self, v: PerAnchor) -> PerAnchor:
         """v for the next unit."""
         return v
 
@@ -98,9 +94,7 @@ class UnitDecoder(nn.Module):
         self.region = Region()
         self.walk = EveryStratum()
 
-    def forward(
-        self, u: Float[Tensor, "cell dim"], v: Float[Tensor, "anchor dim"], **cells: Tensor
-    ) -> Float[Tensor, ""]:
+    def forward(self, u: PerCell, v: PerAnchor, **cells: Tensor) -> Scalar:
         """Sum of the units' losses; `cells` are handed to all units.
 
         They have one row per cell, or are the same for all: one row, no dimension, a number, None. A tensor that needs

@@ -13,10 +13,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_amp.shapes import Experiment
+
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
 """Where tables start that are not told by the data. A step of RMSprop moves an entry by about the learning rate: from
 0 and 0 (variance mu + mu^2, half of the zeros unexplained) hundreds of steps go by in which a count says little of its
 mean, so that modalities align late and often wrongly."""
+
+Numbers = Float[Tensor, "*#shape"]
+"""Broadcast against each other."""
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -26,9 +31,7 @@ def _softplus(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)
 
 
-def nb(
-    x: Float[Tensor, "*#shape"], log_mu: Float[Tensor, "*#shape"], log_theta: Float[Tensor, "*#shape"]
-) -> Float[Tensor, "..."]:
+def nb(x: Numbers, log_mu: Numbers, log_theta: Numbers) -> Float[Tensor, "..."]:
     """Negative binomial with mean exp(log_mu) and variance mu + mu^2 / exp(log_theta)."""
     theta = log_theta.exp()
     ratio = log_mu - log_theta
@@ -36,46 +39,24 @@ def nb(
     return choose - theta * _softplus(ratio) + x * F.logsigmoid(ratio)
 
 
-def zinb(
-    x: Float[Tensor, "*#shape"],
-    log_mu: Float[Tensor, "*#shape"],
-    log_theta: Float[Tensor, "*#shape"],
-    zi_logits: Float[Tensor, "*#shape"],
-) -> Float[Tensor, "..."]:
+def zinb(x: Numbers, log_mu: Numbers, log_theta: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Negative binomial with additional zeros of probability sigmoid(zi_logits)."""
     return _inflate(x, nb(x, log_mu, log_theta), zi_logits)
 
 
-def normal(
-    x: Float[Tensor, "*#shape"], loc: Float[Tensor, "*#shape"], log_scale: Float[Tensor, "*#shape"]
-) -> Float[Tensor, "..."]:
+def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]:
     """Normal density."""
     return -0.5 * ((x - loc) * (-log_scale).exp()).square() - log_scale - LOG_SQRT_2PI
 
 
-def zin(
-    x: Float[Tensor, "*#shape"],
-    loc: Float[Tensor, "*#shape"],
-    log_scale: Float[Tensor, "*#shape"],
-    zi_logits: Float[Tensor, "*#shape"],
-) -> Float[Tensor, "..."]:
-    """Normal density with additional zeros."""
-    return _inflate(x, normal(x, loc, log_scale), zi_logits)
-
-
-def ziln(
-    x: Float[Tensor, "*#shape"],
-    loc: Float[Tensor, "*#shape"],
-    log_scale: Float[Tensor, "*#shape"],
-    zi_logits: Float[Tensor, "*#shape"],
-) -> Float[Tensor, "..."]:
+def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Log-normal density of x > 0, and zeros of probability sigmoid(zi_logits)."""
     log_x = torch.where(x > 0, x, 1.0).log()
     positive = normal(log_x, loc, log_scale) - log_x + F.logsigmoid(-zi_logits)
     return torch.where(x > 0, positive, F.logsigmoid(zi_logits))
 
 
-def bernoulli(x: Float[Tensor, "*#shape"], logits: Float[Tensor, "*#shape"]) -> Float[Tensor, "..."]:
+def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     """Bernoulli of x in {0, 1}."""
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
@@ -83,3 +64,13 @@ def bernoulli(x: Float[Tensor, "*#shape"], logits: Float[Tensor, "*#shape"]) -> 
 def _inflate(x: Tensor, log_p: Tensor, zi_logits: Tensor) -> Tensor:
     at_zero = torch.logaddexp(log_p, zi_logits)
     return torch.where(x == 0, at_zero, log_p) - _softplus(zi_logits)
+
+
+def table_rows(
+    table: Float[Tensor, "experiment feature"], batch: Experiment
+) -> Float[Tensor, "#cell feature"]:
+    """Each cell's row of a table with one row per experimental batch.
+
+    A single row is broadcast, because a copy per cell would cost as much as the data.
+    """
+    return table if len(table) == 1 else table[batch]

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.parallel.attention.sizes import check_rows, check_sizes
+from lightning_amp.shapes import PerAnchor
 
 SELF_SCORE = -5e4
 ROTARY_BASE = 10000.0
@@ -66,12 +67,7 @@ class LocalAttention(nn.Module):
         """Number of buckets W that hold n anchors."""
         return -(-n // self.window)
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
         """Whole-sequence tensors that `attend` slices.
 
         Returns:
@@ -98,12 +94,7 @@ class LocalAttention(nn.Module):
         scores = self._mask(scores, first=first, n_buckets=len(queries) // w)
         return (scores.softmax(-1) @ self._around(values, first, last)).flatten(0, 1)
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> Float[Tensor, "anchor dim"]:
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention over all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
 

@@ -2,7 +2,7 @@
 
     linear = softplus(scale) u v^T + bias
     counts (NB, ZINB)                 mean softmax(linear) * library, inverse dispersion exp(log_theta)
-    values (Normal, ZIN, ZILN)        location linear, deviation exp(log_scale)
+    values (ZILN)                     location linear, deviation exp(log_scale)
     loss = - mean over all cells and features of log p(x)
 
 scale, bias and the tables of a likelihood have one row per experimental batch.
@@ -13,22 +13,18 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.models.decoders import likelihoods
-from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.likelihoods import table_rows
+from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST = {"log_theta": likelihoods.FIRST_LOG_THETA, "zi_logits": likelihoods.FIRST_ZI_LOGIT}
 
 
 class PlainDecoder(nn.Module):
-    """Abstract; a likelihood is a function of (x, location, *tables).
-
-    Args:
-        n_features: features of the modality.
-        n_batches: experimental batches.
-    """
+    """Abstract; a likelihood is a function of (x, location, *tables)."""
 
     likelihood: ClassVar[Callable[..., Tensor]]
     tables: ClassVar[tuple[str, ...]]
@@ -41,26 +37,15 @@ class PlainDecoder(nn.Module):
             self.register_parameter(name, nn.Parameter(table))
 
     def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "feature dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"],
-    ) -> Float[Tensor, ""]:
+        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library, x: Counts
+    ) -> Scalar:
         """Minus the mean log-likelihood over cells and features; library must be positive."""
         tables = (self._rows(name, batch) for name in self.tables)
         return -type(self).likelihood(x, self._location(u, v, batch, library), *tables).mean()
 
     def mean(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "feature dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-    ) -> Float[Tensor, "cell feature"]:
+        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library
+    ) -> Counts:
         """Expected counts without zero inflation, or the location of values (of their logarithm for ZILN)."""
         location = self._location(u, v, batch, library)
         return location.exp() if self.counts else location
@@ -85,18 +70,6 @@ class ZINBDecoder(PlainDecoder):
     likelihood, tables, counts = staticmethod(likelihoods.zinb), ("log_theta", "zi_logits"), True
 
 
-class NormalDecoder(PlainDecoder):
-    """Normal values."""
-
-    likelihood, tables, counts = staticmethod(likelihoods.normal), ("log_scale",), False
-
-
-class ZINDecoder(PlainDecoder):
-    """Zero-inflated normal values."""
-
-    likelihood, tables, counts = staticmethod(likelihoods.zin), ("log_scale", "zi_logits"), False
-
-
 class ZILNDecoder(PlainDecoder):
     """Zero-inflated log-normal values."""
 
@@ -106,7 +79,5 @@ class ZILNDecoder(PlainDecoder):
 PLAIN_DECODERS: dict[str, type[PlainDecoder]] = {
     "nb": NBDecoder,
     "zinb": ZINBDecoder,
-    "normal": NormalDecoder,
-    "zin": ZINDecoder,
     "ziln": ZILNDecoder,
 }

@@ -1,11 +1,11 @@
-"""How a decoder goes through its strata: a module of its own, so that a technique can replace it."""
+"""How a decoder goes through its strata: a module, so that a technique can replace it."""
 
 from typing import cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.models.decoders.stratum import Stratum
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell, Scalar
 
 
 class EveryStratum(nn.Module):
@@ -14,20 +14,16 @@ class EveryStratum(nn.Module):
     def forward(
         self,
         strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
+        u: PerCell,
+        v: PerAnchor,
+        log_weights: LogWeights,
         *,
         own: range | None = None,
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Negative log-likelihood summed over cells and features.
 
         Args:
-            strata: the decoder's.
-            u: latents of the cells.
-            v: latents of the anchors.
-            log_weights: logarithms of the strata's weights.
             own: strata to run, all of them when None; of those before them the spine is run, of those after nothing.
             cells: `batch`, `library` and `x` of the cells.
         """

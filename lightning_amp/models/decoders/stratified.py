@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -23,6 +23,7 @@ from lightning_amp.models.decoders.stratum import Decode as Decode
 from lightning_amp.models.decoders.stratum import KeyModule
 from lightning_amp.models.decoders.stratum import Stratum as Stratum
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, Variant
+from lightning_amp.shapes import Counts, Experiment, Library, LogWeights, PerAnchor, PerCell, Scalar
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -31,16 +32,11 @@ KeyKind = Literal["attention", "convolution"]
 
 
 class Region(nn.Module):
-    """The border around the strata; nothing happens at it on one device, and a technique can replace it."""
+    """What enters and leaves the strata; on one device as it is, and a technique can replace it."""
 
     def enter(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-    ) -> tuple[
-        Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], Float[Tensor, "#cell stratum"]
-    ]:
+        self, u: PerCell, v: PerAnchor, log_weights: LogWeights
+    ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], LogWeights]:
         """What the strata read, from what the decoder was given."""
         return u, v, log_weights
 
@@ -48,7 +44,7 @@ class Region(nn.Module):
         """Rows of v that the decoder is given."""
         return n_anchors
 
-    def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def leave(self, total: Scalar) -> Scalar:
         """Negative log-likelihood of all features, from that of the own ones."""
         return total
 
@@ -58,7 +54,7 @@ class StratifiedDecoder(nn.Module):
 
     Args:
         dim: channels D of u and v.
-        nodes: for each stratum, the anchor of each of its features.
+        feature_anchors: for each stratum, the anchor of each of its features.
         stratum_index: for each stratum, its distance k in anchors; 0 means that the key is v itself.
         n_anchors: anchors N.
         n_batches: experimental batches.
@@ -76,7 +72,7 @@ class StratifiedDecoder(nn.Module):
     def __init__(
         self,
         dim: int,
-        nodes: "Sequence[ArrayLike]",
+        feature_anchors: "Sequence[ArrayLike]",
         *,
         stratum_index: Sequence[int],
         n_anchors: int,
@@ -90,7 +86,7 @@ class StratifiedDecoder(nn.Module):
     ):
         super().__init__()
         _check_settings(key, chained)
-        rows = [np.asarray(n, dtype=np.int64) for n in nodes]
+        rows = [np.asarray(n, dtype=np.int64) for n in feature_anchors]
         _check_strata(rows, stratum_index, n_anchors)
         self.dim = dim
         self.n_anchors = n_anchors
@@ -125,14 +121,8 @@ class StratifiedDecoder(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"] | SparseCounts,
-    ) -> Float[Tensor, ""]:
+        self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts | SparseCounts
+    ) -> Scalar:
         """Minus the mean log-likelihood over all cells and features; library must be positive.
 
         Raises:
@@ -144,14 +134,7 @@ class StratifiedDecoder(nn.Module):
         total = self.region.leave(total)
         return total / x.numel()
 
-    def mean(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-    ) -> Float[Tensor, "cell feature"]:
+    def mean(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
         """Expected contacts of every feature, in the order of the data matrix."""
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         means = []
@@ -162,7 +145,7 @@ class StratifiedDecoder(nn.Module):
             means.append(mean)
         return torch.cat(means, dim=1)
 
-    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+    def log_weights(self, u: PerCell) -> LogWeights:
         """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
         logits = self.strata_weights[None]
         return (logits if self.head is None else logits + self.head(u)).log_softmax(dim=1)
@@ -198,13 +181,15 @@ def _check_settings(key: KeyKind, chained: bool) -> None:
         )
 
 
-def _check_strata(nodes: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int) -> None:
-    if not nodes or len(nodes) != len(stratum_index):
+def _check_strata(
+    feature_anchors: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int
+) -> None:
+    if not feature_anchors or len(feature_anchors) != len(stratum_index):
         raise ModelError(
-            f"StratifiedDecoder got {len(nodes)!r} strata and {len(stratum_index)!r} stratum indices; "
+            f"StratifiedDecoder got {len(feature_anchors)!r} strata and {len(stratum_index)!r} stratum indices; "
             "give one index per stratum and at least one stratum"
         )
-    for i, rows in enumerate(nodes):
+    for i, rows in enumerate(feature_anchors):
         if len(rows) == 0:
             raise ModelError(f"StratifiedDecoder: stratum {i!r} has no feature; leave it out")
         if rows.min() < 0 or rows.max() >= n_anchors:

@@ -1,23 +1,35 @@
 """One stratum of the Hi-C decoder: its key, its inner product with the cells and its likelihood.
 
-    logit = softplus(scale) (u key^T)[:, nodes] + bias      mu = softmax(logit) * library * weight
+    logit = softplus(scale) (u key^T)[:, feature_anchor] + bias      mu = softmax(logit) * library * weight
     x ~ ZINB(mu, exp(log_theta), zi_logits)
 
 Legend: cell, anchor (N), dim (D), stratum_feature (F_k), experiment (row of the tables, one per batch).
 """
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders import likelihoods
-from lightning_amp.models.decoders.batch_tables import table_rows
+from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
+from lightning_amp.shapes import (
+    Counts,
+    Experiment,
+    FeatureAnchor,
+    Library,
+    LogWeights,
+    OwnCounts,
+    OwnTable,
+    PerAnchor,
+    PerCell,
+    Scalar,
+)
 
 KeyModule = AttentionKey | ConvolutionKey
 
@@ -26,13 +38,10 @@ class Decode(nn.Module):
     """Inner product of cells with the keys of a stratum's features; a leaf, so that it can be replaced."""
 
     def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " stratum_feature"],
+        self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
     ) -> Float[Tensor, "cell stratum_feature"]:
-        """(u key^T)[:, nodes]."""
-        return (u @ key.T)[:, nodes]
+        """(u key^T)[:, feature_anchor]."""
+        return (u @ key.T)[:, feature_anchor]
 
 
 class AllFeatures(nn.Module):
@@ -43,21 +52,17 @@ class AllFeatures(nn.Module):
         return values
 
     def scores(
-        self,
-        decode: nn.Module,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " stratum_feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
+        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
+    ) -> OwnCounts:
         """Decoded scores of the own features."""
-        scores: Tensor = decode(u, key, nodes)
+        scores: Tensor = decode(u, key, feature_anchor)
         return scores
 
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
         """Logarithm of the softmax over all features of the stratum, for the own ones."""
         return logits.log_softmax(dim=1)
 
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
+    def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns again; without gradients."""
         return values
 
@@ -66,12 +71,8 @@ class ZINB(nn.Module):
     """Log-probability of a stratum's counts; a leaf, so that it can be replaced."""
 
     def forward(
-        self,
-        x: Float[Tensor, "cell own_feature"] | SparseCounts,
-        log_mu: Float[Tensor, "cell own_feature"],
-        log_theta: Float[Tensor, "#cell own_feature"],
-        zi_logits: Float[Tensor, "#cell own_feature"],
-    ) -> Float[Tensor, ""]:
+        self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
+    ) -> Scalar:
         """Sum over cells and features."""
         return likelihoods.zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
 
@@ -79,11 +80,7 @@ class ZINB(nn.Module):
 class Bernoulli(nn.Module):
     """Log-probability of which of a stratum's counts are positive; a leaf, so that it can be replaced."""
 
-    def forward(
-        self,
-        x: Float[Tensor, "cell own_feature"] | SparseCounts,
-        logits: Float[Tensor, "cell own_feature"],
-    ) -> Float[Tensor, ""]:
+    def forward(self, x: OwnCounts | SparseCounts, logits: OwnCounts) -> Scalar:
         """Sum over cells and features."""
         return likelihoods.bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
 
@@ -93,13 +90,13 @@ class AllCells(nn.Module):
 
     def forward(
         self,
-        nll: Callable[..., Float[Tensor, ""]],
-        key: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
+        nll: Callable[..., Scalar],
+        key: PerAnchor,
+        u: PerCell,
         *,
         parameters: Iterable[nn.Parameter],
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Sum over cells of `nll(key, u, **cells)`, which reads no other parameters than these."""
         return nll(key, u, **cells)
 
@@ -109,7 +106,7 @@ class Stratum(nn.Module):
 
     Args:
         key: module that makes the key; None for stratum 0, whose key is v.
-        nodes: anchor of each of the stratum's features.
+        feature_anchor: anchor of each of the stratum's features.
         distance: k, in anchors.
         columns: first and one past the last of the stratum's columns in the data matrix.
         n_batches: experimental batches, the rows of the tables.
@@ -117,12 +114,12 @@ class Stratum(nn.Module):
         binarized: Bernoulli likelihood of x > 0 instead of ZINB.
     """
 
-    nodes: Tensor
+    feature_anchor: Tensor
 
     def __init__(
         self,
         key: KeyModule | None,
-        nodes: Int[Tensor, " stratum_feature"],
+        feature_anchor: FeatureAnchor,
         *,
         distance: int,
         columns: tuple[int, int],
@@ -135,49 +132,27 @@ class Stratum(nn.Module):
         self.decode = Decode()
         self.features = AllFeatures()
         self.likelihood = Bernoulli() if binarized else ZINB()
-        self.cells = AllCells()
+        self.sum_over_cells = AllCells()
         self.distance = distance
         self.columns = columns
         self.chained = chained
         self.binarized = binarized
-        self.register_buffer("nodes", nodes, persistent=False)
-        shape = (n_batches, len(nodes))
+        self.register_buffer("feature_anchor", feature_anchor, persistent=False)
+        shape = (n_batches, len(feature_anchor))
         self.scale = nn.Parameter(torch.zeros(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
         self.log_theta = nn.Parameter(torch.full(shape, likelihoods.FIRST_LOG_THETA))
         self.zi_logits = nn.Parameter(torch.full(shape, likelihoods.FIRST_ZI_LOGIT))
 
-    def forward(
-        self,
-        v: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell stratum_feature"] | SparseCounts,
-        log_weight: Float[Tensor, "#cell 1"],
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, "anchor dim"]]:
-        """Negative log-likelihood summed over cells and features, and v for the next stratum."""
+    def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
+        """Negative log-likelihood summed over cells and features, and v for the next stratum; `cells` as of `nll`."""
         key, v_next = self._keys(v)
-        nll = self.cells(
-            self.nll,
-            key,
-            u,
-            parameters=self.parameters(recurse=False),
-            batch=batch,
-            library=library,
-            x=x,
-            log_weight=log_weight,
-        )
-        return nll, v_next
+        return self.sum_over_cells(
+            self.nll, key, u, parameters=self.parameters(recurse=False), **cells
+        ), v_next
 
     def arguments(
-        self,
-        k: int,
-        log_weights: Float[Tensor, "#cell stratum"],
-        *,
-        x: Float[Tensor, "cell feature"] | SparseCounts,
-        **cells: Tensor,
+        self, k: int, log_weights: LogWeights, *, x: Counts | SparseCounts, **cells: Tensor
     ) -> dict[str, Tensor | SparseCounts]:
         """What this stratum, the decoder's k-th, is called with beside v and u, from what the decoder was given."""
         start, stop = self.columns
@@ -185,14 +160,14 @@ class Stratum(nn.Module):
 
     def nll(
         self,
-        key: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
+        key: PerAnchor,
+        u: PerCell,
         *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
+        batch: Experiment,
+        library: Library,
         x: Float[Tensor, "cell stratum_feature"] | SparseCounts,
         log_weight: Float[Tensor, "#cell 1"],
-    ) -> Float[Tensor, ""]:
+    ) -> Scalar:
         """Negative log-likelihood of some cells, given the key; reads the stratum's tables and no other parameters."""
         logits = self._logits(key, u, batch)
         # a tensor or what can be cut like one
@@ -204,26 +179,26 @@ class Stratum(nn.Module):
         total: Tensor = self.likelihood(own, *arguments)
         return -total
 
-    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
-        """v for the next stratum alone."""
+    def spine(self, v: PerAnchor) -> PerAnchor:
+        """Only v for the next stratum."""
         return self.key.spine(v) if self.chained and isinstance(self.key, AttentionKey) else v
 
     def mean(
-        self, v: Float[Tensor, "anchor dim"], u: Float[Tensor, "cell dim"], **cells: Tensor
-    ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
+        self, v: PerAnchor, u: PerCell, **cells: Tensor
+    ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
         """Expected contacts without zero inflation (probabilities if binarized), and the next v; as `location`."""
         location, v_next = self.location(v, u, **cells)
         return (location.sigmoid() if self.binarized else location.exp()), v_next
 
     def location(
         self,
-        v: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
+        v: PerAnchor,
+        u: PerCell,
         *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
+        batch: Experiment,
+        library: Library,
         log_weight: Float[Tensor, "#cell 1"],
-    ) -> tuple[Float[Tensor, "cell stratum_feature"], Float[Tensor, "anchor dim"]]:
+    ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
         """Logarithm of the mean (logits of binary data) of all features, and the next v."""
         key, v_next = self._keys(v)
         logits = self._logits(key, u, batch)
@@ -235,7 +210,7 @@ class Stratum(nn.Module):
         return key, (val if self.chained else v)
 
     def _logits(self, key: Tensor, u: Tensor, batch: Tensor) -> Tensor:
-        decoded = self.features.scores(self.decode, u, key, self.nodes)
+        decoded = self.features.scores(self.decode, u, key, self.feature_anchor)
         return F.softplus(self._table(self.scale, batch)) * decoded + self._table(self.bias, batch)
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:

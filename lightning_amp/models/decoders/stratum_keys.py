@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.shapes import PerAnchor
 
 Variant = Literal["higlue", "paper"]
 LEAK = 0.2
 
 
-def geglu(h: Float[Tensor, "anchor two_dim"]) -> Float[Tensor, "anchor dim"]:
+def geglu(h: Float[Tensor, "anchor two_dim"]) -> PerAnchor:
     """First half of the channels, gated by the GELU of the second half."""
     a, gate = h.chunk(2, dim=-1)
     return a * F.gelu(gate)
@@ -54,9 +55,7 @@ class AttentionKey(nn.Module):
         self.postnorm = nn.LayerNorm(dim) if variant == "higlue" else nn.Identity()
         self.ff = nn.Linear(dim, 2 * dim, bias=False)
 
-    def forward(
-        self, v: Float[Tensor, "anchor dim"]
-    ) -> tuple[Float[Tensor, "anchor dim"], Float[Tensor, "anchor dim"]]:
+    def forward(self, v: PerAnchor) -> tuple[PerAnchor, PerAnchor]:
         """Key, and the projected anchors (the next anchor latent of a chained decoder)."""
         p = self.prenorm(v)
         qk, val = self.qk(p), self.value(p)
@@ -64,8 +63,8 @@ class AttentionKey(nn.Module):
         gated = geglu(self.ff(self.postnorm(key)))
         return (key + gated if self.variant == "higlue" else gated), val
 
-    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
-        """The projected anchors alone: what a chained decoder hands on."""
+    def spine(self, v: PerAnchor) -> PerAnchor:
+        """Only the projected anchors: what a chained decoder hands on."""
         return cast(Tensor, self.value(self.prenorm(v)))
 
 
@@ -75,14 +74,12 @@ class ConvolutionKey(nn.Module):
     Args:
         dim: channels D.
         stratum: distance k in anchors, at least 1.
-        bias: whether the convolution has a bias.
-        activation: whether LeakyReLU(0.2) follows.
 
     Raises:
         ModelError: stratum below 1.
     """
 
-    def __init__(self, dim: int, stratum: int, *, bias: bool = True, activation: bool = True):
+    def __init__(self, dim: int, stratum: int):
         super().__init__()
         if stratum < 1:
             raise ModelError(
@@ -90,12 +87,10 @@ class ConvolutionKey(nn.Module):
                 "choose stratum >= 1"
             )
         self.stratum = stratum
-        self.pairs = nn.Conv1d(dim, dim, 2, dilation=stratum, groups=dim, bias=bias)
-        self.activation = nn.LeakyReLU(LEAK) if activation else nn.Identity()
+        self.pairs = nn.Conv1d(dim, dim, 2, dilation=stratum, groups=dim)
+        self.activation = nn.LeakyReLU(LEAK)
 
-    def forward(
-        self, v: Float[Tensor, "anchor dim"]
-    ) -> tuple[Float[Tensor, "anchor dim"], Float[Tensor, "anchor dim"]]:
+    def forward(self, v: PerAnchor) -> tuple[PerAnchor, PerAnchor]:
         """Key, and v unchanged: a convolution has no chained form."""
         padded = F.pad(v, (0, 0, 0, self.stratum))
         key = self.pairs(padded.T[None])[0].T

@@ -21,7 +21,7 @@ most, in numbers, beside these:
     the work    scores 2 G C (3w + 1), G C (3w + 1) where P is kept; rows 3 G w D, tables (w + M / w) D
 
 Numbers below float32 are computed with in float32, under autocast too: all products of matrices have an `out=` or are
-in place, and those autocast leaves alone. Results are then held twice for a moment, and values of a group are copied.
+in place, and those autocast does not touch. Results are then held twice for a moment, and values of a group are copied.
 Second derivatives are refused by torch. Tensors without values (meta) pass through one group of each shape: the memory
 is that of all groups, but operators are not to be counted there.
 
@@ -64,8 +64,6 @@ def banded_softmax(
     Args:
         q: Queries; they begin with a whole bucket.
         k: Keys of the rows before, of the queries' rows and of the rows after.
-        values: Values of the same.
-        window: Rows of a bucket, w.
         before: Keys before that of the first query, whole buckets.
         keep: Keep P for a backward pass.
     """
@@ -97,6 +95,7 @@ class _BandedSoftmax(torch.autograd.Function):
         q, k, values, *kept = ctx.saved_tensors
         work = _Work(q, k, values, window=ctx.window, before=ctx.before, kept=kept)
         keys, norms = work.turn_keys(k)
+        # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are added to
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(keys)
         for group in work.band.groups():
             queries, own_grad = work.turn_queries(q, group), work.own(grad, group)
@@ -108,6 +107,7 @@ class _BandedSoftmax(torch.autograd.Function):
                 ds = work.score_gradients(group, rows, weights, own_grad[:, rows], near_values)
                 near_dk.baddbmm_(ds.mT, queries[:, rows])
                 torch.bmm(ds, near_keys, out=work.own_rows(group)[:, rows])
+            # after the last chunk: it writes where the turned queries are, which every chunk reads
             work.turn_queries_back(group, dq)
         work.turn_keys_back(keys, norms, dk)
         return dq, dk.to(k.dtype), dv.to(values.dtype), None, None, None
@@ -219,6 +219,7 @@ class _Work:
         torch.bmm(queries, keys.mT, out=scores[..., :n_keys])
         self._with_themselves(scores, group, rows).fill_(SELF_SCORE)
         if group.missing:
+            # n rows with score 0 add n e^0 to the normaliser, as one row with score log n does
             scores[..., n_keys] = math.log(group.missing)
         torch.softmax(scores, -1, out=out)
 
@@ -227,7 +228,9 @@ class _Work:
     ) -> Tensor:
         """Gradient of the scores, [bucket, row, key]."""
         ds = torch.bmm(grad, values.mT, out=self._take("scores", *weights.shape)).mul_(weights)
+        # ds holds P * dP by now: these are the row sums of the softmax's backward; missing rows have no value, add 0
         ds.addcmul_(weights, ds.sum(-1, keepdim=True), value=-1)
+        # the score of a row with itself is a constant
         self._with_themselves(ds, group, rows).zero_()
         return ds
 

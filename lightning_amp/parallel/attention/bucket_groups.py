@@ -9,7 +9,6 @@ keys and are groups of one.
 Legend: w window.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +49,6 @@ class Band:
     Attributes:
         rows: Rows; they begin with a whole bucket.
         keys: Keys; only the last bucket of them may be cut short.
-        window: Rows of a bucket.
         before: Keys before that of the first row, whole buckets.
         together: Most buckets that a group may have.
         sampled: Give one group or slab of each size only: tensors without values need no more memory for the others.
@@ -81,33 +79,37 @@ class Band:
     @property
     def _full(self) -> tuple[int, int]:
         """The buckets [first, last) that meet 3w keys."""
+        # the first bucket of the sequence has no keys before it; the last meets fewer, and maybe the rows that fill it
         first = 0 if self.before else 1
         return first, max(first, min(self._n_buckets, (self.keys - self.before) // self.window - 1))
 
     @property
     def _step(self) -> int:
         first, last = self._full
+        # as few groups as `together` allows, their buckets evenly apart: runs of equal distance are one strided view
         return max(APART, -(-(last - first) // self.together))
 
-    def groups(self) -> Iterable[Group]:
+    def groups(self) -> list[Group]:
         """Every bucket of rows in exactly one group, unless sampled."""
+        found = self.all_groups()
         if not self.sampled:
-            return self.all_groups()
-        return {(g.n_buckets, g.own[1], g.near[1]): g for g in self.all_groups()}.values()
+            return found
+        return list({(g.n_buckets, g.own[1], g.near[1]): g for g in found}.values())
 
-    def all_groups(self) -> Iterator[Group]:
+    def all_groups(self) -> list[Group]:
         """Every bucket of rows in exactly one group."""
-        first, last = self._full
-        for bucket in range(first, min(first + self._step, last)):
-            yield self._group(bucket, -(-(last - bucket) // self._step))
-        for bucket in range(self._n_buckets):
-            if not first <= bucket < last:
-                yield self._group(bucket, 1)
+        (first, last), step = self._full, self._step
+        # group i: the buckets first + i, first + i + step, ...; with a step of 3 or more no two of them meet a key, so
+        # that a batched product may add to the keys' gradients in place
+        full = [self._group(i, -(-(last - i) // step)) for i in range(first, min(first + step, last))]
+        ends = [self._group(i, 1) for i in range(self._n_buckets) if not first <= i < last]
+        return full + ends
 
     def _group(self, bucket: int, n_buckets: int) -> Group:
         w, first = self.window, bucket * self.window
         own = self.before + first
         start, end = max(own - w, 0), min(own + 2 * w, self.n_key_buckets * w)
+        # keys up to `end` are met; those from `stop` on are the zeros that fill the last bucket, and are only counted
         stop = min(end, self.keys)
         return Group(
             place=own // w,
@@ -126,15 +128,14 @@ class Band:
         """The keys that a group's buckets meet, [bucket, key, D]; a view."""
         return _runs(keys, *group.near, group.step * self.window, group.n_buckets)
 
-    def slabs(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def slabs(self, keys: Tensor) -> list[tuple[int, Tensor]]:
         """All keys once, unless sampled, a few buckets at a time: the first bucket's place, and a view of the keys."""
-        w, whole = self.window, self.keys // self.window
-        places = range(0, whole, self.largest)
-        for place in places[:1] if self.sampled else places:
-            yield place, _runs(keys, place * w, w, w, min(self.largest, whole - place))
-        if self.keys % w:
-            yield whole, keys[None, whole * w :]
+        w, whole, most = self.window, self.keys // self.window, self.largest
+        places = range(0, whole, most)[: 1 if self.sampled else None]
+        found = [(place, _runs(keys, place * w, w, w, min(most, whole - place))) for place in places]
+        return found + ([(whole, keys[None, whole * w :])] if self.keys % w else [])
 
 
 def _runs(rows: Tensor, first: int, length: int, step: int, count: int) -> Tensor:
+    # a view, not a gather: what is written to it lands in the rows
     return rows[first:].unfold(0, length, step)[:count].transpose(1, 2)

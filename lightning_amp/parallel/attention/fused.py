@@ -27,6 +27,7 @@ from lightning_amp.parallel.attention.sizes import check_rows, check_sizes
 from lightning_amp.parallel.checks.cached_check import problem_of
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.shapes import PerAnchor
 
 EXAMPLE_WINDOW = 3
 EXAMPLE_ROWS = (2, 12, 14)
@@ -39,7 +40,6 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False) -> nn.Module:
 
     Args:
         attention: Attention as the reference model's LocalAttention, of all channels.
-        keep: Keep the weights for the backward pass.
 
     Raises:
         InstallError: The module has parts that would be lost, or computes something else.
@@ -58,9 +58,7 @@ class FusedAttention(nn.Module):
     """Local attention computed by hand; made by `fuse_attention`.
 
     Args:
-        dim: Channels D.
         window: Anchors per bucket, w.
-        keep: Keep the weights for the backward pass.
 
     Raises:
         ModelError: dim is no even number of 2 or more, or window none of 1 or more.
@@ -81,12 +79,7 @@ class FusedAttention(nn.Module):
         """Buckets that n anchors fill."""
         return -(-n // self.window)
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
         """The three themselves."""
         check_rows(q, k, values)
         return q, k, values
@@ -108,12 +101,7 @@ class FusedAttention(nn.Module):
             keep=self.keep,
         )
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> Float[Tensor, "anchor dim"]:
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention over all buckets."""
         check_rows(q, k, values)
         return fused_rows(q, k, values, window=self.window, keep=self.keep)
@@ -134,12 +122,9 @@ def fused_rows(
     Args:
         q: Queries of the own rows, which begin with a whole bucket.
         k: Keys of the rows before, of the own rows and of the rows after.
-        values: Values of the same.
-        window: Rows of a bucket, w.
         before: Rows before the own ones, whole buckets; 0 where the sequence begins with the own ones.
         after: Rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are
             all that follow, and so are the own rows without any after: the rest of a bucket counts as zeros.
-        keep: Keep the weights for the backward pass.
     """
     n = len(q)
     assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"
@@ -156,7 +141,7 @@ def _structure_problem(attention: nn.Module) -> str:
         "the settings": [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int],
         "the state": [name for name, _ in (*attention.named_parameters(), *attention.named_buffers())],
         "the children": [name for name, _ in attention.named_children()],
-        "the hooks": [kind.strip("_") for kind in hooks_within(attention)],
+        "the hooks": hooks_within(attention),
         # a function may be the sum over other ranks' channels: it is not tried out
         "the attributes": [name for name, v in own.items() if callable(v) or isinstance(v, Tensor)],
     }

@@ -2,7 +2,7 @@
 
     R(i): (a, b) -> (a cos i f - b sin i f, b cos i f + a sin i f)      a of channel c, b of c + D/2, f = 10000^(-2c/D)
 
-A turned row times a turned row depends on the difference of their positions alone. Position i = j w + p is turned by
+A turned row times a turned row depends only on the difference of their positions. Position i = j w + p is turned by
 the angles of j w and of p put together, so that the tables have a row per bucket and a row per place in a bucket.
 
 The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions run along a sequence
@@ -23,11 +23,8 @@ class Rotary:
     """Turns the rows of buckets.
 
     Args:
-        dim: Channels D, even.
-        window: Rows of a bucket, w.
         n_buckets: Buckets that have a place, from 0.
         dtype: Of what is computed.
-        device: Where.
     """
 
     def __init__(

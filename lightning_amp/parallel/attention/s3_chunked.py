@@ -14,12 +14,12 @@ Legend: anchor (N), dim (D), w window, W = ceil(N / w) buckets.
 from typing import cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.contract.protocol import BucketedAttention
+from lightning_amp.shapes import PerAnchor
 
 
 def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False) -> nn.Module:
@@ -31,7 +31,7 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
         retain: Keep every chunk's intermediates for the backward pass instead of recomputing them.
 
     Raises:
-        InstallError: The module is no bucketed attention, has state of its own, or `buckets` is not positive.
+        InstallError: The module is no bucketed attention, has state, or `buckets` is not positive.
     """
     kind = type(attention).__name__
     if not isinstance(attention, BucketedAttention):
@@ -67,12 +67,7 @@ class ChunkedAttention(nn.Module):
         """Shown by `print(module)`."""
         return f"buckets={self.buckets}, retain={self.retain}"
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> Float[Tensor, "anchor dim"]:
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention over all buckets, one chunk alive at a time."""
         inner = cast(BucketedAttention, self.inner)
         state, n_buckets = inner.prepare(q, k, values), inner.n_buckets(len(q))

@@ -1,7 +1,7 @@
 """Call a module with other tensors in place of its parameters and buffers.
 
 A tensor in two places has both replaced by what is given for each; a module that is a child in two places counts once.
-torch.func.functional_call alone goes by all names of such a child, and leaves the other tensors in it when it is done.
+torch.func.functional_call goes by all names of such a child, and leaves the other tensors in it when it is done.
 """
 
 from collections.abc import Callable, Mapping

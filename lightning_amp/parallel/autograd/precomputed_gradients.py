@@ -14,19 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Scalar
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
 
 
-def with_gradients(
-    compute: Compute, inputs: Sequence[Tensor], *, home: Iterable[Tensor] = ()
-) -> Float[Tensor, ""]:
+def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable[Tensor] = ()) -> Scalar:
     """The total that `compute` returns, as a function of the inputs.
 
     Args:
@@ -47,7 +45,7 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 
 def leaf(tensor: Tensor, needed: bool) -> Tensor:
-    """The same values as an input of a graph of its own, whose gradients are taken by `gradients` alone."""
+    """The same values as an input of a new graph, whose gradients only `gradients` takes."""
     own = tensor.detach().requires_grad_(needed)
     if needed:
         # torch.autograd.grad adds nothing up in a leaf: who does is a term outside, of a tensor that was kept
@@ -56,14 +54,13 @@ def leaf(tensor: Tensor, needed: bool) -> Tensor:
 
 
 def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]
 ) -> Gradients:
     """Gradients that share no memory, so that they can be added to and scaled in place; frees the graph.
 
     Args:
-        outputs: Of the graph.
         inputs: Leaves of the graph; of those that need no gradient it is None.
-        seeds: Gradients of the outputs, None for a scalar's 1.
+        grad_outputs: Gradients of the outputs, None for a scalar's 1.
     """
     known = {id(tensor) for tensor in inputs}
     strangers = [found for output in outputs for found in _leaves(output) if id(found) not in known]
@@ -78,7 +75,8 @@ def gradients(
     # the pass of a loss under autocast runs outside of it too; the meta device has no autocast of its own
     device = outputs[0].device.type
     with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
-        found = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True) if wanted else ())
+        found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
+    # autograd may hand out one tensor for two inputs (u + v): who adds to one in place would change the other
     seen: set[int] = set()
     return [_apart(next(found), seen) if tensor.requires_grad else None for tensor in inputs]
 
@@ -131,6 +129,7 @@ def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:
     if grad is None:
         return None
     storage = grad.untyped_storage()
+    # an expanded gradient (that of a sum) has less storage than numbers, a view of a larger tensor has more
     shared = id(storage) in seen or storage.nbytes() != grad.nbytes
     seen.add(id(storage))
     return grad.clone(memory_format=torch.contiguous_format) if shared else grad
@@ -144,6 +143,7 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # only the node that adds up a leaf's gradient has it
         tensor = getattr(node, "variable", None)
         if isinstance(tensor, Tensor):
             yield tensor
@@ -154,6 +154,7 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Compute, home: frozenset[int], *inputs: Tensor) -> Tensor:
         ctx.home = home
+        # autograd runs a Function's forward without gradients, and the strata's graphs live in this one
         with torch.enable_grad():
             total, ctx.ready = compute(ctx.needs_input_grad[2:])
         return total
@@ -165,6 +166,7 @@ class _Ready(torch.autograd.Function):
                 "a second derivative of a loss was asked for (create_graph=True), and its strata are streamed: their"
                 " gradients are numbers by then; leave 'stream' out, which 'recompute' can stand in for"
             )
+        # taken out, not copied: they are scaled in place, and a second pass would scale them again
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             raise InstallError(

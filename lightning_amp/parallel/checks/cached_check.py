@@ -11,7 +11,7 @@ _COMMON = frozenset(vars(nn.Module()))
 
 
 def problem_of(module: nn.Module, probe: Probe) -> str:
-    """What `probe` says of a module; 32 strata have 32 modules that are alike, which are tried once.
+    """What `probe` says of a module; 32 strata have 32 modules that are alike, which are probed once.
 
     Args:
         module: Without parameters, buffers and children, so that its class and its settings say what it computes.

@@ -1,6 +1,6 @@
 """Whether a key, beside what its children compute, needs channels or rows that another rank has.
 
-Under S5 and nodes a key's own forward runs on a part of v. It is tried on one: a copy of the key, with stand-ins for
+Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
 its children that scale single numbers, has to give
 
     forward(v)[part] = forward(v[part])      and the same of spine, where there is one
@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.parallel.contract.hooks import KINDS
+from lightning_amp.shapes import PerAnchor
 
 Part = tuple[slice | list[int], ...]
 """An index of v."""
@@ -32,18 +32,17 @@ ROWS = 7
 
 
 def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
-    """Why a key cannot run on the channels of some ranks alone; "" if it can.
+    """Why a key cannot run on only the channels of some ranks; "" if it can.
 
     Args:
         key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
-        dim: D.
-        ranks: The channels of every rank that is tried; the same on all ranks, so that all find the same.
+        ranks: The channels of every rank that is probed; the same on all ranks, so that all find the same.
     """
     return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])
 
 
 def rows_problem(key: nn.Module, dim: int) -> str:
-    """Why a key with attention cannot run on some anchors alone, once attention sees the others; "" if it can."""
+    """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
     half = ROWS // 2
     return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
 
@@ -67,7 +66,7 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
 
 
 @torch.no_grad()
-def _alike(run: Callable[[Tensor], Any], v: Float[Tensor, "anchor dim"], part: Part) -> bool:
+def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
     """Whether what is made of a part is the part of what is made of all."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))

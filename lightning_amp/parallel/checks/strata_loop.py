@@ -1,8 +1,8 @@
-"""What techniques that change the way through a decoder's strata ask of the decoder, and of that way.
+"""What techniques that replace a decoder's strata loop, its child `walk`, ask of the decoder and of that loop.
 
 walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
 stratum.arguments(k, log_weights, **cells)             what a stratum is called with beside v and u
-stratum.spine(v)                                       v for the next stratum alone
+stratum.spine(v)                                       only v for the next stratum
 """
 
 from typing import Any, cast
@@ -22,13 +22,12 @@ def walk_of(
     """The child `walk` of a decoder, checked.
 
     Args:
-        decoder: The module that a rule names.
         strategy: Who asks, for the message.
-        stacked: Whether a way that another technique has put there will do.
+        stacked: Whether a loop that another technique has put there will do.
         once: Whether a stratum has to run once, on all cells, to compute what it should.
 
     Raises:
-        InstallError: The decoder's way through the strata a technique could not stand in for.
+        InstallError: A technique could not stand in for the decoder's strata loop.
     """
     walk = getattr(decoder, "walk", None)
     problem = _problem(walk, stacked=stacked)

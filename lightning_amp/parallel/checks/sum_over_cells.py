@@ -1,4 +1,4 @@
-"""Whether the loss of some cells is a sum over cells, which taking them in blocks relies on.
+"""Whether the loss of some cells is a sum over cells, which taking them in micro-batches relies on.
 
     nll(cells a and b) = nll(cell a) + nll(cell b)
 
@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.05
@@ -26,18 +26,9 @@ HALF_TOLERANCE = 0.05
 
 
 def check_sum(
-    nll: Callable[..., Float[Tensor, ""]],
-    key: Float[Tensor, "anchor dim"],
-    u: Float[Tensor, "cell dim"],
-    rows: Callable[[slice], Mapping[str, Any]],
+    nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, rows: Callable[[slice], Mapping[str, Any]]
 ) -> None:
     """Compare the loss of the first two cells with that of each.
-
-    Args:
-        nll: `nll(key, u, **cells)` of some cells.
-        key: Is the same for all cells.
-        u: Two cells or more.
-        rows: The rest of what some cells have.
 
     Raises:
         InstallError: The loss is no sum over cells.
@@ -55,9 +46,9 @@ def check_sum(
     if not abs(both - (first + second)) > room:
         return
     raise InstallError(
-        f"a stratum's cells were to be taken in blocks, and the loss of two cells is {both!r}, of each alone {first!r}"
-        f" and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before the decoder, add"
-        " what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
+        f"a stratum's cells were to be taken in micro-batches, and the loss of two cells is {both!r}, of each"
+        f" {first!r} and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before it,"
+        " add what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
     )
 
 

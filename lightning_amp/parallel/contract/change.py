@@ -15,7 +15,7 @@ class Change:
     Attributes:
         swaps: New modules by their name relative to the rule's module; "" is that module itself.
         partial: Parameters of which every rank of the model axis computes a part of the gradient; the loss reaches them
-            through `collectives.leave`, or another node that says it is a border (ranks/check_region.py).
+            through `collectives.leave`, or another node that says on which side it is (ranks/check_region.py).
         sharded: Parameters that the new modules hold a shard of, in place of the whole.
     """
 

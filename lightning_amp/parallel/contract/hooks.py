@@ -1,10 +1,16 @@
-"""Hooks that a module would lose, or that would see a part of its values, when a technique replaces it."""
+"""Hooks that a replacement would not run, or would show only a part of the values."""
 
 from torch import nn
 
 KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_within(module: nn.Module) -> list[str]:
-    """Kinds of hooks on calls of a module or of one inside it, by torch's names for them."""
-    return [kind for kind in KINDS if any(getattr(part, kind) for part in module.modules())]
+    """Kinds of hooks on calls of a module or of one inside it."""
+    return [kind.strip("_") for kind in KINDS if any(getattr(part, kind) for part in module.modules())]
+
+
+def hooks_of(parameter: nn.Parameter, name: str) -> list[str]:
+    """Kinds of hooks on a parameter, after its name."""
+    return [f"{name}.{kind.strip('_')}" for kind in OF_PARAMETERS if getattr(parameter, kind)]

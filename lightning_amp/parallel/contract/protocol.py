@@ -4,14 +4,14 @@ Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F
 own_feature and own_vertex (those that a rank holds).
 """
 
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeGuard, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.parallel.contract.stand_in import named_parts
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 
 
 class DecomposedDecoder(Protocol):
@@ -21,8 +21,7 @@ class DecomposedDecoder(Protocol):
     next stratum. A stratum that reads a run of columns of a parameter may say so by `runs`, the parameter's name to a
     slice; it then finds the parameter, or just these columns, under the name.
 
-    Test for it with `is_decomposed`: from Python 3.12 `isinstance` does not see the children of a module, so it is not
-    offered.
+    Test for it with `is_decomposed`: from Python 3.12 on `isinstance` does not see the children of a module.
     """
 
     strata: nn.ModuleList
@@ -39,12 +38,7 @@ class BucketedAttention(Protocol):
         """Buckets that n anchors fill."""
         ...
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor dim"],
-        k: Float[Tensor, "anchor dim"],
-        values: Float[Tensor, "anchor dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
         """What `attend` reads, made once for all buckets."""
         ...
 
@@ -53,92 +47,20 @@ class BucketedAttention(Protocol):
         ...
 
 
-@runtime_checkable
-class Decodes(Protocol):
-    """Inner products of cells with the keys of a stratum's features, called as `decode(u, key, nodes)`."""
-
-    def forward(
-        self,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " feature"],
-    ) -> Float[Tensor, "cell feature"]:
-        """(u key^T)[:, nodes]."""
-        ...
-
-
-@runtime_checkable
-class HoldsFeatures(Protocol):
-    """What a device does with the features of a stratum: it holds all of them, or its own."""
-
-    def own(self, values: Shaped[Tensor, "*row feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the features that this device holds."""
-        ...
-
-    def scores(
-        self,
-        decode: Callable[[Tensor, Tensor, Tensor], Tensor],
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
-        """Decoded scores of the own features; `nodes` are those of all."""
-        ...
-
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
-        """Logarithm of the softmax over all features, for the own ones."""
-        ...
-
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell feature"]:
-        """All columns again."""
-        ...
-
-
 Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
 """Makes source, target and coefficient of all edges of a graph."""
 
 
-@runtime_checkable
-class HoldsVertices(Protocol):
-    """What a graph encoder asks of the vertices of its graph: a device holds all of them, or its own."""
+FEATURE_METHODS = ("own", "scores", "log_softmax", "whole")
+"""Methods of a stratum's child `features`: which features the device holds; the reference is models' AllFeatures."""
 
-    def propagate(
-        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
-    ) -> Float[Tensor, "own_vertex dim"]:
-        """Sum over edges of coefficient * x[source] at their targets."""
-        ...
+VERTEX_METHODS = ("propagate", "add_messages", "blocks", "noise", "mean", "rows")
+"""Methods of a graph encoder's child `vertices`: which vertices the device holds; the reference is AllVertices."""
 
-    def add_messages(
-        self,
-        out: Float[Tensor, "target dim"],
-        x: Float[Tensor, "source dim"],
-        *,
-        source: Int[Tensor, " edge"],
-        target: Int[Tensor, " edge"],
-        coefficient: Float[Tensor, " edge"],
-    ) -> None:
-        """Add coefficient * x[source] to out at the targets, without gradients."""
-        ...
 
-    def blocks(
-        self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
-    ) -> Iterator[tuple[int, Float[Tensor, "block dim"]]]:
-        """Noise of all vertices, some at a time: the first of them, and theirs."""
-        ...
-
-    def noise(
-        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
-    ) -> Float[Tensor, "own_vertex dim"]:
-        """Noise of the vertices that are here: their rows of `blocks`."""
-        ...
-
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
-        """Mean over all vertices."""
-        ...
-
-    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
-        """Rows of any vertices, by their ids."""
-        ...
+def has_methods(module: object, names: Iterable[str]) -> bool:
+    """Whether a module has all methods of some names."""
+    return isinstance(module, nn.Module) and all(callable(getattr(module, name, None)) for name in names)
 
 
 class VertexEncoder(Protocol):
@@ -156,7 +78,7 @@ class VertexEncoder(Protocol):
     embedding: nn.Parameter
     loc: nn.Module
     std: nn.Module
-    vertices: HoldsVertices
+    vertices: Any
     rows: nn.ModuleDict
 
 
@@ -175,23 +97,23 @@ class ShardableAttention(BucketedAttention, Protocol):
 
 
 @runtime_checkable
-class ScattersFeatures(Decodes, Protocol):
-    """A decode that can hand each feature's score, summed over the ranks, to the feature's owner alone."""
+class ScattersFeatures(Protocol):
+    """A decode that can hand each feature's score, summed over the ranks, to only the feature's owner."""
 
     def scatter(
         self,
         u: Float[Tensor, "cell own_dim"],
         key: Float[Tensor, "anchor own_dim"],
-        nodes: Int[Tensor, " feature"],
+        feature_anchor: FeatureAnchor,
         run: int,
-    ) -> Float[Tensor, "cell own_feature"]:
-        """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, nodes], as far as there are any."""
+    ) -> OwnCounts:
+        """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, feature_anchor], as far as there are any."""
         ...
 
 
 ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
 """Children of an attention key. It computes with them, and with functions that do not mix channels (for nodes:
-anchors), which is tried (checks/key.py),
+anchors), which is probed (checks/key.py),
 
     p = prenorm(v),  q = qk(p),  val = value(p),  attention(q, q, p or val),  ff(postnorm(...))
 
@@ -199,7 +121,7 @@ where ff gives 2 D channels that are cut in two halves of D, which meet channel 
 
 CONVOLUTION_KEY = ("pairs", "activation")
 """Children of a convolution key: a depthwise convolution over the anchors and a function of single numbers; the same is
-tried."""
+probed."""
 
 
 def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
@@ -209,12 +131,12 @@ def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
 
 
 def is_vertex_encoder(module: object) -> TypeGuard[VertexEncoder]:
-    """Whether a module encodes the vertices of a graph, with the leaves that can be dealt to ranks."""
+    """Whether a module encodes the vertices of a graph, with the leaves that can be sharded to ranks."""
     has_all = all(hasattr(module, name) for name in ("n_vertices", "ends", "messages", "loc", "std"))
     return (
         has_all
         and isinstance(getattr(module, "embedding", None), nn.Parameter)
-        and isinstance(getattr(module, "vertices", None), HoldsVertices)
+        and has_methods(getattr(module, "vertices", None), VERTEX_METHODS)
         and isinstance(getattr(module, "rows", None), nn.ModuleDict)
     )
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Parts(Protocol):
-    """How a tensor is dealt to the ranks of a mesh axis."""
+    """How a tensor is sharded over a mesh axis."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -38,7 +38,7 @@ class ShardedParameter:
         shard: The rank's own part, a parameter of its own.
         module: The module that holds the shard, under `name`.
         name: Name of the parameter in that module.
-        parts: How it is dealt: `Runs` of a dimension (ranks/even_runs.py), or `VertexRows` (nodes/vertex_shards.py).
+        parts: How it is sharded: `Runs` (ranks/even_runs.py), or `VertexShards` (nodes/vertex_shards.py).
         version: How often the shard had been written when it was made.
     """
 
@@ -96,9 +96,7 @@ def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts:
 
     Args:
         module: Gets the shard.
-        name: Of the parameter in the module.
-        whole: The parameter to split.
-        parts: How it is dealt.
+        parts: How it is sharded.
     """
     own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)
     shard = nn.Parameter(own, requires_grad=whole.requires_grad)

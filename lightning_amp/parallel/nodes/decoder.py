@@ -1,12 +1,12 @@
 """nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
 
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
-                  others where the graph's vertices are dealt too (graph_encoder.py)
+                  others where the graph's vertices are sharded too (graph_encoder.py)
     attention     of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py)
     features      those of the own anchors; the softmax runs over all ranks' features (features.py)
 
 Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
-sums over ranks. Anchors are dealt in whole buckets, as evenly as they go.
+sums over ranks. Anchors are sharded in whole buckets, as evenly as they go.
 
     collectives of a step               forward                      backward
     every stratum with attention        1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
@@ -16,13 +16,13 @@ sums over ranks. Anchors are dealt in whole buckets, as evenly as they go.
     parameters of the strata                                         in the reduction of gradients, once
 
 The numbers are those that a rank puts in. Under `recompute` those of a forward pass come twice; under `stream` those of
-the softmax once for every block of cells. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
+the softmax once for every micro-batch. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
-Known limits: second derivatives are refused; what a key does beside its children is tried on an example
+Known limits: second derivatives are refused; what a key does beside its children is probed on an example
 (checks/key.py), what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder,
-unless the graph's vertices are dealt too; random draws inside of the strata are each rank's own.
+unless the graph's vertices are sharded too; random draws inside of the strata are each rank's own.
 """
 
 import copy
@@ -39,8 +39,8 @@ from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
 from lightning_amp.parallel.nodes.features import AnchorFeatures
 from lightning_amp.parallel.nodes.halo_attention import HaloAttention
-from lightning_amp.parallel.ranks.anchor_shards import deal_rows
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.anchor_shards import shard_anchors
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.s2_features.decoder import features_problem
 from lightning_amp.planning.plan.specs import DomainParallel
 
@@ -49,12 +49,7 @@ EXAMPLE_WINDOW = 3
 
 
 def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: DeviceMesh) -> Change:
-    """Deal the anchors of a decoder to the ranks of the model axis.
-
-    Args:
-        decoder: A decomposed decoder with attention.
-        spec: Whether v will come with the own rows.
-        mesh: Device mesh with the axis "model".
+    """Shard the anchors of a decoder over the model axis.
 
     Raises:
         InstallError: Fewer buckets than ranks, or a part of a stratum that would not see all
@@ -67,13 +62,10 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
         raise _refusal(
             decoder, f"has buckets of {sorted(windows)!r} anchors", "strata with attention, all of one window"
         )
-    rows = deal_rows(decoder.n_anchors, windows.pop(), mesh["model"])
-    swaps: dict[str, nn.Module] = {
-        "region": share_region(
-            getattr(decoder, "region", None), rows.mesh, "nodes", summed=True, rows=rows, given=spec.vertices
-        )
-    }
-    swaps |= {fqn: HaloAttention(attention, rows) for fqn, attention in attentions.items()}
+    anchors = shard_anchors(decoder.n_anchors, windows.pop(), mesh["model"])
+    region = SharedRegion(anchors.mesh, ("nodes",), summed=True, anchors=anchors, given=spec.vertices)
+    swaps: dict[str, nn.Module] = {"region": share_region(decoder, region)}
+    swaps |= {fqn: HaloAttention(attention, anchors) for fqn, attention in attentions.items()}
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
         if problem:
@@ -82,7 +74,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
                 f"has a stratum {k!r} that {problem}",
                 "`features` without state that hands all features on",
             )
-        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("nodes"), rows)
+        swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("feature_anchor"), anchors)
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 
@@ -137,7 +129,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
         raise _refusal(
             decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
         )
-    hooks = [kind.strip("_") for kind in hooks_within(attention)]
+    hooks = hooks_within(attention)
     if hooks:
         raise _refusal(decoder, f"has {fqn!r} with {hooks!r}, which would not run", "attention without hooks")
     # with small buckets the example is small

@@ -1,9 +1,9 @@
 """The features of a stratum whose anchors a rank holds, in any order of the stratum's features.
 
-    own columns = those f with nodes_f in the own anchors          own nodes = nodes_f - first own anchor
+    own columns = those f with feature_anchor[f] in the own anchors; their anchors count from the first own one
 
-The normaliser runs over all ranks' features (sharded_softmax.py); a rank may own none, and takes part all the same.
-Where the own columns are a run, as they are when nodes ascend, they are sliced, which costs nothing; else gathered.
+Softmax and scores are those of S2 (s2_features/decoder.py); a rank may own no feature, and takes part all the same.
+Where the own columns are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered.
 
     collectives      forward                   backward
     log_softmax      1 all-gather [B]          1 all-reduce [B]
@@ -13,91 +13,34 @@ Legend: cell (B), stratum_feature (F_k), own_feature (those of this rank), f the
 """
 
 from itertools import accumulate
-from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
-from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
+from lightning_amp.parallel.s2_features.decoder import ShardedFeatures
+from lightning_amp.shapes import FeatureAnchor
 
 
-class AnchorFeatures(nn.Module):
-    """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
+class AnchorFeatures(ShardedFeatures):
+    """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`."""
 
-    Args:
-        nodes: Anchor of each of the stratum's features.
-        rows: The ranks' anchors.
-    """
-
-    nodes: Tensor
-    columns: Tensor | None
-    places: Tensor | None
-
-    def __init__(self, nodes: Int[Tensor, " stratum_feature"], rows: AnchorRows) -> None:
-        super().__init__()
-        self.rows = rows
-        borders = torch.tensor(rows.bounds[1:-1], dtype=nodes.dtype, device=nodes.device)
-        owner = torch.bucketize(nodes, borders, right=True)
+    def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:
+        nn.Module.__init__(self)
+        self.mesh, self.n_features = anchors.mesh, len(feature_anchor)
+        firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
-        self.sizes: list[int] = owner.bincount(minlength=len(rows.sizes)).tolist()
-        rank = rows.mesh.get_local_rank()
+        self.sizes = owner.bincount(minlength=len(anchors.sizes)).tolist()
+        rank = anchors.mesh.get_local_rank()
         first = list(accumulate(self.sizes, initial=0))[rank]
         columns = order[first : first + self.sizes[rank]]
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
-        self.register_buffer("nodes", nodes[columns] - rows.own.start, persistent=False)
+        self.register_buffer("feature_anchor", feature_anchor[columns] - anchors.own.start, persistent=False)
         self.run = _run(columns)
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
         ascending = _run(order) is not None
         self.register_buffer("places", None if ascending else order.argsort(), persistent=False)
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"{len(self.nodes)} of {sum(self.sizes)} features, ranks={len(self.sizes)}"
-
-    def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the own features; a view where they are a run."""
-        assert values.shape[-1] == sum(self.sizes), "columns of all features of the stratum"
-        return values[..., self.run if self.columns is None else self.columns]
-
-    def scores(
-        self,
-        decode: nn.Module,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "own_anchor dim"],
-        nodes: Int[Tensor, " stratum_feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
-        """Decoded scores of the own features; `nodes` count from the first anchor of all and are not read."""
-        scores: Tensor = decode(u, key, self.nodes)
-        return scores
-
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
-        """Logarithm of the softmax over all features of the stratum, for the own ones."""
-        return log_softmax(logits, self.rows.mesh)
-
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
-        """All columns; gradients reach the own ones, which is all of them over the ranks."""
-        return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
-
-
-class _AllColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, features: AnchorFeatures) -> Tensor:
-        ctx.features, ctx.behind = features, "inside"
-        fill = max(features.sizes) - own.shape[1]
-        block = collectives.all_gather(features.rows.mesh, F.pad(own, (0, fill)))
-        parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
-        whole = torch.cat(parts, dim=1)
-        return whole if features.places is None else whole[:, features.places]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.features.own(grad), None
 
 
 def _run(columns: Tensor) -> slice | None:

@@ -32,22 +32,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.hooks import hooks_of, hooks_within
 from lightning_amp.parallel.contract.protocol import VertexEncoder, is_vertex_encoder
 from lightning_amp.parallel.contract.sharded_parameter import shard_parameter
-from lightning_amp.parallel.nodes.sharded_vertices import AlikeRows, OwnRows, SharedVertices
-from lightning_amp.parallel.nodes.vertex_shards import VertexRows, deal_vertices, own_edges
-from lightning_amp.parallel.ranks.anchor_shards import deal_rows
+from lightning_amp.parallel.nodes.sharded_vertices import OwnRows, ReplicatedRows, SharedVertices
+from lightning_amp.parallel.nodes.vertex_shards import VertexShards, own_edges, shard_vertices
+from lightning_amp.parallel.ranks.anchor_shards import shard_anchors
 from lightning_amp.planning.plan.specs import VertexParallel
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
-    """Deal the vertices of a graph to the ranks of the model axis.
+    """Shard the vertices of a graph over the model axis.
 
     Args:
-        encoder: Encoder of the graph.
         spec: Which modality's vertices are the decoder's anchors, and the window of its attention.
-        mesh: Device mesh with the axis "model".
 
     Raises:
         InstallError: No such encoder or modality, or a part of it that would not see all that it needs.
@@ -60,11 +58,11 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
             " leave 'nodes' out"
         )
     ids = {name: cast(Tensor, child.on_host) for name, child in encoder.rows.items()}
-    anchors = deal_rows(len(ids[spec.modality]), spec.window, mesh["model"])
-    rows = deal_vertices(encoder.n_vertices, anchors, ids[spec.modality], encoder.ends)
+    anchors = shard_anchors(len(ids[spec.modality]), spec.window, mesh["model"])
+    rows = shard_vertices(encoder.n_vertices, anchors, ids[spec.modality], encoder.ends)
     shared = _shared(encoder, rows)
     device = encoder.embedding.device
-    leaves: dict[str, nn.Module] = {name: AlikeRows(rows, i, device) for name, i in ids.items()}
+    leaves: dict[str, nn.Module] = {name: ReplicatedRows(rows, i, device) for name, i in ids.items()}
     own = ids[spec.modality][anchors.own.start : anchors.own.stop]
     leaves[spec.modality] = OwnRows(rows.place[own], device)
     shared.add_module("rows", nn.ModuleDict(leaves))
@@ -75,7 +73,7 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     )
 
 
-def _shared(encoder: VertexEncoder, rows: VertexRows) -> nn.Module:
+def _shared(encoder: VertexEncoder, rows: VertexShards) -> nn.Module:
     """A copy of the encoder with the same layers, which are those of the optimiser, and a leaf of the own vertices."""
     shared = copy.copy(cast(nn.Module, encoder))
     # else a child of the copy would be one of the encoder's too
@@ -88,7 +86,7 @@ def _shared(encoder: VertexEncoder, rows: VertexRows) -> nn.Module:
 
 
 def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
-    """Why an encoder's vertices cannot be dealt, as what follows its name; "" if they can."""
+    """Why an encoder's vertices cannot be sharded, as what follows its name; "" if they can."""
     if isinstance(getattr(encoder, "vertices", None), SharedVertices):
         return "has its vertices shared already"
     if not is_vertex_encoder(encoder):
@@ -100,7 +98,7 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
         # not isinstance: a subclass may mix rows
         if type(layer) is not nn.Linear:
             return f"has {name}={layer!r}"
-    hooks = [*hooks_within(cast(nn.Module, encoder)), *_hooks(encoder.embedding)]
+    hooks = [*hooks_within(cast(nn.Module, encoder)), *hooks_of(encoder.embedding, "embedding")]
     if hooks:
         return f"has {', '.join(hooks)}, which would see a part of the vertices"
     v = torch.arange(6.0).view(3, 2)
@@ -122,8 +120,3 @@ def _run(leaf: Any) -> dict[str, Tensor]:
         "mean": leaf.mean(v[:, 0]),
         "rows": leaf.rows(v, edges["target"])[0],
     }
-
-
-def _hooks(embedding: nn.Parameter) -> list[str]:
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [f"embedding.{name}" for name in names if getattr(embedding, name)]

@@ -24,16 +24,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import functional_collectives as functional
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 
 
-def start(rows: AnchorRows, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
-    """Send keys and values, side by side, to the neighbours; what is returned is for `finish` alone.
+def start(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
+    """Send keys and values, side by side, to the neighbours; what is returned is only for `finish`.
 
     Every rank must call it, also one that has a single neighbour.
 
     Args:
-        rows: The ranks' anchors.
         edges: The first own bucket for the rank before, and the last for the rank after, as far as there are these.
     """
     sent = torch.cat([_pad(edge, rows.window) for edge in edges])
@@ -41,7 +40,7 @@ def start(rows: AnchorRows, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Floa
 
 
 def finish(
-    rows: AnchorRows, under_way: Float[Tensor, "halo two_dim"]
+    rows: AnchorShards, under_way: Float[Tensor, "halo two_dim"]
 ) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
     """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
     received: Tensor = _Finish.apply(under_way, rows)  # type: ignore[no-untyped-call]
@@ -51,7 +50,7 @@ def finish(
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, rows: AnchorRows) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, rows: AnchorShards) -> Tensor:
         return _exchange(rows, sent)
 
     @staticmethod
@@ -62,7 +61,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, under_way: Tensor, rows: AnchorRows) -> Tensor:
+    def forward(ctx: Any, under_way: Tensor, rows: AnchorShards) -> Tensor:
         ctx.rows = rows
         return _wait(under_way).view_as(under_way)
 
@@ -77,7 +76,7 @@ def _pad(bucket: Tensor, window: int) -> Tensor:
     return F.pad(bucket, (0, 0, 0, window - len(bucket))) if len(bucket) < window else bucket
 
 
-def _exchange(rows: AnchorRows, sent: Tensor) -> Tensor:
+def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
     """A bucket to and from each neighbour; the result is not to be read before it was waited for."""
     own = rows.mesh.get_local_rank()
     sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]

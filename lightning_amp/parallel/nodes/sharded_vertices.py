@@ -23,9 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
-from lightning_amp.parallel.contract.protocol import HoldsVertices, Messages
-from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexRows
+from lightning_amp.parallel.contract.protocol import Messages
+from lightning_amp.parallel.nodes.vertex_shards import OwnEdges, VertexShards
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import PerVertex, Scalar
 
 
 class SharedVertices(nn.Module):
@@ -33,8 +34,6 @@ class SharedVertices(nn.Module):
 
     Args:
         inner: The leaf of all vertices.
-        rows: The ranks' vertices.
-        edges: The edges of this rank.
         coefficient: Of all edges; where these lie, the leaf's buffers will.
     """
 
@@ -46,7 +45,7 @@ class SharedVertices(nn.Module):
     sent: Tensor
 
     def __init__(
-        self, inner: HoldsVertices, rows: VertexRows, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
+        self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
     ) -> None:
         super().__init__()
         self.inner = inner
@@ -72,15 +71,11 @@ class SharedVertices(nn.Module):
         """Shown by `print(module)`."""
         return f"vertices={len(self.own_ids)} of {self.n_vertices}, ghosts={sum(self.n_received)}"
 
-    def propagate(
-        self, x: Float[Tensor, "own_vertex dim"], messages: Messages
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at the own targets."""
         return cast(Tensor, _Propagate.apply(x, self))  # type: ignore[no-untyped-call]
 
-    def noise(
-        self, like: Float[Tensor, "own_vertex dim"], generator: torch.Generator | None
-    ) -> Float[Tensor, "own_vertex dim"]:
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """The own rows of what one device would draw."""
         noise, begin = torch.empty_like(like), 0
         for first, block in self.inner.blocks(self.n_vertices, like, generator):
@@ -89,36 +84,35 @@ class SharedVertices(nn.Module):
             begin = end
         return noise
 
-    def mean(self, values: Float[Tensor, " own_vertex"]) -> Float[Tensor, ""]:
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
         """Mean over all ranks' vertices."""
         return collectives.leave(self.mesh, values.sum()) / self.n_vertices
 
-    def rows(self, v: Float[Tensor, "own_vertex dim"], *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
         """Rows of any vertices on every rank, by their ids; each [*end, dim]."""
-        found = alike_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
+        found = replicated_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
         parts = torch.split(found, [i.numel() for i in ids])
         return tuple(part.view(*i.shape, v.shape[1]) for part, i in zip(parts, ids, strict=True))
 
 
-class AlikeRows(nn.Module):
+class ReplicatedRows(nn.Module):
     """Rows of the features of a modality, on every rank.
 
     Args:
-        rows: The ranks' vertices.
         ids: Vertex of each feature.
         device: Of the leaf's buffer.
     """
 
     place: Tensor
 
-    def __init__(self, rows: VertexRows, ids: Int[Tensor, " feature"], device: torch.device) -> None:
+    def __init__(self, rows: VertexShards, ids: Int[Tensor, " feature"], device: torch.device) -> None:
         super().__init__()
         self.mesh = rows.mesh
         self.register_buffer("place", rows.own_place(ids).to(device), persistent=False)
 
-    def forward(self, v: Float[Tensor, "own_vertex dim"]) -> Float[Tensor, "feature dim"]:
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
         """Rows of v that the modality's decoder gets."""
-        return alike_rows(self.mesh, v, self.place)
+        return replicated_rows(self.mesh, v, self.place)
 
 
 class OwnRows(nn.Module):
@@ -137,29 +131,27 @@ class OwnRows(nn.Module):
         self.run = slice(first, first + len(place)) if bool((place.diff() == 1).all()) else None
         self.register_buffer("place", place.to(device), persistent=False)
 
-    def forward(self, v: Float[Tensor, "own_vertex dim"]) -> Float[Tensor, "own_anchor dim"]:
+    def forward(self, v: PerVertex) -> Float[Tensor, "own_anchor dim"]:
         """Rows of v that enter the decoder on this rank."""
         return v[self.place] if self.run is None else v[self.run]
 
 
-def alike_rows(
-    mesh: DeviceMesh, v: Float[Tensor, "own_vertex dim"], place: Int[Tensor, " row"]
-) -> Float[Tensor, "row dim"]:
-    """Rows of all ranks on every rank, for what all compute alike.
+def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
+    """Rows of all ranks on every rank, a result that is replicated.
 
     Args:
-        mesh: The mesh axis.
         v: Rows of the own vertices.
         place: Own row of each, -1 of what another rank holds.
     """
-    return cast(Tensor, _Alike.apply(v, place, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Replicated.apply(v, place, mesh))  # type: ignore[no-untyped-call]
 
 
-class _Alike(torch.autograd.Function):
+class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, place: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.n_own, ctx.behind = len(v), "inside"
         ctx.save_for_backward(place)
+        # a row of another rank is taken as zero here, so that the sum over ranks has every row once
         own = v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0)
         return collectives.all_reduce(mesh, own)
 
@@ -167,6 +159,7 @@ class _Alike(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
+        # no collective: all ranks have computed the same with the rows, so that each has the whole gradient of its own
         own = grad.masked_fill((place < 0)[:, None], 0)
         out = grad.new_zeros(ctx.n_own, grad.shape[1])
         return out.index_add_(0, place.clamp_min(0), own), None, None
@@ -179,6 +172,7 @@ class _Propagate(torch.autograd.Function):
         under_way = _exchange(leaf, x[leaf.sent], leaf.n_sent, leaf.n_received)
         out = torch.zeros_like(x)
         inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # messages between own vertices are added while the ghosts' rows are under way
         _add(leaf, out, x, inner)
         _add(leaf, out, _wait(under_way), outer)
         return out
@@ -189,6 +183,7 @@ class _Propagate(torch.autograd.Function):
         leaf: SharedVertices = ctx.leaf
         ghosts = grad.new_zeros(sum(leaf.n_received), grad.shape[1])
         inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # first what others wait for: the gradients of their rows
         _add(leaf, ghosts, grad, outer, back=True)
         under_way = _exchange(leaf, ghosts, leaf.n_received, leaf.n_sent)
         out = torch.zeros_like(grad)

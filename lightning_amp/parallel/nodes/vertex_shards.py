@@ -7,7 +7,7 @@
 The guidance graph joins genes to bins nearby, so few edges lead from rank to rank. An edge's message is added up where
 its target is; a *ghost* is a source that another rank holds.
 
-Everything is counted once, from the whole lists of edges in the host's memory, alike on every rank.
+Everything is counted once, from the whole lists of edges in the host's memory, replicated.
 Legend: vertex (V), own_vertex (n of this rank), edge (E, both directions), anchor (N), R ranks.
 """
 
@@ -21,17 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
 
 Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class VertexRows:
+class VertexShards:
     """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids.
 
     Attributes:
-        mesh: The mesh axis.
         owner: Rank of every vertex.
         ids: Vertices of every rank.
         place: Row of every vertex on its owner.
@@ -75,14 +74,12 @@ class VertexRows:
         return whole
 
 
-def deal_vertices(
-    n_vertices: int, anchors: AnchorRows, ids: Int[Tensor, " anchor"], ends: Ends
-) -> VertexRows:
-    """Deal the vertices of a graph to the ranks that the anchors are dealt to.
+def shard_vertices(
+    n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends
+) -> VertexShards:
+    """Shard the vertices of a graph over the ranks that hold its anchors.
 
     Args:
-        n_vertices: V.
-        anchors: The ranks' anchors.
         ids: Vertex of each anchor.
         ends: Source and target of the edges in both directions, in the host's memory.
 
@@ -100,17 +97,19 @@ def deal_vertices(
     owner[ids] = torch.repeat_interleave(torch.arange(ranks), torch.tensor(anchors.sizes))
     others = (owner < 0).nonzero().flatten()
     source, target = ends
+    # edges are listed in both directions, so that those from an unowned vertex to an anchor are all that vote
     joined = (owner[source] < 0) & (owner[target] >= 0)
     votes = torch.bincount(source[joined] * ranks + owner[target[joined]], minlength=n_vertices * ranks)
     votes = votes.view(n_vertices, ranks)[others]
     lonely = (votes.sum(1) == 0).nonzero().flatten()
+    # argmax takes the lowest of equals, so that every rank finds the same owners without a collective
     owner[others] = votes.argmax(1)
     owner[others[lonely]] = torch.arange(len(lonely)) * ranks // max(1, len(lonely))
     place = torch.empty_like(owner)
     found = tuple((owner == rank).nonzero().flatten() for rank in range(ranks))
     for rows in found:
         place[rows] = torch.arange(len(rows))
-    return VertexRows(mesh=anchors.mesh, owner=owner, ids=found, place=place)
+    return VertexShards(mesh=anchors.mesh, owner=owner, ids=found, place=place)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -136,11 +135,10 @@ class OwnEdges:
     n_received: list[int]
 
 
-def own_edges(rows: VertexRows, ends: Ends) -> OwnEdges:
+def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
     """The edges of this rank.
 
     Args:
-        rows: The ranks' vertices.
         ends: Source and target of the edges in both directions, in the host's memory.
     """
     (source, target), n, ranks = ends, len(rows.owner), rows.mesh.size()
@@ -152,6 +150,7 @@ def own_edges(rows: VertexRows, ends: Ends) -> OwnEdges:
     pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
     sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
     mine, theirs = sender == rows.rank, receiver == rows.rank
+    # pairs are sorted by sender first, which is the order in which an all-to-all hands out what each rank has sent
     ghost = torch.full((n,), -1)
     ghost[vertex[theirs]] = torch.arange(int(theirs.sum()))
     return OwnEdges(

@@ -1,9 +1,9 @@
 """Which anchors each rank holds, and how v [N, D] becomes the own rows of it.
 
-Anchors are dealt in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most:
+Anchors are sharded in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most:
 rank r has the buckets [r W // R, (r + 1) W // R). Ranks may differ by one bucket; the last bucket may be short.
 
-    take_rows    v -> own rows, forward nothing       backward one all-gather of the rows' gradients, and of the
+    take_anchors v -> own rows, forward nothing     backward one all-gather of the rows' gradients, and of the
                  u, log_weights -> the same           parts of those of u and log_weights, which are added up
 
 Exact: gradients of rows are moved, and those that every rank has a part of are summed once.
@@ -24,15 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class AnchorRows:
+class AnchorShards:
     """The anchors of all ranks of a mesh axis.
 
     Attributes:
-        mesh: The mesh axis.
-        window: w.
         bounds: First anchor of every rank, and N.
     """
 
@@ -71,13 +70,13 @@ class AnchorRows:
         fill = max(self.sizes) - len(part)
         return F.pad(part, (0, 0, 0, fill)) if fill else part
 
-    def join(self, block: Float[Tensor, "rank most_anchor dim"]) -> Float[Tensor, "anchor dim"]:
+    def join(self, block: Float[Tensor, "rank most_anchor dim"]) -> PerAnchor:
         """All rows from all ranks' padded ones."""
         return torch.cat([part[:size] for part, size in zip(block, self.sizes, strict=True)])
 
 
-def deal_rows(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorRows:
-    """Deal anchors to the ranks of a mesh axis in whole buckets.
+def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards:
+    """Shard anchors over a mesh axis in whole buckets.
 
     Raises:
         InstallError: More ranks than there are buckets.
@@ -86,18 +85,15 @@ def deal_rows(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorRows:
     if ranks > buckets:
         raise InstallError(
             f"nodes was asked for with {ranks!r} ranks on the model axis, and N={n_anchors!r} anchors fill {buckets!r}"
-            f" buckets of {window!r}, which are dealt whole; use a model axis of {buckets!r} ranks or fewer"
+            f" buckets of {window!r}, which are sharded whole; use a model axis of {buckets!r} ranks or fewer"
         )
     firsts = (rank * buckets // ranks * window for rank in range(ranks))
-    return AnchorRows(mesh=mesh, window=window, bounds=(*firsts, n_anchors))
+    return AnchorShards(mesh=mesh, window=window, bounds=(*firsts, n_anchors))
 
 
-def take_rows(
-    rows: AnchorRows,
-    u: Float[Tensor, "cell dim"],
-    v: Float[Tensor, "anchor dim"],
-    log_weights: Float[Tensor, "#cell stratum"],
-) -> tuple[Float[Tensor, "cell dim"], Float[Tensor, "own_anchor dim"], Float[Tensor, "#cell stratum"]]:
+def take_anchors(
+    rows: AnchorShards, u: PerCell, v: PerAnchor, log_weights: LogWeights
+) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""
     return cast(tuple[Tensor, Tensor, Tensor], _Take.apply(rows, u, v, log_weights))  # type: ignore[no-untyped-call]
 
@@ -105,7 +101,7 @@ def take_rows(
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: AnchorRows, u: Tensor, v: Tensor, log_weights: Tensor
+        ctx: Any, rows: AnchorShards, u: Tensor, v: Tensor, log_weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.rows, ctx.behind = rows, "outside"
         # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
@@ -115,7 +111,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows: AnchorRows = ctx.rows
+        rows: AnchorShards = ctx.rows
+        # one all-gather for all three: v's rows are joined, of u and log_weights every rank has a part to add up
         padded = [rows.pad(grad) if i == 1 and grad is not None else grad for i, grad in enumerate(grads)]
         sent = [grad for grad in padded if grad is not None]
         if not sent:

@@ -1,8 +1,8 @@
 """Which channels of the hidden dimension each rank holds, and how values [row, D] become parts of them.
 
 Rotary mixes channel i with channel i + D/2, so both are held by one rank: rank r has the pairs [p_r, p_{r+1}), that is
-the channels p_r .. p_{r+1} - 1 and the same + D/2, in this order. Pairs are dealt as evenly as possible; ranks may
-differ by one pair. An odd D, which only convolution keys allow, is dealt by single channels.
+the channels p_r .. p_{r+1} - 1 and the same + D/2, in this order. Pairs are sharded as evenly as possible; ranks may
+differ by one pair. An odd D, which only convolution keys allow, is sharded by single channels.
 
     take_channels      whole -> own channels         nothing            one all-gather of all gradients
     gather_channels    own channels -> whole         one all-gather     one reduce-scatter
@@ -31,8 +31,6 @@ class Channels:
     """The channel sets of all ranks of a mesh axis.
 
     Attributes:
-        mesh: The mesh axis.
-        dim: D.
         bounds: First pair of every rank, and D/2; of an odd D first channel of every rank, and D.
     """
 
@@ -101,17 +99,17 @@ class Channels:
         return [torch.split(half, self._runs, dim=-1) for half in values.chunk(1 + self.paired, dim=-1)]
 
 
-def deal_channels(dim: int, mesh: DeviceMesh) -> Channels:
-    """Deal the channels of a dimension to the ranks of a mesh axis.
+def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
+    """Shard the channels of a dimension over a mesh axis.
 
     Raises:
-        InstallError: More ranks than there are pairs of channels to deal.
+        InstallError: More ranks than there are pairs of channels to shard.
     """
     ranks, things = mesh.size(), dim // 2 if dim % 2 == 0 else dim
     if ranks > things:
         raise InstallError(
             f"S5 was asked for with {ranks!r} ranks on the model axis and D={dim!r}, which has {things!r}"
-            f" {'pairs of channels' if dim % 2 == 0 else 'channels'} to deal; use a model axis of {things!r} ranks"
+            f" {'pairs of channels' if dim % 2 == 0 else 'channels'} to shard; use a model axis of {things!r} ranks"
             " or fewer"
         )
     return Channels(mesh=mesh, dim=dim, bounds=tuple(rank * things // ranks for rank in range(ranks + 1)))
@@ -123,7 +121,7 @@ def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tupl
 
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
-    """All channels, for what every rank goes on with in its own way; backward, one reduce-scatter."""
+    """All channels, for a result that every rank uses differently; backward, one reduce-scatter."""
     return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
 
 

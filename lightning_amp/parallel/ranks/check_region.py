@@ -26,7 +26,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 
 
-def check_borders(
+def check_region(
     loss: Tensor, module: nn.Module, *, partial: Sequence[nn.Parameter], sharded: Sequence[ShardedParameter]
 ) -> None:
     """Refuse a loss with a parameter on the wrong side; every rank of a model group finds the same.

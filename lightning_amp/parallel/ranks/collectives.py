@@ -10,13 +10,14 @@
 Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
 which multiplies gradients by the number of ranks where the others are needed.
 
-`enter` and `leave` are the border of what the ranks share, and their nodes say so by `behind` (check_region.py).
+`enter` and `leave` are where the sharded region begins and ends, and their nodes say so by `behind` (check_region.py).
 
 A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
 Legend: R ranks of the mesh axis.
 Known limit: second derivatives are refused.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
+
+Collective = Callable[[DeviceMesh, Tensor], Tensor]
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -37,23 +40,23 @@ def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """Sum over the ranks, for what every rank goes on with alike."""
-    return cast(Tensor, _Leave.apply(mesh, part))  # type: ignore[no-untyped-call]
+    """Sum over the ranks, for a result that is replicated (Megatron's *reduce from* the parallel region)."""
+    return _apply(mesh, all_reduce, _itself, part)
 
 
 def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """Sum over the ranks, for what every rank goes on with in its own way."""
-    return cast(Tensor, _Total.apply(mesh, part))  # type: ignore[no-untyped-call]
+    """Sum over the ranks, for a result that every rank uses differently."""
+    return _apply(mesh, all_reduce, all_reduce, part)
 
 
 def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of part r of a block [R, ...], on rank r."""
-    return cast(Tensor, _Scatter.apply(mesh, block))  # type: ignore[no-untyped-call]
+    return _apply(mesh, reduce_scatter, all_gather, block)
 
 
 def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """The block [R, ...] of all ranks' parts, for what every rank goes on with in its own way."""
-    return cast(Tensor, _Gather.apply(mesh, part))  # type: ignore[no-untyped-call]
+    """The block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
+    return _apply(mesh, all_gather, reduce_scatter, part)
 
 
 @torch.no_grad()
@@ -97,49 +100,26 @@ class _Enter(torch.autograd.Function):
         return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
 
 
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
-        ctx.behind = "inside"
-        return all_reduce(mesh, part)
+class _Collective(torch.autograd.Function):
+    """One collective forward, and its adjoint backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grad
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
-        ctx.mesh = mesh
-        return all_reduce(mesh, part)
+    def forward(ctx: Any, mesh: DeviceMesh, there: Collective, back: Collective, value: Tensor) -> Tensor:
+        ctx.mesh, ctx.back = mesh, back
+        if back is _itself:
+            # what follows is computed on every rank, what went before is a rank's part (check_region.py)
+            ctx.behind = "inside"
+        return there(mesh, value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, all_reduce(ctx.mesh, grad)
+        return None, None, None, ctx.back(ctx.mesh, grad)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, block: Tensor) -> Tensor:
-        ctx.mesh = mesh
-        return reduce_scatter(mesh, block)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, all_gather(ctx.mesh, grad)
+def _itself(mesh: DeviceMesh, grad: Tensor) -> Tensor:
+    return grad
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor) -> Tensor:
-        ctx.mesh = mesh
-        return all_gather(mesh, part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, reduce_scatter(ctx.mesh, grad)
+def _apply(mesh: DeviceMesh, there: Collective, back: Collective, value: Tensor) -> Tensor:
+    return cast(Tensor, _Collective.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]

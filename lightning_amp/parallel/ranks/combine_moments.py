@@ -8,10 +8,12 @@ Sums of squares would lose the digits that the mean has in common with every val
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_amp.shapes import Scalar
+
 
 def union_moments(
     means: Float[Tensor, "part value"], m2s: Float[Tensor, "part value"], counts: Float[Tensor, "part 1"]
-) -> tuple[Float[Tensor, " value"], Float[Tensor, " value"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, " value"], Float[Tensor, " value"], Scalar]:
     """Mean, sum of squared deviations and number of the union; a part may be empty."""
     count = counts.sum()
     mean = (counts * means).sum(dim=0) / count

@@ -1,4 +1,4 @@
-"""Things dealt to the ranks of a mesh axis in runs of ceil(n / R), as torch's `Shard` deals rows.
+"""Things sharded over a mesh axis in runs of ceil(n / R), as torch's `Shard` splits rows.
 
 The last run that has any may be shorter, and ranks after it have none: 5 things on 4 ranks are 2, 2, 1 and 0.
 Legend: n things, R ranks.
@@ -38,13 +38,7 @@ def join_runs(own: Tensor, n: int, mesh: DeviceMesh, *, dim: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Runs:
-    """A tensor of which every rank has a run of one dimension.
-
-    Attributes:
-        mesh: The mesh axis.
-        n: Length of the dimension.
-        dim: The dimension.
-    """
+    """A tensor of which every rank has a run of one dimension."""
 
     mesh: DeviceMesh
     n: int

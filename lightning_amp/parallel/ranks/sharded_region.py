@@ -1,4 +1,4 @@
-"""The border around a decoder's strata under S2, S5, strata and nodes: inside, a rank has its share of the work.
+"""The region of a decoder that ranks share under S2, S5, strata and nodes: inside, a rank has its share of the work.
 
     S5         u and v become the own channels; backward, one all-gather of their gradients
     S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
@@ -25,20 +25,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows, take_rows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, take_anchors
 from lightning_amp.parallel.ranks.channel_shards import Channels, take_channels
+from lightning_amp.shapes import LogWeights, PerCell, Scalar
 
 
 class SharedRegion(nn.Module):
-    """The border of a region that the ranks of a mesh axis share.
+    """What enters and leaves the region that the ranks of a mesh axis share.
 
     Args:
-        mesh: The mesh axis.
-        strategies: Whose border it is.
+        strategies: Whose region it is.
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
-        rows: The ranks' anchors under nodes, None without it.
-        given: Whether v comes with the own rows alone.
+        anchors: The ranks' anchors under nodes, None without it.
+        given: Whether v comes with only the own rows.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SharedRegion(nn.Module):
         *,
         channels: Channels | None = None,
         summed: bool = False,
-        rows: AnchorRows | None = None,
+        anchors: AnchorShards | None = None,
         given: bool = False,
     ) -> None:
         super().__init__()
@@ -56,22 +56,17 @@ class SharedRegion(nn.Module):
         self.strategies = strategies
         self.channels = channels
         self.summed = summed
-        self.rows = rows
+        self.anchors = anchors
         self.given = given
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        rows = "" if self.rows is None else f", rows={self.rows.sizes}"
-        return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{rows}"
+        anchors = "" if self.anchors is None else f", anchors={self.anchors.sizes}"
+        return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{anchors}"
 
     def enter(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "given_anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-    ) -> tuple[
-        Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], Float[Tensor, "#cell stratum"]
-    ]:
+        self, u: PerCell, v: Float[Tensor, "given_anchor dim"], log_weights: LogWeights
+    ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], LogWeights]:
         """What the strata read on this rank.
 
         Raises:
@@ -79,8 +74,8 @@ class SharedRegion(nn.Module):
         """
         if self.given:
             return self._enter_own(u, v, log_weights)
-        if self.rows is not None:
-            return take_rows(self.rows, u, v, log_weights)
+        if self.anchors is not None:
+            return take_anchors(self.anchors, u, v, log_weights)
         if self.channels is None:
             entered = collectives.enter(self.mesh, u, v, log_weights) if self.summed else (u, v, log_weights)
             return entered[0], entered[1], entered[2]
@@ -91,53 +86,40 @@ class SharedRegion(nn.Module):
 
     def n_rows(self, n_anchors: int) -> int:
         """Rows of v that the decoder is to be given."""
-        return len(self.rows.own) if self.rows is not None and self.given else n_anchors
+        return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
 
     def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.rows is not None, "own rows are those of nodes"
-        if len(v) != len(self.rows.own):
+        assert self.anchors is not None, "own rows are those of nodes"
+        if len(v) != len(self.anchors.own):
             raise InstallError(
-                f"v was to come with this rank's {len(self.rows.own)!r} of {self.rows.bounds[-1]!r} anchors, found"
-                f" {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
+                f"v was to come with this rank's {len(self.anchors.own)!r} of {self.anchors.bounds[-1]!r} anchors,"
+                f" found {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
                 " DomainParallel(vertices=False)"
             )
         u, log_weights = collectives.enter(self.mesh, u, log_weights)
         return u, v, log_weights
 
-    def leave(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def leave(self, total: Scalar) -> Scalar:
         """The negative log-likelihood over all ranks."""
         return collectives.leave(self.mesh, total) if self.summed else total
 
 
 TOGETHER = {"S2", "S5"}
-"""Strategies that can share one decoder; every other way to split it is alone."""
+"""Strategies that can share one decoder; no other two ways to split it go together."""
 
 
-def share_region(
-    region: nn.Module | None,
-    mesh: DeviceMesh,
-    strategy: str,
-    *,
-    channels: Channels | None = None,
-    summed: bool = False,
-    rows: AnchorRows | None = None,
-    given: bool = False,
-) -> SharedRegion:
-    """The border with one more technique; S2 and S5 may come in any order, strata and nodes come alone.
+def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
+    """The region with one more technique; S2 and S5 may come in any order, strata and nodes go with no other.
 
     Args:
-        region: The decoder's border so far.
-        mesh: The mesh axis.
-        strategy: Who asks.
-        channels: As SharedRegion has it.
-        summed: The same.
-        rows: The same.
-        given: The same.
+        decoder: Has the region so far as a child.
+        new: That of the technique by itself.
 
     Raises:
         InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
-            does something at the border that would be lost.
+            does something that would be lost.
     """
+    region, (strategy,) = getattr(decoder, "region", None), new.strategies
     if isinstance(region, SharedRegion):
         strategies = (*region.strategies, strategy)
         if not TOGETHER.issuperset(strategies):
@@ -145,21 +127,20 @@ def share_region(
                 f"{strategy} was asked for on a decoder that {', '.join(region.strategies)} has split already; it would"
                 " be split in two ways, which add up to another loss: only S2 and S5 can be together, leave one out"
             )
-        return SharedRegion(
-            mesh, strategies, channels=channels or region.channels, summed=summed or region.summed
-        )
+        channels, summed = new.channels or region.channels, new.summed or region.summed
+        return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
     if problem:
         raise InstallError(
-            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a border"
+            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a region"
             " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             f" replaced: move the rest to the decoder, or leave {strategy} out"
         )
-    return SharedRegion(mesh, (strategy,), channels=channels, summed=summed, rows=rows, given=given)
+    return new
 
 
 def _pass(region: Any) -> dict[str, bool]:
-    """Whether a border hands on what it was given, as it is."""
+    """Whether a region hands on what it was given, as it is."""
     given, total = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(1, 5)), torch.ones(())
     entered = all(a is b for a, b in zip(region.enter(*given), given, strict=True))
     return {"its arguments unchanged:": entered and region.leave(total) is total}

@@ -1,4 +1,4 @@
-"""Softmax over features that are dealt to the ranks of a mesh axis.
+"""Softmax over features that are sharded over a mesh axis.
 
     log_softmax(x)_f = x_f - log sum over ranks s of exp(L_s)       L_s = logsumexp of rank s's own x, -inf without any
     backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)
@@ -13,17 +13,15 @@ Legend: cell (B), own_feature (those of this rank; may be none), R ranks.
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.parallel.ranks import collectives
+from lightning_amp.shapes import OwnCounts
 
 
-def log_softmax(
-    logits: Float[Tensor, "cell own_feature"], mesh: DeviceMesh
-) -> Float[Tensor, "cell own_feature"]:
+def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
     """Logarithm of the softmax over all ranks' features, for the own ones; every rank must call it."""
     return cast(Tensor, _LogSoftmax.apply(logits, mesh))  # type: ignore[no-untyped-call]
 
@@ -42,6 +40,7 @@ class _LogSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
+        # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
         total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=_at_least_float32(grad)))
         return (grad - result.exp() * total[:, None]).to(grad.dtype), None
 

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks.combine_moments import union_moments
+from lightning_amp.shapes import Scalar
 
 
 def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
@@ -35,13 +36,12 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
 
     Args:
         module: Changed in place; layers that are SyncBatchNorm already are left as they are.
-        mesh: One axis of the device mesh.
 
     Returns:
         A function that puts the original layers back, with the values trained since; it may be called twice.
 
     Raises:
-        InstallError: A subclass of BatchNorm with a forward of its own; nothing is changed.
+        InstallError: A subclass of BatchNorm with another forward; nothing is changed.
     """
     names = {layer: name for name, layer in module.named_modules() if is_local(layer)}
     own = [name for layer, name in names.items() if type(layer).forward is not AnyBatchNorm.forward]
@@ -132,7 +132,7 @@ class SharedBatchNorm(AnyBatchNorm):
 @torch.no_grad()
 def _union_statistics(
     x: Float[Tensor, "cell channel *position"], group: ProcessGroup
-) -> tuple[Float[Tensor, " channel"], Float[Tensor, " channel"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, " channel"], Float[Tensor, " channel"], Scalar]:
     """Mean, sum of squared deviations and number of values per channel over all ranks, by Chan's formula."""
     x = x.to(_precise(x.dtype))
     channels, n = x.shape[1], x.numel() // x.shape[1]

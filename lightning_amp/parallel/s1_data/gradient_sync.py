@@ -148,6 +148,7 @@ class GradientSync:
     def _keep_part(self, index: int, incoming: Tensor) -> None:
         """Before a backward adds parts to a gradient that is whole."""
         grad = self._parameters[index].grad
+        # the reduction will sum over M ranks what is whole on each of them: M times 1 / M of it
         if index not in self._reached and grad is not None:
             with torch.no_grad():
                 grad.div_(self._model_ranks)

@@ -3,8 +3,8 @@
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
 The sum over ranks is the loss only because the normaliser is that of all features (sharded_softmax.py): softmax over
-the own features alone gives another model, silently.
-Exact up to the order of the sums. The features of a stratum are dealt in runs of ceil(F_k / R); a rank may have none
+only the own features gives another model, silently.
+Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
 and takes part all the same, for the others wait for it.
 
     collectives of a step             forward                       backward
@@ -22,7 +22,8 @@ Known limits: second derivatives are refused; without S5 every rank computes eve
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int, Shaped
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,24 +31,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.protocol import DecomposedDecoder, HoldsFeatures, ScattersFeatures
-from lightning_amp.parallel.ranks.even_runs import join_runs, own_run, run_length
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.contract.protocol import (
+    FEATURE_METHODS,
+    DecomposedDecoder,
+    ScattersFeatures,
+    has_methods,
+)
+from lightning_amp.parallel.ranks import collectives
+from lightning_amp.parallel.ranks.even_runs import own_run, run_length
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.planning.plan.specs import FeatureParallel
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
-    """Deal the features of a decoder's strata to the ranks of the model axis.
-
-    Args:
-        decoder: A decomposed decoder.
-        spec: Has no settings.
-        mesh: Device mesh with the axis "model".
+    """Shard the features of a decoder's strata over the model axis.
 
     Raises:
         InstallError: A leaf that would be replaced is missing or
-            does something of its own.
+            is not the reference's.
     """
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
@@ -58,84 +61,82 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
                 " move the rest to the stratum, or leave S2 out"
             )
     axis = mesh["model"]
-    swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), axis, "S2", summed=True)
-    }
+    swaps: dict[str, nn.Module] = {"region": share_region(decoder, SharedRegion(axis, ("S2",), summed=True))}
     for k, stratum in enumerate(decoder.strata):
-        swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("nodes"), axis)
+        swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("feature_anchor"), axis)
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 
 class ShardedFeatures(nn.Module):
-    """The part of a stratum's features that this rank holds; made by `share_features`.
+    """The part of a stratum's features that this rank holds; made by `share_features`."""
 
-    Args:
-        nodes: Anchor of each of the stratum's features.
-        mesh: The mesh axis.
-    """
+    feature_anchor: Tensor
+    columns: Tensor | None
+    places: Tensor | None
 
-    nodes: Tensor
-
-    def __init__(self, nodes: Int[Tensor, " stratum_feature"], mesh: DeviceMesh) -> None:
+    def __init__(self, feature_anchor: FeatureAnchor, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.mesh = mesh
-        self.n_features = len(nodes)
-        self.run = own_run(len(nodes), mesh)
+        self.mesh, self.n_features = mesh, len(feature_anchor)
+        length = run_length(self.n_features, mesh)
+        self.sizes = [max(0, min(length, self.n_features - r * length)) for r in range(mesh.size())]
+        self.run: slice | None = own_run(self.n_features, mesh)
+        # of features that are no run, and of those in another order than the ranks', nodes/features.py has these
+        self.columns = self.places = None
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
-        self.register_buffer("nodes", self.own(nodes).clone(), persistent=False)
+        self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"features [{self.run.start}, {self.run.stop}) of {self.n_features}, ranks={self.mesh.size()}"
+        return f"{len(self.feature_anchor)} of {self.n_features} features, ranks={self.mesh.size()}"
 
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the own features; a view."""
+        """The columns of the own features; a view where they are a run."""
         assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
-        return values[..., self.run]
+        return values[..., self.run if self.columns is None else self.columns]
 
     def scores(
-        self,
-        decode: nn.Module,
-        u: Float[Tensor, "cell dim"],
-        key: Float[Tensor, "anchor dim"],
-        nodes: Int[Tensor, " stratum_feature"],
-    ) -> Float[Tensor, "cell own_feature"]:
+        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
+    ) -> OwnCounts:
         """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
         if isinstance(decode, ScattersFeatures):
-            return decode.scatter(u, key, nodes, run_length(self.n_features, self.mesh))
-        scores: Tensor = decode(u, key, self.nodes)
+            return decode.scatter(u, key, feature_anchor, run_length(self.n_features, self.mesh))
+        scores: Tensor = decode(u, key, self.feature_anchor)
         return scores
 
-    def log_softmax(self, logits: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell own_feature"]:
+    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
         """Logarithm of the softmax over all features of the stratum, for the own ones."""
         return log_softmax(logits, self.mesh)
 
-    def whole(self, values: Float[Tensor, "cell own_feature"]) -> Float[Tensor, "cell stratum_feature"]:
+    def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
-        return cast(Tensor, _AllColumns.apply(values, self.n_features, self.mesh))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
 
 
 class _AllColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, n_features: int, mesh: DeviceMesh) -> Tensor:
-        ctx.run, ctx.behind = own_run(n_features, mesh), "inside"
-        return join_runs(own, n_features, mesh, dim=1)
+    def forward(ctx: Any, own: Tensor, features: ShardedFeatures) -> Tensor:
+        ctx.features, ctx.behind = features, "inside"
+        fill = max(features.sizes) - own.shape[1]
+        block = collectives.all_gather(features.mesh, F.pad(own, (0, fill)))
+        parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
+        whole = torch.cat(parts, dim=1)
+        return whole if features.places is None else whole[:, features.places]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[:, ctx.run], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.features.own(grad), None
 
 
 def features_problem(stratum: nn.Module) -> str:
-    """Why a stratum's features cannot be dealt, as what follows its name; "" if they can."""
+    """Why a stratum's features cannot be sharded, as what follows its name; "" if they can."""
     features = getattr(stratum, "features", None)
     if isinstance(features, ShardedFeatures):
         return "has its features shared already"
-    if not (isinstance(features, nn.Module) and isinstance(features, HoldsFeatures)):
+    if not has_methods(features, FEATURE_METHODS):
         return f"has features={features!r}"
-    if "nodes" not in dict(stratum.named_buffers(recurse=False)):
-        return "has no buffer `nodes`"
+    if "feature_anchor" not in dict(stratum.named_buffers(recurse=False)):
+        return "has no buffer `feature_anchor`"
     values = torch.arange(6.0).view(2, 3)
     with torch.no_grad():
         expected = {
@@ -154,7 +155,10 @@ def _run(features: Any) -> dict[str, Tensor]:
     return {
         "own": features.own(values),
         "scores": features.scores(
-            lambda u, key, nodes: (u @ key.T)[:, nodes], values, key, torch.tensor([2, 0, 1])
+            lambda u, key, feature_anchor: (u @ key.T)[:, feature_anchor],
+            values,
+            key,
+            torch.tensor([2, 0, 1]),
         ),
         "log_softmax": features.log_softmax(values),
         "whole": features.whole(values),

@@ -3,17 +3,17 @@
     y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
 
 Exact up to the order of the sum. The shard of the weight, its gradient and its optimiser state exist on the owner
-only; the bias is whole and has equal gradients on all ranks. Features are dealt in runs of ceil(F / R).
+only; the bias is whole and has equal gradients on all ranks. Features are sharded in runs of ceil(F / R).
 
     collectives      forward                 backward
-    always           1 all-reduce [B, h]     none: all ranks go on with y alike
+    always           1 all-reduce [B, h]     none: y is replicated
     x needs one                              1 all-gather of its gradient [B, F]
 
 Kept for the backward pass: the own columns of x, [B, F / R], or of sparse counts their entries.
 
 Legend: cell (B), feature (F), hidden (h), R ranks.
 Known limits: in bf16 the ranks' products are rounded before they are added. The update of an optimiser must be
-elementwise, for it sees the shard alone (lightning/checkpoints/sharded_state.py).
+elementwise, for it sees only the shard (lightning/checkpoints/sharded_state.py).
 """
 
 from typing import Any, cast
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.hooks import hooks_of, hooks_within
 from lightning_amp.parallel.contract.sharded_parameter import shard_parameter
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.even_runs import Runs, join_runs, own_run
@@ -36,12 +36,7 @@ from lightning_amp.planning.plan.specs import RowParallelLinear
 
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
-    """Deal the input features of a linear layer to the ranks of the model axis.
-
-    Args:
-        linear: A plain `nn.Linear`.
-        spec: Has no settings.
-        mesh: Device mesh with the axis "model".
+    """Shard the input features of a linear layer over the model axis.
 
     Raises:
         InstallError: Another kind of layer, or one with hooks or a computed weight.
@@ -60,12 +55,7 @@ def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> 
 
 
 class SharedLinear(nn.Module):
-    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight.
-
-    Args:
-        linear: The layer to share.
-        mesh: The mesh axis.
-    """
+    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -115,12 +105,6 @@ def _problem(linear: nn.Module) -> str:
         return f"is a {type(linear).__name__!r}"
     if linear._parameters.get("weight") is None:
         return "computes its weight from other parameters"
-    found = hooks_within(linear)
-    weight = linear.get_parameter("weight")
-    # on the parameter itself, which is replaced by the shard
-    found += [
-        f"weight.{name}"
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if getattr(weight, name)
-    ]
+    # on the parameter itself too, which is replaced by the shard
+    found = [*hooks_within(linear), *hooks_of(linear.get_parameter("weight"), "weight")]
     return f"has {', '.join(found)}" if found else ""

@@ -1,4 +1,4 @@
-"""S5: the hidden dimension of a decoder is dealt to the ranks of the model axis; the strata run in step on all of them.
+"""S5: the hidden dimension of a decoder is sharded over the model axis; the strata run in step on all of them.
 
     region                               own channels of u and v enter (ranks/sharded_region.py)
     prenorm, postnorm                    own channels from own channels (layer_norm.py)
@@ -24,16 +24,15 @@ Collectives of one stratum with attention, and the numbers that a rank puts in; 
 
 The form "paper" has no postnorm. With `gather`, key norms and scores need none, and attention one all-gather (2 N d)
 and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0 and strata with a
-convolution have those of decode only. The border adds one all-gather of (B + N) d in the backward pass.
-For the same stratum, not chunked, the paper's Table 5 counts 9 all-reduces forward: 2 per LayerNorm, 1 each for qk,
-value, ff, attention and decode (here 8, with the key norms, which it does not have). An all-reduce of a Linear's
-products moves twice what the reduce-scatter moves.
+convolution have those of decode only. The region adds one all-gather of (B + N) d in the backward pass.
+The paper's Table 5 counts 9 all-reduces forward where these are 8, and an all-reduce of a Linear's products moves twice
+what the reduce-scatter moves.
 
 What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. What does not: the
 probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
 keys' parameters are parts (`Change.partial`).
 
-Known limits: no second derivative; what a key does beside its children is tried on an example (checks/key.py), what a
+Known limits: no second derivative; what a key does beside its children is probed on an example (checks/key.py), what a
 stratum does beside its parts is not.
 Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
 R ranks.
@@ -45,28 +44,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.parallel.checks.decode import decode_problem
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
-from lightning_amp.parallel.ranks.channel_shards import Channels, deal_channels
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.ranks.channel_shards import Channels, shard_channels
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
 from lightning_amp.parallel.s5_hidden.key import refusal, share_key
 from lightning_amp.planning.plan.specs import HiddenParallel
 
 
 def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
-    """Deal the hidden dimension of a decoder to the ranks of the model axis.
-
-    Args:
-        decoder: A decomposed decoder whose keys have the children that protocol.py names.
-        spec: Whether keys and values are gathered.
-        mesh: Device mesh with an axis "model".
+    """Shard the hidden dimension of a decoder over the model axis.
 
     Raises:
         InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
-            cannot be dealt.
+            cannot be sharded.
     """
-    region = getattr(decoder, "region", None)
-    channels = deal_channels(decoder.dim, mesh["model"])
-    swaps: dict[str, nn.Module] = {"region": share_region(region, channels.mesh, "S5", channels=channels)}
+    channels = shard_channels(decoder.dim, mesh["model"])
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(decoder, SharedRegion(channels.mesh, ("S5",), channels=channels))
+    }
     parameters: list[nn.Parameter] = []
     for k, stratum in enumerate(decoder.strata):
         fqn = f"strata.{k}"
@@ -88,7 +83,7 @@ def _key(stratum: nn.Module, fqn: str) -> nn.Module | None:
 def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:
     decode = getattr(stratum, "decode", "missing")
     if isinstance(decode, HiddenDecode):
-        problem = "which was dealt before"
+        problem = "which was sharded before"
     elif isinstance(decode, nn.Module):
         problem = decode_problem(decode)
     else:
@@ -97,6 +92,6 @@ def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDec
         raise refusal(
             f"{fqn}.decode",
             f"is {decode!r}, {problem}",
-            "a module without state that returns (u @ key.T)[:, nodes] when called as decode(u, key, nodes)",
+            "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
         )
     return HiddenDecode(decode, channels.mesh)

@@ -10,7 +10,7 @@ Legend: anchor (N), P = N padded to whole buckets, dim (D), own_dim (d_r), d the
 channels of rank r.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -19,48 +19,37 @@ from torch import Tensor, nn
 from lightning_amp.parallel.contract.protocol import BucketedAttention
 from lightning_amp.parallel.ranks.channel_shards import Channels, gather_channels
 
+OwnChannels = Float[Tensor, "anchor own_dim"]
+
 
 class GatheredAttention(nn.Module):
     """Bucketed attention over all channels that returns the own ones.
 
     Args:
         inner: Bucketed attention over all channels.
-        channels: Channel sets of the ranks.
     """
+
+    inner: BucketedAttention
 
     def __init__(self, inner: nn.Module, channels: Channels) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = cast(Any, inner)
         self.channels = channels
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
-        return self._inner.n_buckets(n)
+        return self.inner.n_buckets(n)
 
-    def prepare(
-        self,
-        q: Float[Tensor, "anchor own_dim"],
-        k: Float[Tensor, "anchor own_dim"],
-        values: Float[Tensor, "anchor own_dim"],
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> tuple[Tensor, ...]:
         """What `attend` reads, from all ranks' channels."""
         parts = [q, values] if q is k else [q, k, values]
         whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
-        return self._inner.prepare(whole[0], whole[-2], whole[-1])
+        return self.inner.prepare(whole[0], whole[-2], whole[-1])
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row own_dim"]:
         """Own channels of the rows of the buckets [first, last)."""
-        return self.channels.select(self._inner.attend(state, first, last))
+        return self.channels.select(self.inner.attend(state, first, last))
 
-    def forward(
-        self,
-        q: Float[Tensor, "anchor own_dim"],
-        k: Float[Tensor, "anchor own_dim"],
-        values: Float[Tensor, "anchor own_dim"],
-    ) -> Float[Tensor, "anchor own_dim"]:
+    def forward(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> OwnChannels:
         """Attention over all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
-
-    @property
-    def _inner(self) -> BucketedAttention:
-        return cast(BucketedAttention, self.inner)

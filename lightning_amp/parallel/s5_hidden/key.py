@@ -1,7 +1,7 @@
 """The children of a stratum's key, recognised by name and structure, for the own channels of a rank (S5).
 
 What is not recognised is refused: a part left as it is would compute with some channels as if they were all. What a key
-does beside its children is tried (checks/key.py).
+does beside its children is probed (checks/key.py).
 Legend: D dim.
 """
 
@@ -26,13 +26,11 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
     """New children of a key, by name.
 
     Args:
-        key: The key of a stratum.
         fqn: Its name, which goes before the children's.
-        channels: Channel sets of the ranks.
         gather: Whether attention reads the keys and values of all channels.
 
     Raises:
-        InstallError: A child is missing, too many, or none that can be dealt; or the key has state of its own, or mixes
+        InstallError: A child is missing, too many, or none that can be sharded; or the key has state, or mixes
             channels by itself.
     """
     # not named_children: it leaves out a module that has two names
@@ -69,9 +67,9 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
 
 
 def refusal(fqn: str, found: str, allowed: str) -> InstallError:
-    """The error for a part that cannot be dealt."""
+    """The error for a part that cannot be sharded."""
     return InstallError(
-        f"S5 was asked for and cannot deal the channels of {fqn!r}, which {found}; allowed is {allowed}: change it,"
+        f"S5 was asked for and cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it,"
         " or leave S5 out"
     )
 

@@ -30,7 +30,6 @@ class ShardedLayerNorm(nn.LayerNorm):
 
     Args:
         whole: Its state is used, not copied: both have the same parameters, hooks and mode.
-        channels: Channel sets of the ranks.
     """
 
     channels: Channels
@@ -91,6 +90,7 @@ class _Normalize(torch.autograd.Function):
         normalized = (x.to(mean.dtype) - mean[:, None]).mul_(rstd[:, None])
         d_weight = (grad * normalized).sum(dim=0) if ctx.needs_input_grad[1] else None
         d_bias = grad.sum(dim=0) if ctx.needs_input_grad[2] else None
+        # alike on all ranks, for all have the same graph: no rank waits for an all-reduce that another leaves out
         if not ctx.needs_input_grad[0]:
             return None, d_weight, d_bias, None, None, None
         scaled = grad if weight is None else grad * weight

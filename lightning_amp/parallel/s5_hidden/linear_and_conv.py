@@ -30,14 +30,11 @@ class ShardedLinear(nn.Linear):
     Args:
         whole: A layer from D to a multiple of D. Its state is used, not copied: both have the same parameters, hooks
             and mode.
-        channels: Channel sets of the ranks.
     """
 
     channels: Channels
 
     def __init__(self, whole: nn.Linear, channels: Channels) -> None:
-        assert whole.in_features == channels.dim, f"reads {whole.in_features!r}, not D={channels.dim!r}"
-        assert whole.out_features % channels.dim == 0, f"gives {whole.out_features!r}, not a multiple of D"
         self.__dict__.update(whole.__dict__)
         self.channels = channels
 
@@ -67,15 +64,11 @@ class ShardedConv1d(nn.Conv1d):
     Args:
         whole: A layer with D groups of one channel and zero padding. Its state is used, not copied: both have the
             same parameters, hooks and mode.
-        channels: Channel sets of the ranks.
     """
 
     channels: Channels
 
     def __init__(self, whole: nn.Conv1d, channels: Channels) -> None:
-        shape = (whole.in_channels, whole.out_channels, whole.groups)
-        assert shape == (channels.dim,) * 3, f"{shape!r} channels and groups, not D={channels.dim!r} of each"
-        assert whole.padding_mode == "zeros", f"pads with {whole.padding_mode!r}"
         self.__dict__.update(whole.__dict__)
         self.channels = channels
 

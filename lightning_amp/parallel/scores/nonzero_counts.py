@@ -72,9 +72,7 @@ def entries(
     """The entries of a matrix.
 
     Args:
-        x: The matrix; sparse counts hold no zeros.
         runs: Runs of columns, one after the other, that cover all of them.
-        dtype: Of the values.
     """
     numbers = x if isinstance(x, Tensor) else x.value
     if numbers.is_meta or isinstance(numbers, FakeTensor):

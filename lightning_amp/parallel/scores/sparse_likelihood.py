@@ -12,7 +12,7 @@
 is found by trying, and 0 for most.
 
 Exact up to rounding, in value and gradients: a count that is not zero takes no part in the first, so nothing cancels.
-No collectives. What shrinks: lgamma and psi are computed for the counts that are not zero alone, and of all [B, F_k]
+No collectives. What shrinks: lgamma and psi are computed only for the counts that are not zero, and of all [B, F_k]
 that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
 pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
 
@@ -43,6 +43,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.parallel.checks.cached_check import problem_of
 from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
+from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 
 CACHED, LAUNCHED = 2**16, 2**20
 """Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
@@ -74,7 +75,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
     """The same likelihood, whose costs are those of the counts that are not zero.
 
     Raises:
-        InstallError: The module has state of its own, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
+        InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
             log-probabilities of a zero-inflated negative binomial.
     """
     problem = problem_of(leaf, _problem)
@@ -105,12 +106,8 @@ class SparseLikelihood(nn.Module):
         return f"least={self.least}, whole={self.whole}"
 
     def forward(
-        self,
-        x: Float[Tensor, "cell own_feature"] | SparseCounts,
-        log_mu: Float[Tensor, "cell own_feature"],
-        log_theta: Float[Tensor, "#cell own_feature"],
-        zi_logits: Float[Tensor, "#cell own_feature"],
-    ) -> Float[Tensor, ""]:
+        self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
+    ) -> Scalar:
         """Sum over cells and features.
 
         Raises:

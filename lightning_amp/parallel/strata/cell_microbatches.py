@@ -1,13 +1,13 @@
-"""The cells of a stratum in blocks, forward and backward one block after the other; part of `stream`.
+"""The cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
 
-    nll(key, u, all cells) = sum over blocks of nll(key, u of the block, its cells)
+    nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
 
 Exact: every cell's log-likelihood is computed from the key, its own u and its own counts, so values and gradients are
-sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one block only. The gradient of the key [N, D]
-is made for every block and added up; that of a block's rows of u is its own.
+sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
+[N, D] is made for every micro-batch and added up; that of its rows of u is its own.
 
-Collectives of the decode and of the softmax (S2, S5, nodes) come once for every block, on all ranks alike: the blocks
-depend on the number of cells, which a model group shares.
+Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, on all ranks alike: how
+many there are depends on the number of cells, which a model group shares.
 
 What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
 
@@ -16,10 +16,10 @@ Known limit: gradients are handed out once (autograd/precomputed_gradients.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import reduce
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
@@ -33,9 +33,13 @@ from lightning_amp.parallel.autograd.precomputed_gradients import (
 )
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.checks.sum_over_cells import check_sum
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
+
+PER_CELL = ("library", "log_weight")
+"""What may need a gradient beside u, of all that has a row for every cell."""
 
 
-def block_cells(cells: object, *, size: int) -> nn.Module:
+def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
     """The same for some cells at a time.
 
     Raises:
@@ -43,24 +47,24 @@ def block_cells(cells: object, *, size: int) -> nn.Module:
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InstallError(
-            f"stream was asked for with cells={size!r}; a block has a whole number of cells, at least 1"
+            f"stream was asked for with cells={size!r}; a micro-batch has a whole number of cells, at least 1"
         )
-    taken = "takes blocks of cells already" if isinstance(cells, CellBlocks) else ""
-    problem = taken or mismatch(cells, {"": torch.tensor(63.0)}, _run)
+    taken = "takes micro-batches of cells already" if isinstance(sum_over_cells, CellMicrobatches) else ""
+    problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
     if problem:
         raise InstallError(
-            f"stream was asked for on a stratum whose child `cells` {problem}; only a module without state that returns"
-            " nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
+            f"stream was asked for on a stratum whose child `sum_over_cells` {problem}; only a module without state"
+            " that returns nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
         )
-    return CellBlocks(size, known=getattr(cells, "known", True))
+    return CellMicrobatches(size, known=getattr(sum_over_cells, "known", True))
 
 
-class CellBlocks(nn.Module):
-    """A stratum's cells in blocks; made by `block_cells`.
+class CellMicrobatches(nn.Module):
+    """A stratum's cells in micro-batches; made by `in_microbatches`.
 
     Args:
-        size: Cells of a block.
-        known: Whether the loss is known to be a sum over cells; else it is looked at when there are several blocks.
+        size: Cells of a micro-batch.
+        known: Whether the loss is known to be a sum over cells; else that is checked when there are several.
     """
 
     def __init__(self, size: int, *, known: bool = True) -> None:
@@ -74,14 +78,14 @@ class CellBlocks(nn.Module):
 
     def forward(
         self,
-        nll: Callable[..., Float[Tensor, ""]],
-        key: Float[Tensor, "anchor dim"],
-        u: Float[Tensor, "cell dim"],
+        nll: Callable[..., Scalar],
+        key: PerAnchor,
+        u: PerCell,
         *,
         parameters: Iterable[Tensor],
         **cells: Tensor,
-    ) -> Float[Tensor, ""]:
-        """Sum over cells of `nll(key, u, **cells)`, one block alive at a time.
+    ) -> Scalar:
+        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time.
 
         Raises:
             InstallError: Something has neither one row per cell nor one for all, or the loss is no sum over cells.
@@ -89,49 +93,50 @@ class CellBlocks(nn.Module):
         odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
         if odd:
             raise InstallError(
-                f"a stratum's {len(u)!r} cells were to be taken in blocks, and it is called with {odd!r} rows; allowed"
-                " is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or leave"
-                " 'stream' out"
+                f"a stratum's {len(u)!r} cells were to be taken in micro-batches, and it is called with {odd!r} rows;"
+                " allowed is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or"
+                " leave 'stream' out"
             )
         if not self.known and len(u) > max(1, self.size):
-            check_sum(nll, key, u, lambda block: _rows(cells, block))
+            check_sum(nll, key, u, lambda part: _rows(cells, part))
             self.known = True
-        tables = list(parameters)
-        inputs = [key, u, cells["library"], cells["log_weight"], *tables]
-        if not wants_gradients(inputs):
-            rows = [nll(key, u[block], **_rows(cells, block)) for block in self._blocks(len(u))]
-            return torch.stack(rows).sum()
+        shared, per_cell = [key, *parameters], [u, *(cells[name] for name in PER_CELL)]
+        if not wants_gradients([*shared, *per_cell]):
+            parts = [nll(key, u[part], **_rows(cells, part)) for part in self._parts(len(u))]
+            return torch.stack(parts).sum()
 
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
-            return self._compute(nll, inputs, cells, needed)
+            return self._compute(nll, shared, per_cell, cells, needed)
 
-        return with_gradients(compute, inputs)
+        return with_gradients(compute, [*shared, *per_cell])
 
-    def _blocks(self, n: int) -> list[slice]:
+    def _parts(self, n: int) -> list[slice]:
         return [slice(start, min(start + self.size, n)) for start in range(0, n, self.size)] or [slice(0, 0)]
 
     def _compute(
         self,
         nll: Callable[..., Tensor],
-        inputs: Sequence[Tensor],
+        shared: Sequence[Tensor],
+        per_cell: Sequence[Tensor],
         cells: dict[str, Tensor],
         needed: Sequence[bool],
     ) -> tuple[Tensor, Gradients]:
-        key = leaf(inputs[0], needed[0])
+        n, u = len(shared), per_cell[0]
+        # the key is cut off, so that its own graph waits until the gradients of all micro-batches are added up;
         # tables are read by `nll` itself, so these are the very tensors
-        tables = list(inputs[4:])
-        total: Tensor = inputs[1].new_zeros((), dtype=torch.promote_types(inputs[1].dtype, torch.float32))
-        shared: Gradients = [None] * (1 + len(tables))
-        rows: list[Gradients] = []
-        for block in self._blocks(len(inputs[1])):
-            own = [leaf(_row(t, block), n) for t, n in zip(inputs[1:4], needed[1:4], strict=True)]
-            arguments = _rows(cells, block) | {"library": own[1], "log_weight": own[2]}
+        key, *tables = leaf(shared[0], needed[0]), *shared[1:]
+        total: Tensor = u.new_zeros((), dtype=torch.promote_types(u.dtype, torch.float32))
+        of_shared: Gradients = [None] * n
+        of_cells: list[Gradients] = []
+        for part in self._parts(len(u)):
+            own = [leaf(_row(t, part), need) for t, need in zip(per_cell, needed[n:], strict=True)]
+            arguments = _rows(cells, part) | dict(zip(PER_CELL, own[1:], strict=True))
             value = nll(key, own[0], **arguments)
-            found = gradients([value], [key, *own, *tables], [None])
-            shared = [add(a, b) for a, b in zip(shared, [found[0], *found[4:]], strict=True)]
-            rows.append(found[1:4])
+            found = gradients([value], [key, *tables, *own], [None])
+            of_shared = list(map(add, of_shared, found[:n]))
+            of_cells.append(found[n:])
             total = total + value.detach()
-        return total, [shared[0], *_join(rows, inputs[1:4], needed[1:4]), *shared[1:]]
+        return total, [*of_shared, *map(_join, per_cell, zip(*of_cells, strict=True))]
 
 
 def _n_rows(value: object) -> int:
@@ -143,36 +148,26 @@ def _n_rows(value: object) -> int:
         return 1
 
 
-def _row(tensor: Tensor, block: slice) -> Tensor:
-    return tensor if _n_rows(tensor) == 1 else tensor[block]
+def _row(tensor: Tensor, part: slice) -> Tensor:
+    return tensor if _n_rows(tensor) == 1 else tensor[part]
 
 
-def _rows(cells: dict[str, Tensor], block: slice) -> dict[str, Tensor]:
-    return {name: _row(value, block) for name, value in cells.items()}
+def _rows(cells: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+    return {name: _row(value, part) for name, value in cells.items()}
 
 
-def _join(rows: list[Gradients], inputs: Sequence[Tensor], needed: Sequence[bool]) -> Gradients:
-    """The gradients of the cells' rows: one block after the other, or added up where all cells share one row."""
-    joined: Gradients = []
-    for i, (tensor, wanted) in enumerate(zip(inputs, needed, strict=True)):
-        parts = [row[i] for row in rows]
-        found = [part for part in parts if part is not None]
-        if not wanted or not found:
-            joined.append(None)
-        elif _n_rows(tensor) == 1:
-            total: Tensor | None = None
-            for part in found:
-                total = add(total, part)
-            joined.append(total)
-        else:
-            joined.append(torch.cat(found))
-    return joined
+def _join(tensor: Tensor, parts: Sequence[Tensor | None]) -> Tensor | None:
+    """A gradient from those of the micro-batches: one after the other, or added up where all cells share one row."""
+    found = [part for part in parts if part is not None]
+    if not found or _n_rows(tensor) == 1:
+        return reduce(add, found, None)
+    return torch.cat(found)
 
 
-def _run(cells: Any) -> dict[str, Tensor]:
+def _run(sum_over_cells: Any) -> dict[str, Tensor]:
     key, u = torch.arange(6.0).view(3, 2), torch.arange(4.0).view(2, 2)
 
     def nll(key: Tensor, u: Tensor, **rows: Tensor) -> Tensor:
         return (u @ key.T).sum() + rows["x"]
 
-    return {"": cells(nll, key, u, parameters=(), x=key.sum())}
+    return {"": sum_over_cells(nll, key, u, parameters=(), x=key.sum())}

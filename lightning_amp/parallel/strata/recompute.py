@@ -15,7 +15,6 @@ that is no parameter, buffer or argument, has been changed is not noticed.
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,53 +23,31 @@ from lightning_amp.parallel.autograd.functional_call import call_with, places
 from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
+from lightning_amp.parallel.contract.strata_loop import LoopTechnique
 from lightning_amp.planning.plan.specs import RecomputeStrata
+from lightning_amp.shapes import Scalar
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
     """Compute a decoder's strata again in the backward pass.
 
-    Args:
-        decoder: A decomposed decoder.
-        spec: Has no settings.
-        mesh: Is not used.
-
     Raises:
-        InstallError: The decoder's way through the strata is its own.
+        InstallError: The decoder's strata loop is not the reference's.
     """
     return Change({"walk": RecomputedStrata(walk_of(decoder, "recompute", once=True))})
 
 
-class RecomputedStrata(nn.Module):
-    """The way through the strata that keeps none of them; made by `recompute_strata`.
+class RecomputedStrata(LoopTechnique):
+    """The strata loop that keeps no stratum; made by `recompute_strata`."""
 
-    Args:
-        inner: The way whose strata are computed again.
-    """
-
-    is_technique = True
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(
-        self,
-        strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-        *,
-        own: range | None = None,
-        **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    def forward(self, strata: nn.ModuleList, *latents: Tensor, **options: Any) -> Scalar:
         """Negative log-likelihood summed over cells and features."""
         again = [_Again(cast(Any, stratum)) for stratum in strata]
-        return cast(Tensor, self.inner(cast(Any, again), u, v, log_weights, own=own, **cells))
+        return cast(Tensor, self.inner(again, *latents, **options))
 
 
 class _Again:
-    """Stands in for a stratum in the walk."""
+    """Stands in for a stratum in the loop."""
 
     def __init__(self, stratum: Any) -> None:
         self.stratum = stratum
@@ -94,12 +71,7 @@ class _Again:
 
 
 class _Read:
-    """What a stratum reads in its first pass; made before it.
-
-    Args:
-        stratum: The stratum.
-        arguments: What it is called with.
-    """
+    """What a stratum reads in its first pass; made before it."""
 
     def __init__(self, stratum: nn.Module, arguments: Mapping[str, object]) -> None:
         self.stratum = stratum

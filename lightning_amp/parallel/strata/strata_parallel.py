@@ -18,7 +18,6 @@ Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D 
 from itertools import pairwise
 from typing import cast
 
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,21 +25,18 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
-from lightning_amp.parallel.ranks.sharded_region import share_region
+from lightning_amp.parallel.contract.strata_loop import LoopTechnique
+from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.planning.plan.specs import StrataParallel
+from lightning_amp.shapes import Scalar
 
 
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
-    """Deal the strata of a decoder to the ranks of the model axis.
-
-    Args:
-        decoder: A decomposed decoder.
-        spec: The ranks' runs.
-        mesh: Device mesh with the axis "model".
+    """Shard the strata of a decoder over the model axis.
 
     Raises:
-        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose way through the strata
-            or whose border is its own.
+        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose strata loop or region is not the
+            reference's.
     """
     axis = mesh["model"]
     walk = walk_of(decoder, "strata", stacked=True)
@@ -48,41 +44,31 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
     rank = axis.get_local_rank()
     own = range(ends[rank - 1] if rank else 0, ends[rank])
     swaps: dict[str, nn.Module] = {
-        "region": share_region(getattr(decoder, "region", None), axis, "strata", summed=True),
+        "region": share_region(decoder, SharedRegion(axis, ("strata",), summed=True)),
         "walk": OwnStrata(walk, own),
     }
     return Change(swaps, partial=list(decoder.strata.parameters()))
 
 
-class OwnStrata(nn.Module):
-    """The way through this rank's strata; made by `share_strata`.
+class OwnStrata(LoopTechnique):
+    """The loop over this rank's strata; made by `share_strata`.
 
     Args:
-        inner: The way that is taken.
+        inner: The loop that runs them.
         own: The strata.
     """
 
-    is_technique = True
-
     def __init__(self, inner: nn.Module, own: range) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.own = own
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         return f"strata [{self.own.start}, {self.own.stop})"
 
-    def forward(
-        self,
-        strata: nn.ModuleList,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        log_weights: Float[Tensor, "#cell stratum"],
-        **cells: Tensor,
-    ) -> Float[Tensor, ""]:
+    def forward(self, strata: nn.ModuleList, *latents: Tensor, **cells: Tensor) -> Scalar:
         """Negative log-likelihood summed over cells and the own strata's features."""
-        return cast(Tensor, self.inner(strata, u, v, log_weights, own=self.own, **cells))
+        return cast(Tensor, self.inner(strata, *latents, own=self.own, **cells))
 
 
 def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:

@@ -73,6 +73,7 @@ def run_in_order(
     try:
         for item in items:
             waiting.append(pool.submit(run, item))
+            # one more than can run: a worker that is done finds work while the oldest result is added up
             if len(waiting) > workers:
                 take(waiting.popleft().result())
         while waiting:

@@ -26,7 +26,7 @@ from lightning_amp.parallel.nodes import halo_exchange as halo
 from lightning_amp.parallel.nodes.decoder import share_anchors
 from lightning_amp.parallel.nodes.features import AnchorFeatures
 from lightning_amp.parallel.nodes.halo_attention import HaloAttention
-from lightning_amp.parallel.ranks.anchor_shards import AnchorRows, deal_rows
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.specs import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.simulation.models_without_values import decoder_subject
@@ -164,7 +164,7 @@ def the_comparison_sees_mistakes(mesh: DeviceMesh) -> None:
         finally:
             setattr(owner, name, right)
 
-    def no_rows(rows: AnchorRows, under_way: Tensor) -> tuple[Tensor, Tensor]:
+    def no_rows(rows: AnchorShards, under_way: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.zeros_like(part) for part in finish(rows, under_way))  # type: ignore[return-value]
 
     expected, finish = reference(Case(), 1), halo.finish
@@ -175,7 +175,7 @@ def the_comparison_sees_mistakes(mesh: DeviceMesh) -> None:
 def attention_is_that_of_all_anchors(mesh: DeviceMesh) -> None:
     """In one piece, and for chunks of its buckets."""
     for anchors in (13, 23, 25, 31):
-        rows = deal_rows(anchors, 5, mesh["model"])
+        rows = shard_anchors(anchors, 5, mesh["model"])
         attention, own = LocalAttention(6, 5), slice(rows.own.start, rows.own.stop)
         generator = torch.Generator().manual_seed(0)
         q, k, values = torch.randn(3, anchors, 6, generator=generator, dtype=torch.float64)
@@ -209,7 +209,7 @@ def fake_mesh(*, rank: int, ranks: int) -> DeviceMesh:
 def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: list[int]) -> None:
     dealt: list[int] = []
     for rank in range(ranks):
-        rows = deal_rows(anchors, 5, fake_mesh(rank=rank, ranks=ranks)["model"])
+        rows = shard_anchors(anchors, 5, fake_mesh(rank=rank, ranks=ranks)["model"])
         assert rows.sizes == expected
         assert (rows.before, rows.after) == (rank > 0, rank < ranks - 1)
         assert rows.n_buckets == -(-expected[rank] // 5)
@@ -219,7 +219,7 @@ def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_own_features_are_a_view_where_nodes_ascend(rank: int) -> None:
-    rows = deal_rows(15, 5, fake_mesh(rank=rank, ranks=3)["model"])
+    rows = shard_anchors(15, 5, fake_mesh(rank=rank, ranks=3)["model"])
     ascending = torch.tensor([0, 1, 1, 4, 7, 8, 10, 11, 14])
     features, shuffled = AnchorFeatures(ascending, rows), AnchorFeatures(ascending[:7].flip(0), rows)
     values = torch.arange(18.0).view(2, 9)
@@ -227,14 +227,14 @@ def test_own_features_are_a_view_where_nodes_ascend(rank: int) -> None:
     for one, nodes in ((features, ascending), (shuffled, ascending[:7].flip(0))):
         own = one.own(nodes.expand(2, -1))[0]
         assert all(i in rows.own for i in own.tolist())
-        assert torch.equal(one.nodes + rows.own.start, own)
-        assert one.nodes.untyped_storage().nbytes() == 8 * len(own), "and no view of all nodes"
+        assert torch.equal(one.feature_anchor + rows.own.start, own)
+        assert one.feature_anchor.untyped_storage().nbytes() == 8 * len(own), "and no view of all nodes"
     with pytest.raises(AssertionError, match="columns of all features"):
         features.own(values[:, 1:])
 
 
 def test_own_features_of_none() -> None:
-    rows = deal_rows(15, 5, fake_mesh(rank=2, ranks=3)["model"])
+    rows = shard_anchors(15, 5, fake_mesh(rank=2, ranks=3)["model"])
     features = AnchorFeatures(torch.tensor([3, 2, 9]), rows)
     assert features.own(torch.ones(2, 3)).shape == (2, 0)
     assert "0 of 3 features, ranks=3" in repr(features)
@@ -277,7 +277,7 @@ def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
 
 def test_a_short_bucket_is_received_as_it_is() -> None:
     """Attention may do as it likes with the rows that are missing at the end."""
-    rows = deal_rows(13, 5, fake_mesh(rank=1, ranks=3)["model"])
+    rows = shard_anchors(13, 5, fake_mesh(rank=1, ranks=3)["model"])
     before, after = halo.finish(rows, halo.start(rows, [torch.ones(5, 8), torch.ones(5, 8)]))
     assert (before.shape, after.shape) == ((5, 8), (3, 8))
 
@@ -327,7 +327,7 @@ class Order(TorchDispatchMode):
 def test_inner_buckets_are_attended_while_rows_are_under_way(
     rank: int, forward: list[str], backward: list[str]
 ) -> None:
-    rows = deal_rows(45, 5, fake_mesh(rank=rank, ranks=3)["model"])
+    rows = shard_anchors(45, 5, fake_mesh(rank=rank, ranks=3)["model"])
     attention = HaloAttention(LocalAttention(4, 5), rows)
     # a node between, as there is before attention in a key
     q, k, values = (2 * torch.ones(len(rows.own), 4, requires_grad=True) for _ in range(3))
@@ -381,7 +381,7 @@ def test_names_parameters_and_state_stay() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert {id(p) for p in installed.partial} == {id(p) for p in model.decoder.strata.parameters()}
     assert not installed.sharded
-    for text in ("anchors [10, 23) of 23, ranks=2", "ranks=2, rows=[10, 13]", "9 of 19 features, ranks=2"):
+    for text in ("anchors [10, 23) of 23, ranks=2", "ranks=2, anchors=[10, 13]", "9 of 19 features, ranks=2"):
         assert text in repr(model)
     model.load_state_dict(state)
     installed.undo()
@@ -526,7 +526,7 @@ def test_second_derivatives_are_refused() -> None:
     mesh = fake_mesh(rank=0, ranks=2)
     model = Model(Case())
     install(model, make_plan(("nodes",), 2), mesh)
-    rows = deal_rows(20, 5, mesh["model"])
+    rows = shard_anchors(20, 5, mesh["model"])
     x = torch.ones(10, 4, requires_grad=True)
     attended = HaloAttention(LocalAttention(4, 5), rows)(x, x, x).square().sum()
     for value, leaf in ((model(), model.u), (attended, x)):

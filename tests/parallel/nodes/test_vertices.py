@@ -26,8 +26,8 @@ from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.nodes import sharded_vertices as vertex_leaves
 from lightning_amp.parallel.nodes.graph_encoder import share_vertices
 from lightning_amp.parallel.nodes.sharded_vertices import SharedVertices
-from lightning_amp.parallel.nodes.vertex_shards import deal_vertices, own_edges
-from lightning_amp.parallel.ranks.anchor_shards import deal_rows
+from lightning_amp.parallel.nodes.vertex_shards import own_edges, shard_vertices
+from lightning_amp.parallel.ranks.anchor_shards import shard_anchors
 from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.specs import VertexParallel
 from lightning_amp.planning.policies.make_plan import plan
@@ -157,7 +157,7 @@ def the_comparison_sees_mistakes(mesh: DeviceMesh, expected: Results) -> None:
         finally:
             setattr(owner, name, right)
 
-    alike, add = vertex_leaves._Alike.backward, vertex_leaves._add
+    alike, add = vertex_leaves._Replicated.backward, vertex_leaves._add
 
     def summed(ctx: Any, grad: Tensor) -> Any:
         return alike(ctx, grad * mesh["model"].size())
@@ -174,7 +174,7 @@ def the_comparison_sees_mistakes(mesh: DeviceMesh, expected: Results) -> None:
     def own_mean(leaf: SharedVertices, values: Tensor) -> Tensor:
         return vertex_leaves.collectives.leave(leaf.mesh, values.mean())
 
-    assert wrong(vertex_leaves._Alike, "backward", staticmethod(summed))
+    assert wrong(vertex_leaves._Replicated, "backward", staticmethod(summed))
     assert wrong(vertex_leaves, "_add", without_ghosts)
     assert wrong(SharedVertices, "noise", own_noise)
     assert wrong(SharedVertices, "mean", own_mean)
@@ -216,8 +216,8 @@ def dealt(rank: int, ranks: int) -> tuple[Any, Any]:
     source = torch.tensor([10, 19, 0, 0, 0, 1, 2, 2, 3])
     target = torch.tensor([11, 10, 10, 19, 18, 12, 11, 15, 0])
     ends = torch.cat((source, target)), torch.cat((target, source))
-    rows = deal_rows(10, 2, fake_mesh(rank=rank, ranks=ranks)["model"])
-    found = deal_vertices(20, rows, torch.arange(10, 20), ends)
+    rows = shard_anchors(10, 2, fake_mesh(rank=rank, ranks=ranks)["model"])
+    found = shard_vertices(20, rows, torch.arange(10, 20), ends)
     return found, own_edges(found, ends)
 
 
@@ -343,8 +343,8 @@ class Broken(vertices.AllVertices):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (hooked, "has embedding._backward_hooks, which would see a part"),
-        (lambda e: e.register_forward_hook(lambda *_: None), "has _forward_hooks, which"),
+        (hooked, "has embedding.backward_hooks, which would see a part"),
+        (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
         (mixing, r"has loc=Sequential\("),
         (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
         (lambda e: setattr(e, "vertices", Broken()), "that fails on a small example with ValueError"),
@@ -373,6 +373,6 @@ def test_refuses_what_cannot_be_dealt() -> None:
         InstallError, match=f"v was to come with this rank's 10 of {N} anchors, found {N} rows"
     ):
         model.decoders["hic"].mean(u, v, **cells)
-    rows = deal_rows(4, 2, mesh["model"])
+    rows = shard_anchors(4, 2, mesh["model"])
     with pytest.raises(InstallError, match="1 vertices belong to several of 4 anchors"):
-        deal_vertices(5, rows, torch.tensor([0, 1, 1, 3]), (torch.tensor([0]), torch.tensor([1])))
+        shard_vertices(5, rows, torch.tensor([0, 1, 1, 3]), (torch.tensor([0]), torch.tensor([1])))

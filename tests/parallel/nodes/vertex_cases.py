@@ -16,7 +16,7 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import Installed, install
-from lightning_amp.parallel.ranks.check_region import check_borders
+from lightning_amp.parallel.ranks.check_region import check_region
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import FeatureParallel
@@ -157,7 +157,7 @@ class Loop:
             setattr(model, name, hook)
 
     def backward(self, loss: Tensor) -> None:
-        check_borders(loss, self.model, partial=self.installed.partial, sharded=self.installed.sharded)
+        check_region(loss, self.model, partial=self.installed.partial, sharded=self.installed.sharded)
         loss.backward()  # type: ignore[no-untyped-call]
         for parameter in self.installed.partial if self.mesh is not None else ():
             if parameter.grad is not None:

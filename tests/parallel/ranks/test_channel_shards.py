@@ -9,8 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks.channel_shards import (
     Channels,
-    deal_channels,
     gather_channels,
+    shard_channels,
     take_channels,
 )
 from tests.parallel.sharded_cases import model_mesh
@@ -22,7 +22,7 @@ def dealt(dim: int, ranks: int, rank: int = 0) -> Channels:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    return deal_channels(dim, model_mesh(ranks)["model"])
+    return shard_channels(dim, model_mesh(ranks)["model"])
 
 
 def test_a_rank_has_the_same_run_of_both_halves() -> None:
@@ -82,7 +82,7 @@ def test_selected_channels_are_a_copy() -> None:
 @pytest.mark.parametrize(("dim", "ranks", "things"), [(6, 4, "3 pairs of channels"), (3, 4, "3 channels")])
 def test_refuses_more_ranks_than_there_is_to_deal(dim: int, ranks: int, things: str) -> None:
     message = (
-        rf"S5 was asked for with {ranks} ranks .* D={dim}, which has {things} to deal; use a model axis of 3"
+        rf"S5 was asked for with {ranks} ranks .* D={dim}, which has {things} to shard; use a model axis of 3"
     )
     with pytest.raises(InstallError, match=message):
         dealt(dim, ranks)
@@ -91,7 +91,7 @@ def test_refuses_more_ranks_than_there_is_to_deal(dim: int, ranks: int, things: 
 def border(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     """Values and gradients of taking and of gathering, each beside what they must be."""
     mesh = model_mesh(world_size)["model"]
-    pairs = [pair for dim in (10, 7) for pair in cross(deal_channels(dim, mesh), rank)]
+    pairs = [pair for dim in (10, 7) for pair in cross(shard_channels(dim, mesh), rank)]
     return [(a.detach(), b.detach()) for a, b in pairs]
 
 

@@ -191,7 +191,9 @@ def fake_mesh(*, rank: int, ranks: int) -> DeviceMesh:
 )
 def test_features_are_dealt_in_runs(features: int, ranks: int, expected: list[int]) -> None:
     nodes = torch.arange(10, 10 + features)
-    parts = [ShardedFeatures(nodes, fake_mesh(rank=r, ranks=ranks)["model"]).nodes for r in range(ranks)]
+    parts = [
+        ShardedFeatures(nodes, fake_mesh(rank=r, ranks=ranks)["model"]).feature_anchor for r in range(ranks)
+    ]
     assert [len(part) for part in parts] == expected
     assert torch.equal(torch.cat(parts), nodes)
     chunks = [len(chunk) for chunk in nodes.chunk(ranks)]
@@ -217,7 +219,7 @@ def test_names_parameters_and_state_stay() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert {id(p) for p in installed.partial} == {id(p) for p in model.decoder.strata.parameters()}
     assert not installed.sharded
-    assert "features [11, 22) of 22, ranks=2" in repr(model)
+    assert "11 of 22 features, ranks=2" in repr(model)
     assert "SharedRegion(S2, ranks=2)" in repr(model)
     model.load_state_dict(state)
     installed.undo()
@@ -239,7 +241,7 @@ def test_own_nodes_are_one_tensor() -> None:
     assert seen[0] is seen[1]
     assert torch.equal(seen[0], torch.arange(5, 9))
     assert seen[0].untyped_storage().nbytes() == 4 * 8, "and no view of all nodes"
-    assert pickle.loads(pickle.dumps(features.nodes)).equal(seen[0])
+    assert pickle.loads(pickle.dumps(features.feature_anchor)).equal(seen[0])
 
 
 class Weighted(AllFeatures):
@@ -316,8 +318,8 @@ def test_refuses_what_is_no_decoder_or_shared_already() -> None:
     with pytest.raises(InstallError, match="stratum 0 has its features shared already"):
         install(model, plan, mesh)
     without_nodes = small()
-    del without_nodes.strata[1].nodes
-    with pytest.raises(InstallError, match="stratum 1 has no buffer `nodes`"):
+    del without_nodes.strata[1].feature_anchor
+    with pytest.raises(InstallError, match="stratum 1 has no buffer `feature_anchor`"):
         share_features(without_nodes, FeatureParallel(), mesh)
 
 

@@ -176,7 +176,7 @@ def hooked() -> nn.Linear:
         (nn.Conv1d(1, 1, 1), "is a 'Conv1d'"),
         (Scaled(9, 2), "is a 'Scaled'"),
         (parametrizations.weight_norm(nn.Linear(9, 2)), "is a 'ParametrizedLinear'"),
-        (hooked(), "has _forward_hooks"),
+        (hooked(), "has forward_hooks"),
     ],
 )
 def test_refuses_other_layers(layer: nn.Module, message: str) -> None:

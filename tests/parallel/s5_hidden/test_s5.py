@@ -17,7 +17,7 @@ from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
 from lightning_amp.parallel.install import install
-from lightning_amp.parallel.ranks.channel_shards import deal_channels
+from lightning_amp.parallel.ranks.channel_shards import shard_channels
 from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
 from lightning_amp.parallel.s5_hidden.layer_norm import ShardedLayerNorm
 from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
@@ -162,7 +162,7 @@ def kinds(module: nn.Module) -> dict[str, type]:
 
 def check_norm_and_scatter(mesh: DeviceMesh) -> None:
     """A LayerNorm far from zero in float32, and scores that are handed to the features' owners."""
-    world_size, rank, channels = mesh.size(), mesh.get_local_rank(), deal_channels(10, mesh)
+    world_size, rank, channels = mesh.size(), mesh.get_local_rank(), shard_channels(10, mesh)
     x = 1e4 + torch.randn(50, 10, generator=torch.Generator().manual_seed(0))
     found = ShardedLayerNorm(nn.LayerNorm(10), channels)(x[:, channels.of(rank)])
     exact = nn.LayerNorm(10).double()(x.double())[:, channels.of(rank)]

@@ -150,7 +150,7 @@ def test_refuses_a_stratum_without_key_and_to_be_installed_twice() -> None:
         change_of(decoder, HiddenParallel(), mesh, strategy="S5")
     model = Model(Case(dim=8))
     install(model, make_plan(("S5",), 2), mesh)
-    with pytest.raises(InstallError, match="(?s)'strata.0.decode', .* dealt before"):
+    with pytest.raises(InstallError, match="(?s)'strata.0.decode', .* sharded before"):
         change_of(model.decoder, HiddenParallel(), mesh, strategy="S5")
 
 

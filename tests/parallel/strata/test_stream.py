@@ -352,7 +352,7 @@ def test_scores_of_all_cells_never_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"), [("stream", "cells"), ("stream", "walk"), ("recompute", "walk")]
+    ("strategy", "name"), [("stream", "sum_over_cells"), ("stream", "walk"), ("recompute", "walk")]
 )
 def test_what_a_decoder_does_in_its_own_way_is_not_replaced(strategy: str, name: str) -> None:
     class Own(nn.Module):
