@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_amp.lightning.command_line import CommandLine
+from lightning_amp.lightning.strategy.same_plan import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 HERE = (
@@ -51,13 +52,8 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
 def _options(strategy: object) -> dict[str, Any]:
     if not isinstance(strategy, AMPStrategy):
         return {}
-    names = ("policy", "strategies", "device_memory", "rates", "model_parallel_size", "data_dir")
-    options = {name: getattr(strategy, name) for name in names}
-    return options | {
-        "plan": strategy.asked_plan,
-        "balance_cells": strategy.asked_balance,
-        "share_batch_statistics": strategy.share_batch_statistics,
-    }
+    names = [*COMPARED, "plan", "device_memory", "rates", "data_dir"]
+    return {name: getattr(strategy.request, name) for name in names}
 
 
 @contextmanager

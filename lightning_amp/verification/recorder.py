@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_amp.lightning.checkpoints.sharded_state import whole_state
 from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers, differing
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -106,7 +105,7 @@ class Recorder(Callback):
             if id(p) in own and p.grad is not None
         }
         if isinstance(trainer.strategy, AMPStrategy):
-            gradients = whole_state(pl_module, gradients, trainer.strategy._shards.sharded)
+            gradients = trainer.strategy._shards.saved_state(gradients, in_parts=False)
         self.gradients |= {name: grad for name, grad in gradients.items() if name not in self.gradients}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -137,6 +137,16 @@ def open_directory(
     return checkpoint
 
 
+def load_directory(path: Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint with the module's tensors; optimiser states are read when the optimisers load them.
+
+    Raises:
+        DataError: As `open_directory`, or the shards cannot be read.
+    """
+    checkpoint = open_directory(path, read_file, weights_only=weights_only)
+    return {**checkpoint, "state_dict": fill(checkpoint["state_dict"])}
+
+
 def fill(tree: Any) -> Any:
     """A state with the tensors that it had in `open_directory` as `Stored`; anything else as it is.
 

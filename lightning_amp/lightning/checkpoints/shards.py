@@ -1,24 +1,46 @@
-"""Sharded parameters in one run: whole in checkpoints, one norm in clipping, whole again afterwards.
+"""Sharded parameters in one run: whole in checkpoints, own on the ranks, one norm over both.
 
-Without sharded parameters everything here hands on what it was given, and nothing communicates.
+    saved_state, saved_optimizer_state    a rank's state -> what one device would have, or this rank's `Part` of it
+    own_state, own_optimizer_states       what one device would have -> a rank's state
+    clip_norm                             |g|^p = sum over replicated |g|^p + sum over ranks of sum over shards |g|^p
+
+A checkpoint therefore fits any number of ranks. Whole tensors are joined one after the other, by one all-gather each,
+and kept in the host's memory: the state of a wide layer is what no device should hold. Of a checkpoint in shards,
+optimiser state is read here, one tensor at a time, and the rank's part is kept. Without sharded parameters everything
+here returns what it was given, and nothing communicates.
+
+Exact for optimisers whose update of an element needs nothing but that element's gradient and state (RMSprop, Adam,
+SGD). Others see the shard where one device sees the whole: `check_optimizers` refuses those of torch.
+Known limit: an optimiser from elsewhere is noticed only when its state has neither the shard's shape nor one element.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_amp.errors import PlanError
-from lightning_amp.lightning.checkpoints import sharded_state
-from lightning_amp.lightning.checkpoints.read_directory import fill
+from lightning_amp.errors import DataError, InstallError, PlanError
+from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
+from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.check_region import check_region
+
+COUPLED = ("LBFGS", "Adafactor", "Muon")
+"""Optimisers of torch.optim whose update of an element depends on other elements of the parameter."""
+
+Convert = Callable[[ShardedParameter, Any, str], Tensor | Part]
+"""(parameter, its value or a state of its shape, the name for a message) -> what takes its place."""
 
 
 class Shards:
-    """The sharded parameters of a module, while they are installed.
+    """The sharded parameters of a module, while they are installed; frees the devices of the whole ones.
 
     Attributes:
         sharded: Those that were replaced by this rank's shard.
@@ -31,24 +53,13 @@ class Shards:
         sharded: Sequence[ShardedParameter] = (),
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Free the devices of the whole parameters.
-
-        Args:
-            module: The whole module; needed where there are shards.
-            sharded: What was installed in it.
-            partial: The parameters of which a rank's gradient is a part.
-        """
         self.sharded, self.partial = tuple(sharded), tuple(partial)
         self._module = module if module is not None else nn.Module()
         for parameter in self.sharded:
             parameter.offload()
 
     def check(self, loss: Tensor) -> None:
-        """Refuse a loss that reads one of them where it must not.
-
-        Raises:
-            InstallError: See `check_region`.
-        """
+        """Refuse a loss that reads one of them where it must not, with an InstallError of `check_region`."""
         check_region(loss, self._module, partial=self.partial, sharded=self.sharded)
 
     def refuse_backward(self) -> None:
@@ -60,53 +71,65 @@ class Shards:
         if self.partial or self.sharded:
             raise PlanError(
                 "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other ranks"
-                " of the model axis, which are put together in a fit alone; use model_parallel_size=1 for this run"
+                " of the model axis, which are put together in a fit only; use model_parallel_size=1 for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """The module's state with whole parameters, a collective, or with this rank's parts of them."""
-        convert = sharded_state.part_state if in_parts else sharded_state.whole_state
-        return convert(self._module, state, self.sharded) if self.sharded else state
+        """The module's state with whole tensors, a collective, or with this rank's parts of them."""
+        return self._converted(state, _part if in_parts else _whole) if self.sharded else state
 
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state with whole parameters as this rank loads it."""
-        return sharded_state.own_state(self._module, state, self.sharded) if self.sharded else state
+        """A state with whole tensors as this rank loads it.
+
+        Raises:
+            DataError: A tensor has not the shape of the whole parameter.
+        """
+        return self._converted(state, _own) if self.sharded else state
 
     def saved_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
     ) -> dict[str, Any]:
-        """An optimiser's state as for whole parameters, a collective, or this rank's parts of it."""
-        convert = sharded_state.part_optimizer_state if in_parts else sharded_state.whole_optimizer_state
-        return convert(_plain(optimizer), state, self.sharded) if self.sharded else state
+        """An optimiser's state with whole tensors, a collective, or with this rank's parts of them.
+
+        Raises:
+            InstallError: The state of a shard has not the shape of the shard.
+        """
+        if not self.sharded:
+            return state
+        convert = _part if in_parts else _whole
+
+        def checked(parameter: ShardedParameter, value: Any, name: str) -> Tensor | Part:
+            _check_elementwise(optimizer, parameter, value, name)
+            return convert(parameter, value, name)
+
+        return self._converted_optimizer(optimizer, state, checked)
 
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The optimisers' states for whole parameters as this rank loads them; what is still in shards is read."""
+        """The optimisers' states for whole tensors as this rank loads them; what is still in shards is read.
+
+        Raises:
+            DataError: A tensor has neither the shape of the whole parameter nor one element.
+        """
         if not self.sharded:
             return [fill(state) for state in states]
         pairs = zip(optimizers, states, strict=False)
-        return [fill(sharded_state.own_optimizer_state(_plain(o), s, self.sharded)) for o, s in pairs]
+        return [fill(self._converted_optimizer(optimizer, state, _own)) for optimizer, state in pairs]
 
     def watch(self, trainer: Trainer) -> Callable[[], None]:
-        """Let clipping by norm see the shards of all ranks.
-
-        Args:
-            trainer: With the optimisers of the run, before its first step.
-
-        Returns:
-            A function that gives the precision plugin its own clipping back.
+        """Let the Trainer's clipping by norm see the shards of all ranks; returns what undoes it.
 
         Raises:
-            InstallError: An optimiser whose update of one entry reads others.
+            InstallError: See `check_optimizers`.
         """
         if not self.sharded:
             return lambda: None
-        sharded_state.check_optimizers(trainer.optimizers, self.sharded)
+        check_optimizers(trainer.optimizers, self.sharded)
         plugin: Any = trainer.precision_plugin
 
         def clip(optimizer: Optimizer, clip_val: int | float) -> None:
-            sharded_state.clip_norm(plugin.main_params(optimizer), clip_val, self.sharded)
+            clip_norm(plugin.main_params(optimizer), clip_val, self.sharded)
 
         # on the instance: clipping belongs to the plugin, which the user may have chosen
         plugin.clip_grad_by_norm = clip
@@ -114,7 +137,7 @@ class Shards:
 
     def gradient_norm(self) -> Tensor:
         """Norm of the module's gradients with every rank's shards; a collective where some are sharded."""
-        return sharded_state.gradient_norm(self._module.parameters(), self.sharded)
+        return gradient_norm(self._module.parameters(), self.sharded)
 
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
         """Make the parameters whole at the end of a run, in the optimisers too.
@@ -130,14 +153,170 @@ class Shards:
         states = (
             [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in held] if complete else []
         )
-        sharded_state.restore(self.sharded, complete=complete)
+        restore(self.sharded, complete=complete)
         for optimizer, state in zip(held, states, strict=False):
             for group in optimizer.param_groups:
                 group["params"] = [whole.get(id(p), p) for p in group["params"]]
             optimizer.load_state_dict(state)
 
+    def _converted(self, state: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
+        # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
+        converted: dict[str, Any] = copy.copy(state if isinstance(state, dict) else dict(state))
+        for parameter, name in self._names():
+            if name in converted:
+                converted[name] = convert(parameter, converted[name], name)
+        return converted
 
-def _plain(optimizer: Any) -> Optimizer:
-    """The optimiser inside of Lightning's."""
-    plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return plain
+    def _names(self) -> Iterator[tuple[ShardedParameter, str]]:
+        """Every name of every sharded parameter, in the same order on all ranks."""
+        modules = list(self._module.named_modules(remove_duplicate=False))
+        for parameter in self.sharded:
+            prefixes = [fqn for fqn, child in modules if child is parameter.module]
+            assert prefixes, "a sharded parameter's module is installed while its state is read or loaded"
+            for prefix in prefixes:
+                yield parameter, f"{prefix}.{parameter.name}" if prefix else parameter.name
+
+    def _converted_optimizer(
+        self, optimizer: Any, state: Mapping[str, Any], convert: Convert
+    ) -> dict[str, Any]:
+        # the optimiser inside of Lightning's
+        groups = getattr(optimizer, "optimizer", optimizer).param_groups
+        shards = {id(parameter.shard): parameter for parameter in self.sharded}
+        converted = {**state, "state": dict(state["state"])}
+        for group, saved in zip(groups, state["param_groups"], strict=True):
+            for shard, index in zip(group["params"], saved["params"], strict=True):
+                if id(shard) in shards and index in converted["state"]:
+                    converted["state"][index] = {
+                        name: convert(shards[id(shard)], value, name) if _has_elements(value) else value
+                        for name, value in converted["state"][index].items()
+                    }
+        return converted
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
+    """Refuse optimisers that would train a shard otherwise than the whole, or not at all.
+
+    Raises:
+        InstallError: An optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
+    """
+    shards = {id(parameter.shard) for parameter in sharded}
+    replaced = {id(parameter.whole) for parameter in sharded}
+    for optimizer in optimizers:
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if stale := sum(p in replaced for p in held):
+            raise InstallError(
+                f"the optimizer {type(optimizer).__name__!r} has {stale!r} parameters that S2 has replaced by the"
+                " rank's shard, which it would not train; make it in configure_optimizers from self.parameters(), not"
+                " before, or leave S2 out"
+            )
+        kinds = {
+            kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
+        }
+        own = sum(p in shards for p in held)
+        if own and kinds & set(COUPLED):
+            raise InstallError(
+                f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that S2 splits over"
+                f" ranks; its update mixes the elements of a parameter, as those of {COUPLED!r} do, and would see"
+                " a part of them: use an elementwise one (RMSprop, Adam, SGD), or leave S2 out"
+            )
+
+
+def clip_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    sharded: Sequence[ShardedParameter],
+    norm_type: float = 2.0,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` with all ranks' shards in the norm, which it returns; see `gradient_norm`."""
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, sharded, norm_type)
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], sharded: Sequence[ShardedParameter], norm_type: float = 2.0
+) -> Tensor:
+    """Norm of gradients with all ranks' shards in it.
+
+    One all-reduce if a parameter is sharded, else none. Every rank of the model axis must call it.
+
+    Args:
+        parameters: With the gradients.
+        sharded: The sharded parameters; those that are not among `parameters` do not count.
+        norm_type: p, or inf.
+    """
+    parameters = list(parameters)
+    shards = {id(parameter.shard): parameter for parameter in sharded}
+    among = [shards[id(p)] for p in parameters if id(p) in shards]
+    norms = [
+        get_total_norm([p.grad for p in parameters if id(p) not in shards and p.grad is not None], norm_type)
+    ]
+    if among:
+        norms.append(_norm_over_ranks(among, float(norm_type)).to(norms[0].dtype))
+    # an empty list of gradients has a norm on the host
+    return get_total_norm([value.to(norms[-1].device) for value in norms], norm_type)
+
+
+def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
+    """Give the whole parameters their trained values; without the other ranks (`complete`) theirs become nan."""
+    if complete:
+        for parameter in sharded:
+            parameter.restore()
+        return
+    lost = [parameter for parameter in sharded if parameter.trained]
+    for parameter in lost:
+        parameter.restore_own()
+    if lost:
+        sizes = [tuple(parameter.whole.shape) for parameter in lost]
+        rank_zero_warn(
+            f"The run ended early, and {len(lost)} parameters of shapes {sizes!r}, which S2 had split over the ranks,"
+            " could not be collected: what other ranks have trained is nan now. Load a checkpoint before you use the"
+            " module."
+        )
+
+
+def _norm_over_ranks(among: Sequence[ShardedParameter], norm_type: float) -> Tensor:
+    first = among[0].shard
+    grads = [p.shard.grad for p in among if p.shard.grad is not None and p.shard.grad.numel()]
+    own = get_total_norm(grads, norm_type).to(device=first.device, dtype=first.dtype)
+    if norm_type == inf:
+        return collectives.all_reduce(among[0].mesh, own, "max")
+    return collectives.all_reduce(among[0].mesh, own**norm_type) ** (1 / norm_type)
+
+
+def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tensor, name: str) -> None:
+    if value.shape != parameter.shard.shape:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        raise InstallError(
+            f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard"
+            f" of shape {tuple(parameter.shard.shape)!r}; only an optimizer that keeps elementwise state can train"
+            " what S2 splits over ranks: use another one, or leave S2 out"
+        )
+
+
+def _has_elements(value: Any) -> bool:
+    """Whether it is state of the parameter's elements and not, as a number of steps, of the parameter."""
+    return isinstance(value, Stored) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _whole(parameter: ShardedParameter, value: Tensor, name: str) -> Tensor:
+    return parameter.join(value).cpu()
+
+
+def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part:
+    return part_of(parameter, value)
+
+
+def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
+    shape = tuple(parameter.whole.shape)
+    if not isinstance(value, Tensor | Stored) or value.shape != parameter.whole.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
+        raise DataError(
+            f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape {shape!r} is needed,"
+            " of which every rank takes its part: load a checkpoint that was written with strategy='amp' or on one"
+            " device"
+        )
+    whole = value.read() if isinstance(value, Stored) else value
+    # a copy: a view would keep the whole alive
+    return parameter.own(whole).clone()

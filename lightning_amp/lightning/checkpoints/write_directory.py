@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_amp.errors import DataError
+from lightning_amp.errors import DataError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.read_directory import (
@@ -70,18 +70,34 @@ class PartPlanner(DefaultSavePlanner):
         return super().lookup_object(index)
 
 
-def write_directory(checkpoint: dict[str, Any], path: Path, *, rank: int, broadcast: Broadcast) -> None:
-    """Write a checkpoint; a collective.
+def write_directory(
+    checkpoint: dict[str, Any],
+    filepath: str | Path,
+    storage_options: object = None,
+    *,
+    rank: int,
+    broadcast: Broadcast,
+) -> None:
+    """Write a checkpoint in the place of what is there; a collective.
 
     Args:
         checkpoint: What Lightning would save, with a `Part` for each sharded tensor.
-        path: The directory to write, the same on every rank; what is there is replaced.
+        filepath: The directory to write, rank 0's counts.
+        storage_options: There are none for a directory.
         rank: The rank.
         broadcast: Rank 0's value on every rank.
 
     Raises:
         DataError: It could not be written; on every rank.
+        PlanError: There are options, or the path is an address.
     """
+    if storage_options is not None or "://" in str(filepath):
+        raise PlanError(
+            f"save_distributed_checkpoint=True was asked for, and a checkpoint {str(filepath)!r} with"
+            f" storage_options={storage_options!r}; shards are written to a folder of a file system, without"
+            " options: give a path, or leave save_distributed_checkpoint out"
+        )
+    path = Path(broadcast(str(filepath)))
 
     def on_rank_zero(action: Callable[[], None]) -> None:
         decide_on_rank_zero(lambda: _told(action, path), rank=rank, broadcast=broadcast)

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import STATUS_OF_INTERRUPT
 from lightning_amp.lightning._compat import ScriptLauncher
-from lightning_amp.lightning.faults.watch import say
+from lightning_amp.lightning.faults.detector import say
 
 
 class InterruptibleLauncher(ScriptLauncher):
@@ -32,6 +32,12 @@ class InterruptibleLauncher(ScriptLauncher):
         if words:
             say(words)
         sys.exit(STATUS_OF_INTERRUPT)
+
+
+def make_interruptible(launcher: object) -> None:
+    """Let Lightning's launcher end an interrupted run as `InterruptibleLauncher` does; others stay as they are."""
+    if type(launcher) is ScriptLauncher:
+        launcher.__class__ = InterruptibleLauncher
 
 
 def how_to_resume(trainer: Trainer | None) -> str:

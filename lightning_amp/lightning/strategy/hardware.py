@@ -1,32 +1,46 @@
-"""What a rank's device can hold and what it reaches, read from the device; what a person asks for always wins."""
+"""Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
 
 
-def device_budget(device: torch.device, *, local_ranks: int) -> int:
-    """Bytes that one rank may use.
+@dataclass(frozen=True, kw_only=True)
+class ThisRank:
+    """One rank of a run.
 
-    Args:
+    Attributes:
+        rank, n_ranks: This one of all.
+        node_ranks: Ranks on this node.
         device: The rank's device.
-        local_ranks: Ranks on this node; on CPU they share its memory.
+        broadcast: Rank 0's picklable value on every rank.
+        mesh_of: The mesh of all ranks for so many ranks of the model axis.
     """
+
+    rank: int
+    n_ranks: int
+    node_ranks: int
+    device: torch.device
+    broadcast: Broadcast
+    mesh_of: Callable[[int], DeviceMesh]
+
+
+def device_budget(device: torch.device, *, node_ranks: int) -> int:
+    """Bytes that one rank may use; on CPU the ranks of a node share its memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total) // max(1, local_ranks)
+    return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 
 def device_rates(device: torch.device) -> tuple[Rates, str]:
-    """Rates of a device, and a sentence that says whose they are where it is not a known one; else "".
-
-    Args:
-        device: The rank's device.
-    """
+    """Rates of a device, and a sentence that says whose they are where it is not a known one; else ""."""
     if device.type != "cuda":
         return CPU_CORE, ""
     found = torch.cuda.get_device_properties(device)
@@ -37,13 +51,16 @@ def device_rates(device: torch.device) -> tuple[Rates, str]:
     )
 
 
-def with_threads(shape: ModelShape, device: torch.device) -> ModelShape:
-    """The shape of a model that is to run on a device, with the threads that torch has there.
+def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh:
+    """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
 
-    Args:
-        shape: The model.
-        device: The rank's device.
+    Raises:
+        PlanError: The model axis does not divide the ranks.
     """
-    if shape.decoder is None or device.type != "cpu":
-        return shape
-    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
+    if n_ranks % model_ranks:
+        raise PlanError(
+            f"model_parallel_size={model_ranks!r} was asked for, the run has {n_ranks} ranks; it must divide them."
+            " Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
+        )
+    shape = (n_ranks // model_ranks, model_ranks)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "model"))

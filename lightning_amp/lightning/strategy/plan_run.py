@@ -1,14 +1,17 @@
-"""Trainer, data and module -> Plan, as the strategy needs it in `setup`: before optimisers exist, made on rank 0."""
+"""Trainer, data and module -> Plan, made on rank 0 in `setup`, before optimisers exist."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+import torch
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.cells_per_step import Cells, cells_per_step
-from lightning_amp.lightning.strategy.hardware import device_budget, device_rates, with_threads
+from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
@@ -38,71 +41,63 @@ from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import parse_bytes
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lightning_amp.lightning.strategy.strategy import AMPStrategy
-
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""
 RMSPROP_SLOTS = 1
 
 
 def plan_in_force(
-    strategy: "AMPStrategy",
-    trainer: "pl.Trainer",
+    request: Request,
+    here: ThisRank,
+    trainer: pl.Trainer,
     *,
     notes: Sequence[str] = (),
     given: Plan | None = None,
     cells: Cells | None = None,
 ) -> Plan:
-    """The plan of one run, the same on every rank: the given one, or one made on rank 0; as the user wishes it.
+    """The plan of one run, the same on every rank: the one that was asked for, or one made on rank 0.
 
     Args:
-        strategy: With the user's wishes.
+        request: The user's options.
+        here: This rank.
         trainer: Of the run.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
-        given: A plan to carry out instead of the user's wishes.
-        cells: As `cells_per_step` tells, where it was asked already.
+        given: A plan to carry out instead of the one that was asked for.
+        cells: What `cells_per_step` gave, where it was called already.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
-
-    told = cells_per_step(trainer) if cells is None else cells
+    known = cells_per_step(trainer) if cells is None else cells
 
     def decide() -> Plan:
-        asked = strategy.asked_plan if given is None else given
+        asked = request.plan if given is None else given
         if asked is None:
-            return plan_run(strategy, trainer, told)
+            return plan_run(request, here, trainer, known)
         read = asked if isinstance(asked, Plan) else Plan.read(asked)
-        return predict_anew(read, strategy, trainer, told)
+        return predict_anew(read, request, here, trainer, known)
 
     try:
-        plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
+        plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
-    make_sure_of_same_plan(strategy, trainer)
+    make_sure_of_same_plan(request, here, getattr(trainer, "datamodule", None))
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
-    if plan.mesh.data * plan.mesh.model != strategy.world_size:
+    if plan.mesh.data * plan.mesh.model != here.n_ranks:
         raise PlanError(
             f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) was asked for, the run"
-            f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
+            f" has {here.n_ranks} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
-    if not strategy.share_batch_statistics:
+    if not request.share_batch_statistics:
         plan = without_shared_statistics(plan)
-    wish = getattr(getattr(trainer, "datamodule", None), "balance", None)
-    wish = strategy.asked_balance if wish is None else wish
-    return plan if wish == "auto" else with_balance(plan, balance=bool(wish))
+    balance = getattr(getattr(trainer, "datamodule", None), "balance", None)
+    balance = request.balance_cells if balance is None else balance
+    return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
 
 
-def announce(plan: Plan, *, unfit: str) -> None:
-    """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
-
-    Args:
-        plan: The plan in force.
-        unfit: What to do then: "refuse" or "train".
+def announce(plan: Plan, *, if_unfit: str) -> None:
+    """Show the plan before training starts, on rank 0; where it is predicted not to fit, "refuse" it or warn.
 
     Raises:
         PlanError: It does not fit and is refused; on all ranks.
@@ -110,49 +105,41 @@ def announce(plan: Plan, *, unfit: str) -> None:
     rank_zero_info(f"\n{plan_report(plan)}\n")
     if plan.fits is not False:
         return
-    if unfit == "refuse":
+    if if_unfit == "refuse":
         raise PlanError(
             f"{shortfall(plan)}. Nothing was trained: AMPStrategy(unfit='train'), in YAML `unfit: train`, trains anyway"
         )
     rank_zero_warn(shortfall(plan))
 
 
-def plan_run(strategy: "AMPStrategy", trainer: "pl.Trainer", cells: Cells) -> Plan:
-    """Make the plan of one run.
-
-    The data directory is the strategy's, else the data module's; without either the plan is made from the module
-    alone, and says so.
-
-    Args:
-        strategy: With the user's wishes.
-        trainer: Of the run.
-        cells: As `cells_per_step` tells.
+def plan_run(request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells) -> Plan:
+    """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
     Raises:
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    profile, shape, notes = _read(strategy, trainer, cells)
-    rates, note = _rates(strategy)
+    profile, shape, notes = _read(request, here, trainer, cells)
+    rates, note = _rates(request, here)
     made = make_plan(
         profile,
-        devices=strategy.world_size,
-        device_memory=_budget(strategy),
-        policy=strategy.policy,
-        strategies=strategy.strategies,
+        devices=here.n_ranks,
+        device_memory=_budget(request, here),
+        policy=request.policy,
+        strategies=request.strategies,
         batch_size=shape.batch_size,
-        model_parallel_size=strategy.model_parallel_size,
+        model_parallel_size=request.model_parallel_size,
         shape=shape,
         rates=rates,
-        node_devices=strategy.num_processes,
+        node_devices=here.node_ranks,
     )
     return replace(made, notes=(*made.notes, *note, *notes))
 
 
-def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer", cells: Cells) -> Plan:
+def predict_anew(plan: Plan, request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
-    profile, shape, notes = _read(strategy, trainer, cells)
-    rates, note = _rates(strategy)
+    profile, shape, notes = _read(request, here, trainer, cells)
+    rates, note = _rates(request, here)
     notes += note + too_few_cells(profile, plan.mesh, shape.batch_size)
     if shape.batch_norms:
         # the plan may be of a model without
@@ -165,7 +152,7 @@ def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer", cel
         predicted_stratum_bytes=predicted.mean_stratum_bytes,
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
-        budget_bytes=_budget(strategy),
+        budget_bytes=_budget(request, here),
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
         predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),
@@ -175,11 +162,11 @@ def predict_anew(plan: Plan, strategy: "AMPStrategy", trainer: "pl.Trainer", cel
 
 
 def _read(
-    strategy: "AMPStrategy", trainer: "pl.Trainer", cells: Cells
+    request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells
 ) -> tuple[Profile, ModelShape, list[str]]:
     """Profile and shape of the run, and what its prediction leaves out."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    data_dir = getattr(data, "data_dir", None) if strategy.data_dir is None else strategy.data_dir
+    data_dir = request.data_dir_or(data)
     batch_size, unknown = cells
     notes = [unknown] if batch_size is None else []
     if "mixed" in str(trainer.precision):
@@ -192,7 +179,7 @@ def _read(
             "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
         )
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = with_threads(shape if isinstance(module, GLUE) else with_counts(shape), strategy.root_device)
+    shape = _with_threads(shape if isinstance(module, GLUE) else with_counts(shape), here)
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
@@ -209,18 +196,25 @@ def _read(
     return profile, shape, notes
 
 
-def _rates(strategy: "AMPStrategy") -> tuple[Rates, list[str]]:
+def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
     """Of the file that was asked for, else of the device, with a note where it is not known."""
-    if strategy.rates is not None:
-        return Rates.read(strategy.rates).on_nodes_of(strategy.num_processes), []
-    found, note = device_rates(strategy.root_device)
-    return found.on_nodes_of(strategy.num_processes), [note] if note else []
+    if request.rates is not None:
+        return Rates.read(request.rates).on_nodes_of(here.node_ranks), []
+    found, note = device_rates(here.device)
+    return found.on_nodes_of(here.node_ranks), [note] if note else []
 
 
-def _budget(strategy: "AMPStrategy") -> int:
-    if strategy.device_memory is not None:
-        return parse_bytes(strategy.device_memory)
-    return device_budget(strategy.root_device, local_ranks=strategy.num_processes)
+def _budget(request: Request, here: ThisRank) -> int:
+    if request.device_memory is not None:
+        return parse_bytes(request.device_memory)
+    return device_budget(here.device, node_ranks=here.node_ranks)
+
+
+def _with_threads(shape: ModelShape, here: ThisRank) -> ModelShape:
+    """With the threads that torch has on a CPU."""
+    if shape.decoder is None or here.device.type != "cpu":
+        return shape
+    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:

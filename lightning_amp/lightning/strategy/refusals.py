@@ -4,7 +4,7 @@
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
     compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
 
-Optimisers are looked at in sharded_state.py. Known limit: callbacks are recognised by the name of one of their classes.
+Optimisers are looked at in checkpoints/shards.py. Known limit: callbacks are recognised by the name of one of their classes.
 """
 
 from collections.abc import Sequence

@@ -1,104 +1,116 @@
-"""Checks of what a person asks of the strategy, made before any process is started."""
+"""What a person asks of the strategy, checked before any process is started."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import parse_strategies
 from lightning_amp.quantities import parse_bytes
 
+CHOICES: dict[str, tuple[str | bool | None, ...]] = {
+    "policy": ("auto", "paper"),
+    "unfit": (None, "refuse", "train"),
+    "balance_cells": (True, False, "auto"),
+    "share_batch_statistics": (True, False),
+    "save_distributed_checkpoint": (True, False),
+    "check_finite": (True, False),
+}
 
-def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> None:
-    """Check a choice.
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of AMPStrategy, where they are described.
 
     Raises:
-        PlanError: The value is not allowed; 1 and 0 do not pass for True and False.
+        PlanError: A value outside what is allowed, or options that contradict each other.
     """
+
+    policy: Literal["auto", "paper"] = "auto"
+    plan: str | Path | Plan | None = None
+    strategies: list[str] | str | None = None
+    device_memory: str | int | None = None
+    unfit: Literal["refuse", "train"] | None = None
+    rates: str | Path | None = None
+    model_parallel_size: int | Literal["auto"] = "auto"
+    data_dir: str | Path | None = None
+    balance_cells: bool | Literal["auto"] = "auto"
+    share_batch_statistics: bool = True
+    save_distributed_checkpoint: bool = False
+    bucket_mb: float = 25.0
+    check_finite: bool = False
+    lost_after: float = 60.0
+    stuck_after: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            one_of(name, getattr(self, name), allowed)
+        self._check_numbers()
+        self._check_plan()
+        for name, what in (
+            ("rates", "of a file that `lightning-amp calibrate` wrote"),
+            ("data_dir", "of a data directory"),
+        ):
+            path = getattr(self, name)
+            if path is not None and (not isinstance(path, str | Path) or not str(path)):
+                raise PlanError(f"{name}={path!r} was asked for; allowed is the path {what}, or None")
+        if self.device_memory is not None:
+            # as text, for a person who writes 8 means no bytes
+            parse_bytes(str(self.device_memory))
+
+    @property
+    def if_unfit(self) -> str:
+        """What becomes of a plan that is predicted not to fit: "refuse" or "train"."""
+        return self.unfit or ("train" if self.device_memory is None else "refuse")
+
+    def data_dir_or(self, data: object) -> str | Path | None:
+        """The data directory that was asked for, else the data module's; None without either."""
+        found: str | Path | None = getattr(data, "data_dir", None)
+        return found if self.data_dir is None else self.data_dir
+
+    def _check_numbers(self) -> None:
+        size = self.model_parallel_size
+        if size != "auto" and not (_is_number(size, int) and size >= 1):
+            raise PlanError(
+                f"model_parallel_size={size!r} was asked for; allowed are 'auto' and a whole number of ranks, 1 or more"
+            )
+        if not (_is_number(self.bucket_mb) and 0 < self.bucket_mb < float("inf")):
+            raise PlanError(f"bucket_mb={self.bucket_mb!r} was asked for; allowed is a number of MiB above 0")
+        for name in ("lost_after", "stuck_after"):
+            value = getattr(self, name)
+            if not (_is_number(value) and value > 0):
+                raise PlanError(
+                    f"{name}={value!r} was asked for; allowed is a number of seconds above 0, .inf for never"
+                )
+
+    def _check_plan(self) -> None:
+        if self.strategies is not None:
+            parse_strategies(self.strategies)
+        if self.plan is None:
+            return
+        decided = {"policy": self.policy, "model_parallel_size": str(self.model_parallel_size)}
+        beside = {name: value for name, value in decided.items() if value != "auto"}
+        if beside:
+            raise PlanError(
+                f"plan={self.plan!r} was asked for beside {beside!r}, which a plan decides; leave one of the two out"
+            )
+        if not isinstance(self.plan, str | Path | Plan):
+            raise PlanError(
+                f"plan={self.plan!r} was asked for; allowed are a Plan and the path of one written as JSON"
+            )
+        if self.strategies is not None:
+            raise PlanError(
+                f"plan={self.plan!r} and strategies={self.strategies!r} were asked for; a plan names its strategies."
+                " Give one of the two"
+            )
+
+
+def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> None:
+    """Refuse any other value with a PlanError; 1 and 0 do not pass for True and False."""
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise PlanError(f"{name}={value!r} was asked for; allowed are {', '.join(map(repr, allowed))}")
 
 
-def check_numbers(*, model_parallel_size: int | str, bucket_mb: float) -> None:
-    """Check the options that are numbers.
-
-    Raises:
-        PlanError: Not a number, or too small.
-    """
-    whole = isinstance(model_parallel_size, int) and not isinstance(model_parallel_size, bool)
-    if model_parallel_size != "auto" and not (whole and int(model_parallel_size) >= 1):
-        raise PlanError(
-            f"model_parallel_size={model_parallel_size!r} was asked for; allowed are 'auto' and a"
-            " whole number of ranks, 1 or more"
-        )
-    if (
-        isinstance(bucket_mb, bool)
-        or not isinstance(bucket_mb, int | float)
-        or not 0 < bucket_mb < float("inf")
-    ):
-        raise PlanError(f"bucket_mb={bucket_mb!r} was asked for; allowed is a number of MiB above 0")
-
-
-def check_seconds(**seconds: object) -> None:
-    """Check the options that are times.
-
-    Raises:
-        PlanError: Not a number of seconds above 0.
-    """
-    for name, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise PlanError(
-                f"{name}={value!r} was asked for; allowed is a number of seconds above 0, .inf for never"
-            )
-
-
-def check_paths(*, data_dir: object, device_memory: str | int | None, rates: object = None) -> None:
-    """Check the kinds of the data directory and of the file of rates, and the budget.
-
-    Raises:
-        PlanError: Not a path, or not a size.
-    """
-    if rates is not None and (not isinstance(rates, str | Path) or not str(rates)):
-        raise PlanError(
-            f"rates={rates!r} was asked for; allowed is the path of a file that `lightning-amp calibrate` wrote, or"
-            " None"
-        )
-    if data_dir is not None and (not isinstance(data_dir, str | Path) or not str(data_dir)):
-        raise PlanError(
-            f"data_dir={data_dir!r} was asked for; allowed is the path of a data directory, or None"
-        )
-    if device_memory is not None:
-        # as text, for a person who writes 8 means no bytes
-        parse_bytes(str(device_memory))
-
-
-def check_plan(
-    plan: str | Path | Plan | None,
-    strategies: list[str] | str | None,
-    *,
-    policy: str,
-    model_parallel_size: int | str,
-) -> None:
-    """Check a plan and a choice of strategies, and that they do not contradict each other.
-
-    Raises:
-        PlanError: Options beside a plan that it decides, unknown strategies, or a plan that is neither a path nor a
-            Plan.
-    """
-    if strategies is not None:
-        parse_strategies(strategies)
-    decided = {"policy": policy if policy != "auto" else None}
-    decided["model_parallel_size"] = None if model_parallel_size == "auto" else str(model_parallel_size)
-    beside = {name: value for name, value in decided.items() if value is not None}
-    if plan is not None and beside:
-        raise PlanError(
-            f"plan={plan!r} was asked for beside {beside!r}, which a plan decides; leave one of the two out"
-        )
-    if plan is not None and not isinstance(plan, str | Path | Plan):
-        raise PlanError(
-            f"plan={plan!r} was asked for; allowed are a Plan and the path of one written as JSON"
-        )
-    if plan is not None and strategies is not None:
-        raise PlanError(
-            f"plan={plan!r} and strategies={strategies!r} were asked for; a plan names its strategies."
-            " Give one of the two"
-        )
+def _is_number(value: object, kind: type = int | float) -> bool:  # type: ignore[assignment]
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -8,40 +8,29 @@ numbers of cells; rank 0's count.
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.read_profile import profile as read_profile
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 SHOWN = 8
 """Differences that are spelled out."""
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
+COMPARED = ("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells")
 
 
-def facts_of_plan(strategy: "AMPStrategy", trainer: "pl.Trainer") -> dict[str, str]:
-    """Everything that decides the plan, by name, as this rank sees it."""
-    data = getattr(trainer, "datamodule", None)
-    data_dir = getattr(data, "data_dir", None) if strategy.data_dir is None else strategy.data_dir
-    found: dict[str, Any] = {
-        "policy": strategy.policy,
-        "strategies": strategy.strategies,
-        "model_parallel_size": strategy.model_parallel_size,
-        "share_batch_statistics": strategy.share_batch_statistics,
-        "balance_cells": strategy.asked_balance,
-    }
+def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
+    """Everything that decides the plan, by name, as this rank sees it; `data` is the data module or None."""
+    found: dict[str, Any] = {name: getattr(request, name) for name in COMPARED}
     try:
-        if strategy.asked_plan is not None:
-            asked = strategy.asked_plan
+        if (asked := request.plan) is not None:
             found["plan"] = json.loads((asked if isinstance(asked, Plan) else Plan.read(asked)).to_json())
-        if data_dir is not None:
+        if (data_dir := request.data_dir_or(data)) is not None:
             read = read_profile(data_dir, setting=getattr(data, "setting", None))
             found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}
     except AmpError as error:
@@ -49,20 +38,16 @@ def facts_of_plan(strategy: "AMPStrategy", trainer: "pl.Trainer") -> dict[str, s
     return {name: value for name, value in _flat(found) if name.rpartition(".")[2] not in OF_THE_MACHINE}
 
 
-def make_sure_of_same_plan(strategy: "AMPStrategy", trainer: "pl.Trainer") -> None:
+def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
     """Compare with rank 0; a collective, after which all ranks go on or none.
-
-    Args:
-        strategy: With the user's wishes.
-        trainer: With the data module.
 
     Raises:
         PlanError: Another rank's facts differ; on all ranks, with the same text.
     """
-    rank, ranks = strategy.global_rank, strategy.world_size
+    rank, ranks = here.rank, here.n_ranks
     if ranks == 1:
         return
-    facts = facts_of_plan(strategy, trainer)
+    facts = facts_of_plan(request, data)
     box = [facts]
     dist.broadcast_object_list(box, src=0)
     mine = _difference(box[0], facts, rank=rank)

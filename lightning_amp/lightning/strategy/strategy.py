@@ -1,19 +1,16 @@
 """`Trainer(strategy="amp")`: plan before the optimisers exist, install, train on averaged gradients, undo.
 
-Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks read the same cells and draw the
-same numbers; metrics, sums that are logged with sync_dist, and the gradients of what they all compute count them once.
 Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
 
-Known limits: those of steps/weighted_steps.py; buffers that a module changes by itself in training, other than shared
-batch statistics, differ between ranks (which is told, same_parameters.py) until the next validation, where rank 0's are
-taken; `self.all_gather` gathers from all ranks, so a model group's values come once per rank of it; while S2 is
-installed `module.state_dict()`, and a norm of gradients that is not taken by the Trainer's clipping, are those of the
-rank's shards (`gradient_norm` has all; what ranks then train differently is told, same_parameters.py), and so are norms
-of sharded weights.
+Known limits: those of steps/training_step.py; buffers that a module changes by itself in training, other than shared
+batch statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers
+from all ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, norms
+of sharded weights, and a norm of gradients that is not taken by the Trainer's clipping, are those of the rank's shards
+(`gradient_norm` has all). What ranks then train differently is told (same_on_ranks/same_parameters.py).
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,14 +18,15 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_amp.lightning._compat import (
     broadcast_module,
@@ -37,50 +35,38 @@ from lightning_amp.lightning._compat import (
     trainer_of,
 )
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.checkpoints.read_directory import load_directory, refuse_interrupted
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.faults.ends_together import EndsTogether
-from lightning_amp.lightning.faults.watch import Limits
+from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
+from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.lightning.faults.interrupt import make_interruptible
+from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
 from lightning_amp.lightning.same_on_ranks.replicas import (
     check_replicas,
     random_state,
-    seed_workers,
     set_random_state,
     share_random_state,
     take_buffers_of_first,
 )
-from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_batch, share_draws
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
-from lightning_amp.lightning.steps.cell_order import CellOrder, with_same_draws
-from lightning_amp.lightning.steps.cell_weight import CellWeight
-from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once, counted_once, unrounded
-from lightning_amp.lightning.steps.finite_check import FiniteCheck
+from lightning_amp.lightning.steps.cell_order import CellOrder
 from lightning_amp.lightning.steps.step_time import time_steps
-from lightning_amp.lightning.steps.weighted_steps import WeightedSteps
-from lightning_amp.lightning.strategy.meshes import Meshes
+from lightning_amp.lightning.steps.training_step import TrainingStep
+from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
-from lightning_amp.lightning.strategy.refusals import check_callbacks
-from lightning_amp.lightning.strategy.registration import register
-from lightning_amp.lightning.strategy.request import (
-    check_numbers,
-    check_paths,
-    check_plan,
-    check_seconds,
-    one_of,
-)
-from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
-from lightning_amp.parallel.s1_data.gradient_sync import MIB, GradientSync
+from lightning_amp.lightning.strategy.request import Request, one_of
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics as share_statistics
+from lightning_amp.parallel.s1_data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ShareBatchStatistics
 
 
-class AMPStrategy(EndsTogether, WeightedSteps):
+class AMPStrategy(MeshStrategy):
     """Automatic modality-aware parallelization.
 
     Attributes:
-        policy, strategies, device_memory, model_parallel_size, data_dir, rates: The request, as given.
+        request: The options, as given; most are attributes of the strategy too.
         unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
-        asked_plan, asked_balance: The options `plan` and `balance_cells`, as given.
-        share_batch_statistics: Whether BatchNorm is to see the cells of all ranks.
         plan: The plan in force, None before `setup`.
     """
 
@@ -140,17 +126,24 @@ class AMPStrategy(EndsTogether, WeightedSteps):
         Raises:
             PlanError: A value outside what is allowed.
         """
-        one_of("policy", policy, ("auto", "paper"))
-        one_of("unfit", unfit, (None, "refuse", "train"))
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        one_of("balance_cells", balance_cells, (True, False, "auto"))
-        one_of("share_batch_statistics", share_batch_statistics, (True, False))
-        one_of("save_distributed_checkpoint", save_distributed_checkpoint, (True, False))
-        one_of("check_finite", check_finite, (True, False))
-        check_numbers(model_parallel_size=model_parallel_size, bucket_mb=bucket_mb)
-        check_seconds(lost_after=lost_after, stuck_after=stuck_after)
-        check_plan(plan, strategies, policy=policy, model_parallel_size=model_parallel_size)
-        check_paths(data_dir=data_dir, device_memory=device_memory, rates=rates)
+        self.request = Request(
+            policy=policy,
+            plan=plan,
+            strategies=strategies,
+            device_memory=device_memory,
+            unfit=unfit,
+            rates=rates,
+            model_parallel_size=model_parallel_size,
+            data_dir=data_dir,
+            balance_cells=balance_cells,
+            share_batch_statistics=share_batch_statistics,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            bucket_mb=bucket_mb,
+            check_finite=check_finite,
+            lost_after=lost_after,
+            stuck_after=stuck_after,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -161,87 +154,49 @@ class AMPStrategy(EndsTogether, WeightedSteps):
             timeout=timeout,
             start_method=start_method,
         )
-        self.policy = policy
-        self.strategies = strategies
-        self.device_memory = device_memory
-        self.unfit = unfit or ("train" if device_memory is None else "refuse")
-        self.model_parallel_size = model_parallel_size
-        self.data_dir = data_dir
-        self.rates = rates
-        self.share_batch_statistics = share_batch_statistics
+        self.policy, self.strategies, self.unfit = policy, strategies, self.request.if_unfit
+        self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
+        self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
         self.plan: Plan | None = None
-        self.asked_plan = plan
-        self.asked_balance = balance_cells
-        self._save_distributed = save_distributed_checkpoint
-        self.check_finite = check_finite
-        self._limits = Limits(lost_after=lost_after, stuck_after=stuck_after)
-        self._bucket_bytes = int(bucket_mb * MIB)
-        self._meshes, self._shards = Meshes(), Shards()
+        self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
+        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
+        self._shards = Shards()
+        # the training step of a fit, None otherwise
+        self._step: TrainingStep | None = None
         self._undo: list[Callable[[], None]] = []
-        self._gradients: GradientSync | None = None
-        self._weight: CellWeight | None = None
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add the names "amp", "amp_spawn", "amp_fork" and "amp_notebook"."""
-        register(strategy_registry)
-
-    # --- ranks ---
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning gives a distributed sampler to strategies that have this."""
-        return True
+    def register_strategies(cls, strategy_registry: object) -> None:
+        """Nothing: registration.py adds the names when lightning_amp is imported."""
 
     @property
     def _model_ranks(self) -> int:
         if self.plan is not None:
             return self.plan.mesh.model
-        return 1 if self.model_parallel_size == "auto" else self.model_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that train on different cells; `trainer.world_size` counts all ranks."""
-        return self.world_size // self._model_ranks
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a model group read the same cells."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self._model_ranks}
+        asked = self.request.model_parallel_size
+        return 1 if asked == "auto" else asked
 
     @property
     def balance_cells(self) -> bool:
         """Whether the sampler is to balance contacts over the ranks."""
-        if self.asked_balance != "auto":
-            return bool(self.asked_balance)
+        if self.request.balance_cells != "auto":
+            return self.request.balance_cells
         return self.plan is not None and self.plan.balance_cells
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The device mesh with the axes "data" and "model"; there once the processes are connected.
+    # --- life-cycle ---
 
-        Raises:
-            PlanError: The mesh of the plan needs another number of ranks than there are.
-        """
-        return self._meshes.of(self.root_device.type, ranks=self.world_size, model_ranks=self._model_ranks)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints: complete ones or none, unless the user has chosen otherwise."""
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        make_interruptible(self._launcher)
+        # not before, for the Trainer refuses a plugin beside one that the strategy has already
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    # --- life-cycle ---
 
     def setup_environment(self) -> None:
         """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
         drawn = random_state(self.root_device)
         super().setup_environment()
+        self._failures.connected()
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
         set_random_state(drawn, self.root_device)
         if self.world_size > 1:
@@ -250,86 +205,68 @@ class AMPStrategy(EndsTogether, WeightedSteps):
     def setup(self, trainer: Trainer) -> None:
         """Make ranks equal, plan, install, and only then let the optimisers be made."""
         assert self.accelerator is not None, "the Trainer sets the accelerator before setup"
+        module = self.lightning_module
         assert self.model is not None, "the Trainer sets the model before setup"
+        assert module is not None, "the Trainer sets the module before setup"
         self._remove_installed()
         trainer._data_connector.__class__ = CellOrder
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         any_rank = partial(self.reduce_boolean_decision, all=False)
         check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
         broadcast_module(self.model)
-        self._plan_and_install(trainer)
-        if fitting:
+        self._plan_and_install(trainer, self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
             self._share_statistics(self.model)
-            self._average_gradients(self.model)
+            self._step = TrainingStep(
+                module,
+                self.model,
+                self.mesh,
+                self.root_device,
+                precision=self.precision_plugin,
+                shards=self._shards,
+                bucket_bytes=int(self.request.bucket_mb * MIB),
+                check_finite=self.request.check_finite,
+            )
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan)]
-            if self.check_finite:
-                scaled = getattr(self.precision_plugin, "scaler", None) is not None
-                self._finite = FiniteCheck(self.model, rank=self.global_rank, gradients=not scaled)
-                self._undo.append(self._finite.remove)
         self.setup_precision_plugin()
-        if fitting:
+        if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _plan_and_install(self, trainer: Trainer) -> None:
-        # late, for they reach the reference model and every technique, which a Trainer does not need
-        from lightning_amp.adapters.adapt import adapt
-        from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
-        from lightning_amp.lightning.strategy.replan import Planned
+    def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> None:
+        # late, for it reaches the reference model and every technique, which a Trainer does not need
+        from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
-        assert self.model is not None, "the Trainer sets the model before setup"
         self.plan = None
-        foreign = adapt(self.model)
-        self._undo.append(foreign.undo)
-        plan = plan_in_force(self, trainer, notes=foreign.notes)
-        self.plan = plan = replace(plan, notes=(*plan.notes, *foreign.compare(plan)))
-        if trainer.state.fn == TrainerFn.FITTING:
-            announce(plan, unfit=self.unfit)
-        planned = Planned(self, trainer, foreign)
+        planned = InstalledPlan(
+            self.request, self._here, trainer, model, changed=partial(setattr, self, "plan")
+        )
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
-        installed = planned.install(plan)
-        self._undo.append(count_replicas_once(self.model, self.mesh))
-        check_callbacks(installed, getattr(trainer, "callbacks", ()))
-        self._shards = Shards(self.model, installed.sharded, installed.partial)
-        foreign.tell_rows(planned.again)
+        self._shards = planned.install()
 
     def _share_statistics(self, model: nn.Module) -> None:
         """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm."""
         assert self.plan is not None, "installed before"
         planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in self.plan.rules)
         if planned or isinstance(self._layer_sync, TorchSyncBatchNorm):
-            self._undo.append(share_batch_statistics(model, self.mesh["data"]))
+            self._undo.append(share_statistics(model, self.mesh["data"]))
         elif self._layer_sync is not None:
             self.model = self._layer_sync.apply(model)
-
-    def _average_gradients(self, model: nn.Module) -> None:
-        self._weight = CellWeight(self.mesh["data"], self.root_device)
-        self._gradients = GradientSync(
-            model.parameters(),
-            self.mesh,
-            partial=self._shards.partial,
-            sharded=[parameter.shard for parameter in self._shards.sharded],
-            bucket_bytes=self._bucket_bytes,
-            rounds_differently=self.root_device.type == "cuda",
-        )
-        self._gradients.watch()
 
     def _remove_installed(self) -> None:
         """Give the module back as it was; no collectives, for other ranks may be gone."""
         while self._undo:
             self._undo.pop()()
-        if self._gradients is not None:
-            self._gradients.remove()
-        self._gradients = self._weight = self._finite = None
-        self._shards = Shards()
+        if self._step is not None:
+            self._step.remove()
+        self._step, self._shards = None, Shards()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as `deepcopy(trainer)` makes: the watch, and what is to be undone, stay the original's."""
-        return {**vars(self), "_undo": [], "_watch": None, "_adopted": None}
+        """Of a copy, as `deepcopy(trainer)` makes: what is to be undone stays the original's."""
+        return {**vars(self), "_undo": []}
 
     def teardown(self) -> None:
         """Make parameters whole again, undo what was installed, then what Lightning does."""
@@ -339,63 +276,124 @@ class AMPStrategy(EndsTogether, WeightedSteps):
                 self._shards.give_back(self.optimizers, complete=not trainer.interrupted)
             self._remove_installed()
         finally:
-            super().teardown()
+            with self._failures.teardown():
+                super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error of memory what was predicted; then say whose fault it is, here and to the other ranks."""
         if is_out_of_memory(exception):
             exception.args = (f"{exception}. {advice_on_memory(self.plan, self.root_device)}",)
         super().on_exception(exception)
+        self._failures.tell(exception)
 
     def on_validation_start(self) -> None:
         """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
         self._compare_ranks()
-        if self._gradients is not None and self.model is not None and self.data_parallel_size > 1:
+        if self._step is not None and self.model is not None and self.data_parallel_size > 1:
             take_buffers_of_first(self.model, self.mesh["data"].get_group())
 
     def on_train_end(self) -> None:
         """Compare the ranks once more: nothing may have been validated or saved."""
         self._compare_ranks()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with whole parameters; for all ranks, which are compared."""
-        state = super().lightning_module_state_dict()
-        self._compare_ranks()
-        return state
-
     def _compare_ranks(self) -> None:
         module, trainer = self.lightning_module, trainer_of(self.lightning_module)
-        if self._gradients is None or module is None or trainer is None or trainer.interrupted:
+        if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
         warn_of_differences(module, shards, self.mesh, step=trainer.global_step)
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
-        seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
-        dataloader = super().process_dataloader(dataloader)
-        return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)
+    # --- a step ---
 
-    def _share_draws(self) -> None:
-        share_draws(mesh=self.mesh["model"], device=self.root_device)
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's training step."""
+        step = partial(super().training_step, *args, **kwargs)
+        return step() if self._step is None else self._step.forward(step, args[0] if args else None)
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch, once it is certain that a model group reads the same one."""
-        make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def reduce(
-        self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Reduce over all ranks, as DDPStrategy, but do not round a mean of integers, and sum cells once.
+        """Backward of the mean over the cells of all ranks; outside of a fit of the rank's own loss, as under ddp."""
+        if self._step is None:
+            self._shards.refuse_backward()
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return self._step.backward(closure_loss, optimizer, *args, **kwargs)
 
-        Args:
-            tensor: Anything but a tensor is returned as it is.
-            group: None means all ranks.
-            reduce_op: "mean", "sum" and so on, or torch's operation, which is left as it is.
+    def gradient_norm(self) -> Tensor:
+        """Norm of all gradients while training, as clipping sees it; every rank calls it, for shards are summed."""
+        return self._shards.gradient_norm()
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
+        return nullcontext() if self._step is None else self._step.unreduced()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step on averaged gradients; asked by SIGTERM to end once parameters may have changed, end after it."""
+        plain = super().optimizer_step
+
+        def step(closure: Callable[[], Any]) -> Any:
+            if self._step is not None:
+                closure = self._step.averaging(closure, optimizer, mean=self.reduce)
+            return plain(optimizer, closure, model, **kwargs)
+
+        return self._failures.whole_step(step, closure)
+
+    # --- state: whole for everyone outside, in checkpoints and in hooks ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with whole parameters; for all ranks, which are compared.
+
+        With `save_distributed_checkpoint` a sharded tensor is this rank's `Part` instead.
         """
-        if not isinstance(tensor, Tensor) or not isinstance(reduce_op, str):
-            return super().reduce(tensor, group, reduce_op)
-        result = super().reduce(unrounded(tensor, reduce_op), group, reduce_op)
-        # a group that the user has chosen is the user's affair
-        return result if group is not None else counted_once(result, reduce_op, model_ranks=self._model_ranks)
+        trainer = trainer_of(self.lightning_module)
+        failed = trainer is not None and trainer.interrupted
+        with self._failures.saving():
+            wait_for_all(rank=self.global_rank, ranks=self.world_size, failed=failed)
+            state = super().lightning_module_state_dict()
+            state = self._shards.saved_state(state, in_parts=self.request.save_distributed_checkpoint)
+        self._compare_ranks()
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state with whole parameters."""
+        own = {**checkpoint, "state_dict": self._shards.own_state(checkpoint["state_dict"])}
+        super().load_model_state_dict(own, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimiser's state as for whole parameters; a collective where some are sharded."""
+        in_parts = self.request.save_distributed_checkpoint
+        state = super().optimizer_state(optimizer)
+        return self._shards.saved_optimizer_state(optimizer, state, in_parts=in_parts)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load states for whole parameters."""
+        own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a file on rank 0, or a directory of shards, a collective."""
+        if self.request.save_distributed_checkpoint:
+            write_directory(
+                checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast
+            )
+        elif self.is_global_zero:
+            save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+            replacing_directory(Path(filepath), save)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file or a directory of shards, whichever this strategy would write."""
+        path = Path(checkpoint_path)
+        refuse_interrupted(path)
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return load_directory(path, self.checkpoint_io.load_checkpoint, weights_only=weights_only)

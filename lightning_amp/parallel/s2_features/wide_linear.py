@@ -13,7 +13,7 @@ Kept for the backward pass: the own columns of x, [B, F / R], or of sparse count
 
 Legend: cell (B), feature (F), hidden (h), R ranks.
 Known limits: in bf16 the ranks' products are rounded before they are added. The update of an optimiser must be
-elementwise, for it sees only the shard (lightning/checkpoints/sharded_state.py).
+elementwise, for it sees only the shard (lightning/checkpoints/shards.py).
 """
 
 from typing import Any, cast

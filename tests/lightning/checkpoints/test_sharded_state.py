@@ -10,15 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.checkpoints.sharded_state import (
-    check_optimizers,
-    clip_norm,
-    own_optimizer_state,
-    own_state,
-    restore,
-    whole_optimizer_state,
-    whole_state,
-)
+from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, clip_norm, restore
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.parallel.ranks.even_runs import Runs
 from tests.parallel.s2_features.test_s2 import fake_mesh
@@ -71,13 +63,14 @@ def continued(rank: int, world_size: int, checkpoint: Checkpoint | None, steps: 
     """Load a checkpoint on ranks, train, and return the next checkpoint."""
     model = Twice()
     installed = put_in(model.net, model_mesh(world_size))
+    shards = Shards(model, installed.sharded)
     optimizer = adam(model)
     if checkpoint is not None:
         # ranks share the memory of tensors that they are given when they start, and optimisers write to what they load
         checkpoint = copy.deepcopy(checkpoint)
         before = copy.deepcopy(flat(checkpoint))
-        own = own_optimizer_state(optimizer, checkpoint[1], installed.sharded)
-        model.load_state_dict(own_state(model, checkpoint[0], installed.sharded))
+        (own,) = shards.own_optimizer_states([optimizer], [checkpoint[1]])
+        model.load_state_dict(shards.own_state(checkpoint[0]))
         optimizer.load_state_dict(own)
         assert all(torch.equal(a, b) for a, b in zip(flat(checkpoint).values(), before.values(), strict=True))
         kept = own["state"][len(list(model.parameters())) - 1]["exp_avg"]
@@ -85,10 +78,10 @@ def continued(rank: int, world_size: int, checkpoint: Checkpoint | None, steps: 
         assert kept.untyped_storage().nbytes() == kept.nbytes, "no view of the whole"
     train(model, optimizer, steps)
     local = model.state_dict()
-    state = whole_state(model, local, installed.sharded)
+    state = shards.saved_state(local, in_parts=False)
     assert local["net.0.weight"].shape[1] < FEATURES, "the state that was given stays as it was"
     assert state._metadata == local._metadata  # type: ignore[attr-defined]
-    return state, whole_optimizer_state(optimizer, optimizer.state_dict(), installed.sharded)
+    return state, shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=False)
 
 
 @pytest.mark.ranks
@@ -224,9 +217,9 @@ def test_state_of_another_size_is_refused(value: Tensor | None, found: str) -> N
     with pytest.raises(
         DataError, match=rf"state for '0.weight' .* found {found}; .* shape \(5, 7\) is needed"
     ):
-        own_state(model, state, sharded)
+        Shards(model, sharded).own_state(state)
     del state["0.weight"]
-    assert own_state(model, state, sharded) == state, "what is missing is load_state_dict's to refuse"
+    assert Shards(model, sharded).own_state(state) == state, "what is missing is load_state_dict's to refuse"
 
 
 def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
@@ -235,7 +228,7 @@ def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
     model(inputs(FEATURES)).sum().backward()
     optimizer.step()
     with pytest.raises(DataError, match=r"state for 'square_avg' was to be loaded, found \(5, 4\)"):
-        own_optimizer_state(optimizer, optimizer.state_dict(), sharded)
+        Shards(model, sharded).own_optimizer_states([optimizer], [optimizer.state_dict()])
 
 
 def test_optimizers_that_mix_elements_are_refused() -> None:
@@ -251,4 +244,4 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
     model(inputs(FEATURES)).sum().backward()
     optimizer.step()
     with pytest.raises(InstallError, match=r"'Adafactor' keeps 'row_var' of shape \(5, 1\) for a shard"):
-        whole_optimizer_state(optimizer, optimizer.state_dict(), sharded)
+        Shards(model, sharded).saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=False)

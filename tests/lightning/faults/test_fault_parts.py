@@ -31,16 +31,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
-from lightning_amp.lightning.checkpoints.whole_state import WholeState
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
 from lightning_amp.lightning.faults.activity import Doing, doing_of_thread
-from lightning_amp.lightning.faults.ends_together import _requeues_on_sigterm
+from lightning_amp.lightning.faults.detector import Detector, Limits
+from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
 from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
-from lightning_amp.lightning.faults.watch import Limits, Watch
 from lightning_amp.lightning.same_on_ranks import all_ranks_save as save_guard
 from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
-from lightning_amp.lightning.steps.weighted_steps import WeightedSteps
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import facts_of_plan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.faults.fault_cases import Case, run_group
@@ -59,11 +58,11 @@ def until(come: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 @contextlib.contextmanager
-def watching(lost_after: float = 100.0) -> Iterator[tuple[Watch, int]]:
+def watching(lost_after: float = 100.0) -> Iterator[tuple[Detector, int]]:
     """Rank 0's watch and its port."""
     listener = listen("localhost")
     limits = Limits(lost_after=lost_after, stuck_after=100)
-    watch = Watch(0, Doing, limits=limits, listener=listener, link=None, token="t")
+    watch = Detector(0, Doing, limits=limits, listener=listener, link=None, token="t")
     try:
         yield watch, listener.getsockname()[1]
     finally:
@@ -216,13 +215,13 @@ def test_a_save_after_an_error_waits_shortly_and_asks_only_those_that_are_missin
 def test_an_error_is_told_and_not_the_save_that_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, told = AMPStrategy(), []
     trainer_of(strategy)
-    strategy._watch = SimpleNamespace(fault=None, tell=told.append, ended_ranks=list)  # type: ignore[assignment]
+    strategy._failures._detector = SimpleNamespace(fault=None, tell=told.append, ended_ranks=list)  # type: ignore[assignment]
     monkeypatch.setattr(AMPStrategy, "global_rank", 1)
 
     def alone(self: Any) -> None:
         raise AmpError("others have not come")
 
-    monkeypatch.setattr(WholeState, "lightning_module_state_dict", alone)
+    monkeypatch.setattr(DDPStrategy, "lightning_module_state_dict", alone)
     with pytest.raises(AmpError, match="others have not come"):
         strategy.lightning_module_state_dict()
     assert not told, "there was no error before"
@@ -248,9 +247,9 @@ def test_what_all_ranks_raise_is_said_by_the_error_alone_whoever_is_first(
     strategy, said = AMPStrategy(), []
     trainer_of(strategy)
     heard = Fault(rank=0, host="vm", what="failed in setup: PlanError: unlike")
-    strategy._watch = SimpleNamespace(fault=heard)  # type: ignore[assignment]
+    strategy._failures._detector = SimpleNamespace(fault=heard)  # type: ignore[assignment]
     monkeypatch.setattr(AMPStrategy, "global_rank", 1)
-    monkeypatch.setattr("lightning_amp.lightning.faults.ends_together.say", said.append)
+    monkeypatch.setattr("lightning_amp.lightning.faults.failure_watch.say", said.append)
     strategy.on_exception(error)
     assert said == says
 
@@ -262,7 +261,7 @@ def test_a_step_that_has_begun_is_taken_to_its_end(
     """Asked to end in the closure's call number `at`, or after all calls."""
     strategy, steps, called = AMPStrategy(), [], []
     trainer = trainer_of(strategy)
-    strategy._end_on_sigterm(trainer)
+    strategy._failures._end_on_sigterm(trainer)
     end = trainer._signal_connector._sigterm_notifier_fn
 
     def closure() -> None:
@@ -277,13 +276,13 @@ def test_a_step_that_has_begun_is_taken_to_its_end(
             end(signal.SIGTERM, None)
         steps.append(1)
 
-    monkeypatch.setattr(WeightedSteps, "optimizer_step", step)
+    monkeypatch.setattr(DDPStrategy, "optimizer_step", step)
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     with pytest.raises(SIGTERMException) as caught:
         strategy.optimizer_step(optimizer, closure)
     assert caught.value.code == 143
     assert bool(steps) == taken
-    assert not strategy._stepping
+    assert not strategy._failures._stepping
 
 
 @pytest.mark.parametrize(
@@ -302,17 +301,16 @@ def test_sigterm_is_lightning_s_where_it_queues_again_or_there_is_one_rank(
     strategy = AMPStrategy(cluster_environment=environment)
     trainer = trainer_of(strategy)
     before = trainer._signal_connector._sigterm_notifier_fn
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
     monkeypatch.setattr(AMPStrategy, "world_size", ranks)
-    monkeypatch.setattr(AMPStrategy, "_begin_watch", lambda *_: None)
-    super(AMPStrategy, strategy).setup_environment()
+    monkeypatch.setattr(FailureWatch, "_begin", lambda *_: None)
+    strategy._failures.connected()
     assert (trainer._signal_connector._sigterm_notifier_fn != before) == ours
     assert _requeues_on_sigterm(environment) == (ranks == 2 and not ours)
 
 
 def test_a_teardown_that_fails_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, stopped = AMPStrategy(), []
-    strategy._watch = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
+    strategy._failures._detector = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
 
     def fail(self: Any) -> None:
         raise RuntimeError("boom")
@@ -327,17 +325,14 @@ def test_a_process_without_a_run_of_its_own_tears_down(monkeypatch: pytest.Monke
     """As the one whose forks are the ranks, whose error it has to hand on."""
     strategy, stopped = AMPStrategy(), []
     strategy._lightning_module = LightningModule()
-    strategy._watch = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
+    strategy._failures._detector = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
     monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
     strategy.teardown()
     assert stopped == [False]
 
 
 def test_batches_may_differ_between_ranks() -> None:
-    facts = [
-        facts_of_plan(AMPStrategy(), SimpleNamespace(datamodule=SimpleNamespace(batch_size=n, data_dir=None)))  # type: ignore[arg-type]
-        for n in (3, 4)
-    ]
+    facts = [facts_of_plan(Request(), SimpleNamespace(batch_size=n, data_dir=None)) for n in (3, 4)]
     assert facts[0] == facts[1]
 
 

@@ -20,8 +20,8 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError, PlanError
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.faults.activity import Doing
+from lightning_amp.lightning.faults.detector import Detector, Limits
 from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.faults.watch import Limits, Watch
 from lightning_amp.lightning.steps.finite_check import FiniteCheck
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -247,7 +247,7 @@ def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
     listener = listen("localhost")
     port = listener.getsockname()[1]
     limits = Limits(lost_after=4, stuck_after=4)
-    watch = Watch(0, Doing, limits=limits, listener=listener, link=None, token="secret")
+    watch = Detector(0, Doing, limits=limits, listener=listener, link=None, token="secret")
     for message in (
         {"hello": 1, "token": "guess", "host": "x"},
         {"fault": {"rank": 1, "host": "x", "what": "y"}},
@@ -266,9 +266,9 @@ def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
 def test_a_rank_that_ends_well_is_no_fault() -> None:
     listener = listen("localhost")
     limits = Limits(lost_after=1, stuck_after=100)
-    first = Watch(0, Doing, limits=limits, listener=listener, link=None, token="t")
+    first = Detector(0, Doing, limits=limits, listener=listener, link=None, token="t")
     link = connect("localhost", listener.getsockname()[1], timeout=5)
-    second = Watch(1, Doing, limits=limits, listener=None, link=link, token="t")
+    second = Detector(1, Doing, limits=limits, listener=None, link=link, token="t")
     time.sleep(0.3)
     second.stop(failed=False)
     time.sleep(1.5)

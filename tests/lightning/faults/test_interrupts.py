@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.cli import main as cli
 from lightning_amp.lightning.faults.activity import Doing
+from lightning_amp.lightning.faults.detector import ASKED_GRACE_S, GRACE_S, Detector, Limits
 from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.interrupt import how_to_resume
-from lightning_amp.lightning.faults.watch import ASKED_GRACE_S, GRACE_S, Limits, Watch
 from tests.lightning.conformance.cases import QUIET
 from tests.lightning.faults.fault_cases import Case, run_scripts
 
@@ -55,7 +55,7 @@ def test_without_a_checkpoint_it_says_so() -> None:
 @pytest.mark.parametrize(("asked", "grace"), [(True, ASKED_GRACE_S), (False, GRACE_S)])
 def test_a_person_who_waits_waits_less(asked: bool, grace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(lost_after=60, stuck_after=60)
-    watch = Watch(1, Doing, limits=limits, listener=None, link=None, token="t")
+    watch = Detector(1, Doing, limits=limits, listener=None, link=None, token="t")
     watch.stop(failed=False)
     watch._learn(Fault.from_dict(vars(Fault(rank=0, host="x", what="y", asked=asked))))
     for waited, due in ((grace - 0.1, False), (grace + 0.1, True)):

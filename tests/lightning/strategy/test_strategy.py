@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -190,8 +191,8 @@ def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = 
     return "", ""
 
 
-def cannot_plan(strategy: Any, trainer: Any, cells: Any) -> Plan:
-    assert strategy.global_rank == 0, "only rank 0 plans"
+def cannot_plan(request: Any, here: Any, trainer: Any, cells: Any) -> Plan:
+    assert here.rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 
 
@@ -221,10 +222,10 @@ def reductions(rank: int) -> dict[str, Any]:
         "operation": strategy.reduce(torch.tensor(1 + rank), reduce_op=dist.ReduceOp.SUM).item(),
         "no tensor": strategy.reduce("text"),
     }
-    strategy.model_parallel_size = 2
+    strategy.request = Request(model_parallel_size=2)
     values["sum over a model group"] = strategy.reduce(torch.tensor(4), reduce_op="sum").item()
     values["sampler of a model group"] = strategy.distributed_sampler_kwargs
-    strategy.model_parallel_size = 3
+    strategy.request = Request(model_parallel_size=3)
     with pytest.raises(PlanError) as caught:
         _ = strategy.mesh
     values["no mesh"] = str(caught.value)

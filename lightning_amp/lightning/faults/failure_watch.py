@@ -1,11 +1,12 @@
-"""A strategy whose ranks end together, each with a message that names the rank whose fault it was."""
+"""What a strategy does about failures: its ranks end together, each with a message that names the rank at fault."""
 
 import atexit
 import gc
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -15,60 +16,71 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.lightning._compat import ScriptLauncher, launch_process_observer, trainer_of
+from lightning_amp.lightning._compat import launch_process_observer, trainer_of
 from lightning_amp.lightning.faults.activity import doing_of_exception, doing_of_thread
+from lightning_amp.lightning.faults.detector import Detector, Limits, say
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
 from lightning_amp.lightning.faults.interrupt import InterruptibleLauncher, how_to_resume
 from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.faults.watch import Limits, Watch, say
 
 CONNECT_S = 20.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 
+Closure = Callable[[], Any]
 
-class EndsTogether(DDPStrategy):
-    """Watches the other ranks from the moment that the processes are connected until the run has ended."""
 
-    _limits: Limits
-    _watch: Watch | None = None
-    _adopted: list[Any] | None = None
-    _stepping: bool = False
-    """Whether an optimiser may have changed some of the parameters and not yet the others."""
-    _asked_to_end: bool = False
-    """Whether SIGTERM has come meanwhile."""
+class FailureWatch:
+    """Watches the other ranks from the moment that the processes are connected until the run has ended.
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if type(self._launcher) is ScriptLauncher:
-            self._launcher.__class__ = InterruptibleLauncher
+    Args:
+        strategy: Of the run, of whichever kind; it calls the methods below at the moments that they name.
+        lost_after, stuck_after: Seconds after which a rank counts as lost, and as stuck.
+    """
 
-    def setup_environment(self) -> None:
-        """Connect the processes, and let them watch each other."""
-        super().setup_environment()
-        trainer = trainer_of(self.lightning_module)
-        if trainer is not None and self.world_size > 1 and not _requeues_on_sigterm(self.cluster_environment):
+    def __init__(self, strategy: DDPStrategy, *, lost_after: float, stuck_after: float) -> None:
+        self._strategy = strategy
+        self._limits = Limits(lost_after=lost_after, stuck_after=stuck_after)
+        self._detector: Detector | None = None
+        self._adopted: list[Any] | None = None
+        # whether an optimiser may have changed some of the parameters and not yet the others
+        self._stepping = False
+        # whether SIGTERM has come meanwhile
+        self._asked_to_end = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the strategy: the detector stays the original's."""
+        return {**vars(self), "_detector": None, "_adopted": None}
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        return trainer_of(self._strategy.lightning_module)
+
+    def connected(self) -> None:
+        """Begin, once the processes are connected."""
+        if self._strategy.world_size == 1:
+            return
+        trainer = self._trainer
+        if trainer is not None and not _requeues_on_sigterm(self._strategy.cluster_environment):
             self._end_on_sigterm(trainer)
-        if self.world_size > 1:
-            self._begin_watch(trainer)
+        self._begin(trainer)
 
-    def _begin_watch(self, trainer: pl.Trainer | None) -> None:
-        assert self.cluster_environment is not None, "the Trainer sets the environment"
-        self._end_watch(failed=False)
-        address = self.cluster_environment.main_address
-        first = self.global_rank == 0
+    def _begin(self, trainer: pl.Trainer | None) -> None:
+        strategy = self._strategy
+        assert strategy.cluster_environment is not None, "the Trainer sets the environment"
+        self.end(failed=False)
+        address = strategy.cluster_environment.main_address
+        first = strategy.global_rank == 0
         listener = listen(address) if first else None
         port = listener.getsockname()[1] if listener else 0
-        port, token = self.broadcast((port, secrets.token_hex(16)))
-        link = None if first else _link_to_first(address, port, rank=self.global_rank)
+        port, token = strategy.broadcast((port, secrets.token_hex(16)))
+        link = None if first else _link_to_first(address, port, rank=strategy.global_rank)
         if link is None and not first:
             return
         look = partial(doing_of_thread, threading.get_ident(), trainer)
-        self._watch = Watch(
-            self.global_rank,
+        self._detector = Detector(
+            strategy.global_rank,
             look,
             limits=self._limits,
             listener=listener,
@@ -79,11 +91,12 @@ class EndsTogether(DDPStrategy):
 
     def _adopt(self) -> list[Any]:
         """Take the launcher's processes from Lightning's observer, which would kill this one before it can speak."""
-        observed = getattr(self._launcher, "procs", None)
-        if self._start_method != "popen" or not observed:
+        launcher = self._strategy.launcher
+        observed = getattr(launcher, "procs", None)
+        if self._strategy._start_method != "popen" or not observed:
             return []
         # the observer ends when its list is empty; the launcher needs one to pass signals on
-        self._adopted = self._launcher.procs = list(observed)  # type: ignore[union-attr]
+        self._adopted = launcher.procs = list(observed)  # type: ignore[union-attr]
         observed.clear()
         return self._adopted
 
@@ -111,14 +124,8 @@ class EndsTogether(DDPStrategy):
 
         connector._sigterm_notifier_fn = end  # type: ignore[method-assign, assignment]
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step; asked by SIGTERM to end once parameters may have changed, end after it.
+    def whole_step(self, step: Callable[[Closure], Any], closure: Closure) -> Any:
+        """Run an optimiser's step; asked by SIGTERM to end once parameters may have changed, end after it.
 
         They have not while the closure, forward and backward, runs for the first time.
         """
@@ -133,7 +140,7 @@ class EndsTogether(DDPStrategy):
 
         self._stepping = True
         try:
-            output = super().optimizer_step(optimizer, interruptible, model, **kwargs)
+            output = step(interruptible)
         finally:
             self._stepping = False
         if self._asked_to_end:
@@ -141,71 +148,72 @@ class EndsTogether(DDPStrategy):
             raise SIGTERMException(STATUS_OF_SIGTERM)
         return output
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state; if a callback saves after an error and cannot, the error is told, not its consequence."""
+    @contextmanager
+    def saving(self) -> Generator[None, None, None]:
+        """Around a save: if a callback saves after an error and cannot, the error is told, not its consequence."""
         try:
-            return super().lightning_module_state_dict()
+            yield
         except AmpError as error:
             # it ends the callbacks' `on_exception`, and Lightning does not come to the strategy's
-            trainer, cause = trainer_of(self.lightning_module), error.__context__
+            trainer, cause = self._trainer, error.__context__
             if cause is not None and trainer is not None and trainer.interrupted:
-                self.on_exception(cause)
+                self._strategy.on_exception(cause)
             raise
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Say whose fault it is, here and to the other ranks."""
-        super().on_exception(exception)
+    def tell(self, exception: BaseException) -> None:
+        """Say whose fault it is, here and to the other ranks, as the strategy's `on_exception`."""
+        rank, launcher = self._strategy.global_rank, self._strategy.launcher
         # when python ends, it looks through all of torch for garbage, which takes more than a second
         atexit.register(gc.freeze)
-        if isinstance(exception, KeyboardInterrupt) and isinstance(self._launcher, InterruptibleLauncher):
-            trainer = trainer_of(self.lightning_module)
-            self._launcher.last_words = how_to_resume(trainer) if self.global_rank == 0 else ""
-        if self._watch is None:
+        if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, InterruptibleLauncher):
+            launcher.last_words = how_to_resume(self._trainer) if rank == 0 else ""
+        if self._detector is None:
             return
-        fault = self._watch.cause() if is_of_communication(exception) else self._watch.fault
+        fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
         # these are raised on every rank with the same text, which has all that a person needs
         of_all = isinstance(exception, PlanError | InstallError)
-        if fault is not None and fault.rank != self.global_rank:
+        if fault is not None and fault.rank != rank:
             if not (of_all and fault.what.endswith(text_of(exception))):
                 self._blame(exception, fault)
             return
-        doing = doing_of_exception(exception, trainer_of(self.lightning_module))
+        doing = doing_of_exception(exception, self._trainer)
         own = Fault(
-            rank=self.global_rank,
+            rank=rank,
             host=this_host(),
             what=_what(exception, str(doing)),
             asked=isinstance(exception, KeyboardInterrupt),
         )
-        self._watch.tell(own)
+        self._detector.tell(own)
         if not of_all:
-            over = self._watch.ended_ranks() if is_of_communication(exception) else []
+            over = self._detector.ended_ranks() if is_of_communication(exception) else []
             say(f"{own}{f'; ranks {over} had ended their run before' if over else ''}")
 
     def _blame(self, exception: BaseException, fault: Fault) -> None:
-        say(f"rank {self.global_rank} ends: {fault}")
+        say(f"rank {self._strategy.global_rank} ends: {fault}")
         if is_of_communication(exception):
             # where this rank waited for the other is no news, and would bury the message under a hundred lines
             exception.__traceback__ = exception.__cause__ = exception.__context__ = None
         if isinstance(exception, RuntimeError):
             own = text_of(exception).partition(". ")[0]
-            exception.args = (f"{fault}; rank {self.global_rank} ends with it, of {own}",)
+            exception.args = (f"{fault}; rank {self._strategy.global_rank} ends with it, of {own}",)
 
-    def teardown(self) -> None:
-        """Tear down, and end the watch last, whatever comes of that."""
+    @contextmanager
+    def teardown(self) -> Generator[None, None, None]:
+        """Around the strategy's teardown: the watch ends last, whatever comes of that."""
         failed = True
         try:
-            super().teardown()
+            yield
             # where ranks are forks of it, this process has no run of its own
-            trainer = trainer_of(self.lightning_module)
-            failed = trainer is not None and trainer.interrupted
+            failed = self._trainer is not None and self._trainer.interrupted
         finally:
-            self._end_watch(failed=failed)
+            self.end(failed=failed)
 
-    def _end_watch(self, *, failed: bool) -> None:
-        if self._watch is None:
+    def end(self, *, failed: bool) -> None:
+        """Stop the detector; after a failure the processes that rank 0 has started end too."""
+        if self._detector is None:
             return
-        watch, self._watch = self._watch, None
-        watch.stop(failed=failed)
+        detector, self._detector = self._detector, None
+        detector.stop(failed=failed)
         if self._adopted is not None and all(child.poll() is None for child in self._adopted):
             launch_process_observer(self._adopted)
         self._adopted = None
@@ -217,7 +225,7 @@ def _link_to_first(address: str, port: int, *, rank: int) -> Link | None:
     except OSError as error:
         say(
             f"rank {rank} cannot reach rank 0's watch at {address}:{port} ({error}); the end of another rank is noticed"
-            " by the process group alone, within its timeout"
+            " only by the process group, within its timeout"
         )
         return None
 

@@ -1,4 +1,4 @@
-"""Ranks that look after each other: when one ends, all others learn which and why, and end within seconds.
+"""Failure detector: heartbeats to rank 0 over TCP; when a rank ends, all others learn which and why, and end too.
 
     every rank <-> rank 0          a TCP connection with a daemon thread at either end
     once a second                  each says what its main thread is doing, and for how long it has been so
@@ -67,8 +67,8 @@ class _Seen:
     over: bool = False
 
 
-class Watch:
-    """One rank's watch.
+class Detector:
+    """One rank's end of the failure detector, in a thread.
 
     Args:
         rank: The rank.

@@ -1,0 +1,165 @@
+"""A training step over all ranks: the rank's share of the loss, averaged gradients, one optimiser step.
+
+Known limit: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for gradients that were
+not reduced.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import LBFGS, Optimizer
+
+from lightning_amp.errors import DataError
+from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.steps.cell_weight import CellWeight
+from lightning_amp.lightning.steps.finite_check import FiniteCheck
+from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
+
+ONE_VALUE = "Expected more than 1 value per channel"
+"""What torch says of a batch of one cell."""
+
+RAW_BACKWARD = (
+    "Gradients reached an optimizer step without having been averaged over ranks: in manual optimization call"
+    " self.manual_backward(loss), not loss.backward(). They are averaged now, every rank counted equally, but"
+    " gradient clipping before this point has seen the gradients of one rank only."
+)
+
+
+class TrainingStep:
+    """The steps of one fit, on the mean over the cells of all ranks.
+
+    Args:
+        module: The LightningModule.
+        model: It, or what the Trainer's plugins have made of it, with what was installed.
+        mesh: With the axes "data" and "model".
+        device: The rank's device.
+        precision: Of the Trainer.
+        shards: The sharded parameters.
+        bucket_bytes: Largest flat gradient buffer.
+        check_finite: Whether to look for the first NaN.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        precision: Precision,
+        shards: Shards,
+        bucket_bytes: int,
+        check_finite: bool,
+    ) -> None:
+        self._module, self._precision, self._shards = module, precision, shards
+        self._weight = CellWeight(mesh["data"], device)
+        self._gradients = GradientSync(
+            model.parameters(),
+            mesh,
+            partial=shards.partial,
+            sharded=[parameter.shard for parameter in shards.sharded],
+            bucket_bytes=bucket_bytes,
+            rounds_differently=device.type == "cuda",
+        )
+        # loss scaling overflows on purpose and skips such steps
+        scaled = getattr(precision, "scaler", None) is not None
+        self._finite = (
+            FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
+        )
+        self._gradients.watch()
+
+    def remove(self) -> None:
+        """Take all hooks off the module."""
+        self._gradients.remove()
+        if self._finite is not None:
+            self._finite.remove()
+
+    def forward(self, step: Callable[[], STEP_OUTPUT], batch: object) -> STEP_OUTPUT:
+        """Run the module's training step, with its batch noted for weighting.
+
+        Raises:
+            DataError: A batch of one cell that batch normalisation cannot train on.
+        """
+        self._weight.start(batch)
+        self._gradients.watch()
+        if self._finite is not None:
+            self._finite.start()
+        try:
+            output = step()
+        except ValueError as error:
+            if ONE_VALUE not in str(error):
+                raise
+            raise DataError(
+                f"a batch normalisation was to train on one value per channel, which has no variance, found: {error}."
+                " Two cells or more are needed, of all ranks together, or of each with share_batch_statistics=False:"
+                " take a batch_size of 2 or more, and drop_last=True where the last batch of an epoch has one cell"
+            ) from error
+        if self._finite is not None:
+            self._finite.check_loss(output)
+        return output
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
+
+        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
+        """
+        # for parameters that were unfrozen since
+        self._gradients.watch()
+        self._shards.check(loss)
+        if self._finite is not None:
+            self._finite.check_loss(loss)
+        loss = self._precision.pre_backward(loss, self._module)
+        self._precision.backward(self._share_of(loss), self._module, optimizer, *args, **kwargs)
+        if self._finite is not None:
+            self._finite.check_gradients()
+        self._gradients.reduce()
+        return self._precision.post_backward(loss, self._module)
+
+    @contextmanager
+    def unreduced(self) -> Generator[None, None, None]:
+        """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
+        before, self._gradients.blocked = self._gradients.blocked, True
+        try:
+            yield
+        finally:
+            self._gradients.blocked = before
+
+    def averaging(
+        self, closure: Callable[[], Any], optimizer: Optimizer, mean: Callable[[Tensor], Tensor]
+    ) -> Callable[[], Any]:
+        """The closure of an optimiser step, with a last look for gradients that were not averaged.
+
+        Args:
+            closure: Forward and backward.
+            optimizer: Which calls it.
+            mean: Over all ranks.
+        """
+
+        def averaged() -> Any:
+            loss = closure()
+            self._average_rest()
+            # its line search and stopping rules read the loss, and ranks must take the same number of steps
+            is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
+            return mean(self._share_of(loss).detach().clone()) if is_read else loss
+
+        return averaged
+
+    def _share_of(self, loss: Tensor) -> Tensor:
+        weight = self._weight.value()
+        return loss if weight == 1.0 else loss * weight
+
+    def _average_rest(self) -> None:
+        """Average what manual optimisation has left: a raw `loss.backward()`, or a step while blocked."""
+        if self._module.automatic_optimization:
+            return
+        if self._gradients.pending and not self._gradients.blocked:
+            rank_zero_warn(RAW_BACKWARD)
+        self._gradients.reduce(force=True)

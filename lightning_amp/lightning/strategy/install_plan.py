@@ -1,0 +1,152 @@
+"""The plan of a run, installed in its module; made anew where a decoder is given other anchors than its features have.
+
+In `setup`, where a plan is made because optimisers do not exist yet, nothing tells how many rows the v of a foreign
+decoder will have (adapters/adapt.py); its features' anchors are the least. When it is called for the first time with
+others, and before it computes anything, the plan is made anew for them, and what it installs in the decoder takes the
+place of what was there. What loaders, gradients and optimisers know of the ranks' parts by then cannot change any more:
+where the new plan would split something in another way, the old choices stay, with the prediction for the rows that
+there are, and the plan says so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
+from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
+from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
+from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
+from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.parallel.install import Installed, install, lies_in
+from lightning_amp.planning.plan.plan import Plan
+
+
+class InstalledPlan:
+    """The plan in force of one run, and what it has installed, until `undo`.
+
+    Args:
+        request: The user's options.
+        here: This rank.
+        trainer: Of the run.
+        model: The module to install in.
+        changed: Called with the plan, and with every plan that is made anew.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        here: ThisRank,
+        trainer: pl.Trainer,
+        model: nn.Module,
+        *,
+        changed: Callable[[Plan], None],
+    ) -> None:
+        self._request, self._here, self._trainer = request, here, trainer
+        self._model, self._changed = model, changed
+        self._foreign = adapt(model)
+        self._installed = Installed()
+        self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
+
+    def install(self) -> Shards:
+        """Make the plan and carry it out; returns the parameters that it has sharded.
+
+        Raises:
+            AmpError: No plan answers the request, it is predicted not to fit, or the module does not go together with
+                it; what was installed by then is there until `undo`.
+        """
+        notes = self._foreign.notes
+        plan = plan_in_force(self._request, self._here, self._trainer, notes=notes)
+        self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            announce(self._plan, if_unfit=self._request.if_unfit)
+        installed = self._installed = self._made(self._plan)
+        self._foreign.keep(swap.fqn for swap in installed.swaps)
+        check_precision(installed, self._trainer.precision_plugin)
+        self._undo.append(count_replicas_once(self._model, self._mesh))
+        check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
+        shards = Shards(self._model, installed.sharded, installed.partial)
+        self._foreign.tell_rows(self.again)
+        return shards
+
+    def undo(self) -> None:
+        """Put the modules back that were there before."""
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        return self._here.mesh_of(self._plan.mesh.model)
+
+    def _keep(self, plan: Plan) -> None:
+        self._plan = plan
+        self._changed(plan)
+
+    def again(self, rows: str) -> None:
+        """Plan anew, now that a decoder knows how many anchors it has, as `rows` says; all ranks call it."""
+        with _as_in_setup(self._here.device):
+            with self._installed.aside():
+                self._foreign.stand_in()
+                plan = self._plan_again()
+                notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
+            self._keep(plan)
+            announce(plan, if_unfit=self._request.if_unfit)
+            self._renew(plan)
+
+    def _plan_again(self) -> Plan:
+        before, notes = self._plan, self._foreign.notes
+        unknown = any(note.startswith(UNKNOWN) for note in before.notes)
+        cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
+        plan_again = partial(
+            plan_in_force, self._request, self._here, self._trainer, notes=notes, cells=cells
+        )
+        wanted = plan_again()
+        if _split(wanted) == _split(before):
+            return wanted
+        kept = plan_again(given=before)
+        note = (
+            f"for the rows that v has the choice would be {','.join(wanted.strategies)} on {wanted.mesh.data} x"
+            f" {wanted.mesh.model} ranks (data x model), which a run that has begun cannot change to; ask for it with"
+            f" strategies and model_parallel_size={wanted.mesh.model}"
+        )
+        return replace(kept, notes=(*kept.notes, note))
+
+    def _renew(self, plan: Plan) -> None:
+        """Install anew what lies in the decoders; all else is what optimisers know, and the same."""
+        names, swaps = list(self._foreign.decoders), self._installed.swaps
+        outside = [swap for swap in swaps if not lies_in(swap.fqn, names)]
+        self._installed.swaps = [swap for swap in swaps if lies_in(swap.fqn, names)]
+        self._installed.undo()
+        self._installed.swaps = outside + self._made(plan, within=names).swaps
+        self._foreign.keep(swap.fqn for swap in self._installed.swaps)
+
+    def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:
+        check_compiled(self._model, plan)
+        return install(self._model, plan, self._mesh, within=within)
+
+
+def _split(plan: Plan) -> tuple[object, ...]:
+    """What ranks have parts of."""
+    return plan.mesh, plan.axes.placement, plan.axes.features, "S2" in plan.strategies
+
+
+@contextmanager
+def _as_in_setup(device: torch.device) -> Iterator[None]:
+    """Inside of a step, what planning finds out by trying is as it was before it, and draws no numbers of the step."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

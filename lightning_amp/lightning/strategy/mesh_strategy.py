@@ -1,0 +1,102 @@
+"""A strategy over a mesh of data and model ranks: data ranks read different cells, a model group the same ones.
+
+Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
+are logged with sync_dist count them once. Knows nothing of plans.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.lightning.same_on_ranks.replicas import seed_workers
+from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_batch, share_draws
+from lightning_amp.lightning.steps.cell_order import with_same_draws
+from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
+from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
+
+
+class MeshStrategy(DDPStrategy):
+    """Which cells a rank reads, and what ranks count; all else is AMPStrategy's, which overrides none of these."""
+
+    _meshes: dict[tuple[int, int], DeviceMesh]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives a distributed sampler to strategies that have this."""
+        return True
+
+    @property
+    def _model_ranks(self) -> int:
+        """Ranks of a model group."""
+        raise NotImplementedError
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that train on different cells; `trainer.world_size` counts all ranks."""
+        return self.world_size // self._model_ranks
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a model group read the same cells."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self._model_ranks}
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh with the axes "data" and "model"; there once the processes are connected.
+
+        Raises:
+            PlanError: The model axis does not divide the ranks.
+        """
+        return self._mesh_of(self._model_ranks)
+
+    def _mesh_of(self, model_ranks: int) -> DeviceMesh:
+        # made once for a shape: process groups are never given back
+        key = self.world_size, model_ranks
+        if key not in self._meshes:
+            self._meshes[key] = make_mesh(self.root_device.type, n_ranks=key[0], model_ranks=model_ranks)
+        return self._meshes[key]
+
+    @property
+    def _here(self) -> ThisRank:
+        return ThisRank(
+            rank=self.global_rank,
+            n_ranks=self.world_size,
+            node_ranks=self.num_processes,
+            device=self.root_device,
+            broadcast=self.broadcast,
+            mesh_of=self._mesh_of,
+        )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
+        seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
+        dataloader = super().process_dataloader(dataloader)
+        return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)
+
+    def _share_draws(self) -> None:
+        share_draws(mesh=self.mesh["model"], device=self.root_device)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch, once it is certain that a model group reads the same one."""
+        make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduce over all ranks, as DDPStrategy, but do not round a mean of integers, and sum cells once.
+
+        Args:
+            tensor: Anything but a tensor is returned as it is.
+            group: None means all ranks.
+            reduce_op: "mean", "sum" and so on, or torch's operation, which is left as it is.
+        """
+        if not isinstance(tensor, Tensor) or not isinstance(reduce_op, str):
+            return super().reduce(tensor, group, reduce_op)
+        result = super().reduce(unrounded(tensor, reduce_op), group, reduce_op)
+        # a group that the user has chosen is the user's affair
+        return result if group is not None else counted_once(result, reduce_op, model_ranks=self._model_ranks)
