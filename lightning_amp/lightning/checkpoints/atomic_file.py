@@ -41,16 +41,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: What to save.
-            path: Where.
-            storage_options: As for TorchCheckpointIO, which has none.
-
-        Raises:
-            DataError: It cannot be written; what was there before is still there.
-        """
+        """Write a checkpoint; a DataError where that cannot be done, and what was there before is still there."""
         if storage_options is not None or _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -69,16 +60,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            map_location: As for torch.load.
-            weights_only: As for torch.load.
-
-        Raises:
-            DataError: The file is not a complete checkpoint.
-        """
+        """Read a checkpoint; a DataError where the file is not a complete one."""
         try:
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
         except Exception as error:
@@ -96,7 +78,7 @@ class _FirstError:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write, and keep the first error."""
+        """Keep the first error."""
         try:
             return int(self._file.write(data))
         except OSError as error:

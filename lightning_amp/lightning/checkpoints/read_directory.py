@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +52,7 @@ class Stored:
     metadata: Metadata = field(repr=False)
 
     def read(self) -> Tensor:
-        """The whole tensor, in the host's memory.
-
-        Raises:
-            DataError: The shards cannot be read.
-        """
+        """The whole tensor, in the host's memory; a DataError where the shards cannot be read."""
         return _read([self])[self.key]
 
 
@@ -71,11 +67,7 @@ def earlier_name(path: Path) -> Path:
 
 
 def refuse_interrupted(path: Path) -> None:
-    """Name the checkpoint that was there before, where a run ended while it gave a new one its name.
-
-    Raises:
-        DataError: There is nothing at the path, and the earlier checkpoint beside it.
-    """
+    """Name, in a DataError, the earlier checkpoint, where a run ended while it gave a new one its name."""
     previous = earlier_name(path)
     if not path.exists() and is_directory(previous):
         raise DataError(
@@ -84,12 +76,8 @@ def refuse_interrupted(path: Path) -> None:
         )
 
 
-class ReadFile(Protocol):
-    """Reads a plain checkpoint, as a CheckpointIO does."""
-
-    def __call__(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-        """The checkpoint."""
-        ...
+ReadFile = Callable[..., dict[str, Any]]
+"""Reads a plain checkpoint, as `load_checkpoint` of a CheckpointIO does: (path, *, weights_only)."""
 
 
 def open_directory(
@@ -148,19 +136,14 @@ def load_directory(path: Path, read_file: ReadFile, *, weights_only: bool | None
 
 
 def fill(tree: Any) -> Any:
-    """A state with the tensors that it had in `open_directory` as `Stored`; anything else as it is.
+    """A state with the tensors that it had in `open_directory` as `Stored`, read in one pass; all else as it is.
 
     Raises:
         DataError: The shards cannot be read.
     """
-    found: list[Stored] = []
-
-    def note(_: str, value: Any) -> Any:
-        if isinstance(value, Stored):
-            found.append(value)
-        return value
-
-    replaced(tree, note)
+    found: list[Any] = []
+    replaced(tree, lambda _, value: found.append(value))
+    found = [value for value in found if isinstance(value, Stored)]
     if not found:
         return tree
     values = _read(found)

@@ -10,7 +10,7 @@ Known limit: rows that do not follow each other make one box for every run of ad
 
 from dataclasses import dataclass
 from itertools import product
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A block of adjacent entries of the whole tensor, which this rank has."""
 
     offsets: tuple[int, ...]
@@ -30,13 +29,7 @@ class Box:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
-    """A rank's part of a tensor that is split over ranks.
-
-    Attributes:
-        own: The entries that this rank has.
-        shape: Of the whole tensor.
-        boxes: Where they lie.
-    """
+    """A rank's part of a tensor: its own entries, the shape of the whole, and where they lie in it."""
 
     own: Tensor
     shape: torch.Size
@@ -56,11 +49,7 @@ class Part:
         return entries
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be written as if it were the whole.
-
-        Raises:
-            DataError: Always.
-        """
+        """Refuse to be written as if it were the whole."""
         raise DataError(
             f"a checkpoint was to be written with a part of a tensor of shape {tuple(self.shape)!r} outside of"
             " 'state_dict' and 'optimizer_states', where a hook has put it; a part is of use to no one: leave it out,"
@@ -72,15 +61,12 @@ def part_of(parameter: ShardedParameter, own: Tensor) -> Part:
     """What this rank has of a tensor with the shape of a sharded parameter: its values, or an optimiser's state."""
     shape = parameter.whole.shape
     runs = [_runs(_coordinates(parameter, dim)) for dim in range(len(shape))]
-    boxes = tuple(
-        Box(offsets=_column(block, 0), own_offsets=_column(block, 1), sizes=_column(block, 2))
-        for block in product(*runs)
-    )
-    return Part(own=own, shape=shape, boxes=boxes)
+    boxes = (Box(*(tuple(run[i] for run in block) for i in range(3))) for block in product(*runs))
+    return Part(own=own, shape=shape, boxes=tuple(boxes))
 
 
 def _coordinates(parameter: ShardedParameter, dim: int) -> Tensor:
-    """Which entries of a dimension this rank has; asked of the parameter, which alone knows how it is dealt."""
+    """Which entries of a dimension this rank has; asked of the parameter, for only it knows how it is sharded."""
     shape = parameter.whole.shape
     line = torch.arange(shape[dim])
     own = parameter.own(line.view([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape))
@@ -96,7 +82,3 @@ def _runs(coordinates: Tensor) -> list[tuple[int, int, int]]:
     gaps = ((coordinates.diff() != 1).nonzero().flatten() + 1).tolist()
     ends = [*gaps, len(coordinates)]
     return [(int(coordinates[i]), i, end - i) for i, end in zip([0, *gaps], ends, strict=True)]
-
-
-def _column(block: tuple[tuple[int, int, int], ...], which: int) -> tuple[int, ...]:
-    return tuple(run[which] for run in block)

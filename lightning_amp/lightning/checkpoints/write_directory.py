@@ -14,7 +14,7 @@ Known limits: the ranks need one folder, as of a network file system; a bit that
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from math import prod
@@ -37,6 +37,7 @@ from lightning_amp.lightning.checkpoints.read_directory import (
     BULK,
     META,
     earlier_name,
+    fill,
     is_directory,
     open_directory,
     replaced,
@@ -58,7 +59,9 @@ class PartPlanner(DefaultSavePlanner):
         """What this rank could write; called by torch."""
         whole = {key: value for key, value in self.state_dict.items() if not isinstance(value, Part)}
         plan = create_default_local_save_plan(whole, self.is_coordinator)
-        self.plan = replace(plan, items=[*plan.items, *_items(self.state_dict)])
+        parts = [(key, value) for key, value in self.state_dict.items() if isinstance(value, Part)]
+        items = [_item(key, part, box) for key, part in parts for box in part.boxes]
+        self.plan = replace(plan, items=[*plan.items, *items])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -78,14 +81,13 @@ def write_directory(
     rank: int,
     broadcast: Broadcast,
 ) -> None:
-    """Write a checkpoint in the place of what is there; a collective.
+    """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there; a collective.
 
     Args:
-        checkpoint: What Lightning would save, with a `Part` for each sharded tensor.
+        checkpoint: What Lightning would save.
         filepath: The directory to write, rank 0's counts.
         storage_options: There are none for a directory.
-        rank: The rank.
-        broadcast: Rank 0's value on every rank.
+        rank, broadcast: The rank, and rank 0's value on every rank.
 
     Raises:
         DataError: It could not be written; on every rank.
@@ -114,10 +116,7 @@ def write_directory(
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor | Part]]:
-    """A checkpoint with tensors without values, and the values by the key of their place.
-
-    Numbers, tensors of one element without a dimension, and whatever else a state holds, stay where they are.
-    """
+    """A checkpoint with tensors without values, and the values by the key of their place; all else stays."""
     tensors: dict[str, Tensor | Part] = {}
 
     def take(key: str, value: Any) -> Any:
@@ -144,6 +143,23 @@ def replacing_directory(path: Path, write: Callable[[], None]) -> None:
         write()
 
 
+def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True) -> None:
+    """Write the plain file that `save_distributed_checkpoint=False` would have, without starting ranks.
+
+    Lightning loads it under any strategy, and torch without this package. Takes the host's memory for all of it once.
+
+    Args:
+        directory: What a run with `save_distributed_checkpoint=True` has written.
+        out: The file to write; replaced if it is there.
+        weights_only: False reads what may run code.
+
+    Raises:
+        DataError: The directory cannot be read, or the file cannot be written.
+    """
+    stored = open_directory(directory, weights_only=weights_only)
+    AtomicCheckpointIO().save_checkpoint({name: fill(tree) for name, tree in stored.items()}, out)
+
+
 def _is_plain(value: Any) -> bool:
     """Whether torch's checkpoints keep it as it is: a dense tensor of no class of its own, with a dimension."""
     return (
@@ -152,13 +168,6 @@ def _is_plain(value: Any) -> bool:
         and not value.is_quantized
         and value.dim() > 0
     )
-
-
-def _items(tensors: dict[str, Any]) -> Iterator[WriteItem]:
-    for key, value in tensors.items():
-        if isinstance(value, Part):
-            for box in value.boxes:
-                yield _item(key, value, box)
 
 
 def _item(key: str, part: Part, box: Box) -> WriteItem:

@@ -10,10 +10,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
@@ -34,13 +33,12 @@ INNERMOST = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """One look at a rank.
+    """One look at a rank; what there is none of is "".
 
     Attributes:
-        hook: Hook that it is in, "" where there is none.
-        where: File, line and function of the innermost frame of the user's code inside the hook, "" where
-            there is none.
-        waiting: The collective that it waits in, "" where there is none.
+        hook: Hook that it is in.
+        where: File, line and function of the innermost frame of the user's code inside the hook.
+        waiting: The collective that it waits in.
         place: Stage, epoch and batch.
         batches: Batches begun so far; with the hook, what progress is told by.
         unwinding: Whether an error has been raised, and callbacks and loggers hear of it before the run ends.
@@ -61,37 +59,16 @@ class Doing:
             text += f", waiting for other ranks in {self.waiting}"
         return text + (f", at {self.where}" if self.where else "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
-    """What a thread of this process is doing now.
-
-    Args:
-        ident: The thread.
-        trainer: Its Trainer, None when it has none yet.
-    """
+    """What a thread of this process is doing now; `trainer` is None where it has none yet."""
     frame = sys._current_frames().get(ident)
-    return _doing(_outwards(frame), trainer)
+    return _doing(() if frame is None else traceback.walk_stack(frame), trainer)
 
 
 def doing_of_exception(exception: BaseException, trainer: pl.Trainer | None) -> Doing:
-    """What was being done when an exception was raised.
-
-    Args:
-        exception: As caught.
-        trainer: The Trainer, None when there is none.
-    """
-    frames = [(frame, line) for frame, line in traceback.walk_tb(exception.__traceback__)]
-    return _doing(reversed(frames), trainer)
-
-
-def _outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
-    while frame is not None:
-        yield frame, frame.f_lineno or 0
-        frame = frame.f_back
+    """What was being done when an exception was raised."""
+    return _doing(reversed(list(traceback.walk_tb(exception.__traceback__))), trainer)
 
 
 def _doing(frames: Iterable[tuple[FrameType, int]], trainer: pl.Trainer | None) -> Doing:

@@ -8,13 +8,13 @@
     a rank is stuck                `stuck_after` seconds in one hook and batch, and not waiting for others; or all wait
 
 A rank that learns of another's end has `GRACE_S` to raise an error by itself, as it does in a broken collective; then
-its watch ends the process, for a main thread that waits in a collective cannot be woken. After an interrupt, for which
+its detector ends the process, for a main thread that waits in a collective cannot be woken. After an interrupt, for which
 a person waits, it has `ASKED_GRACE_S`. One that has raised by then has `lost_after` seconds for its callbacks and
 loggers. Ranks that end well say so. Time in which this process as a whole stood still counts for nothing: it has heard
 no one.
 
 Known limits: a stuck rank is looked for once its first batch has begun; before that the process group's timeout is the
-bound. Rank 0's watch on other machines than its own needs a free port between them, as the process group does.
+bound. Rank 0's detector on other machines than its own needs a free port between them, as the process group does.
 """
 
 import contextlib
@@ -129,11 +129,7 @@ class Detector:
         return sorted(rank for rank, seen in self._seen.items() if seen.over)
 
     def stop(self, *, failed: bool) -> None:
-        """End the watch, because the run has ended on this rank.
-
-        Args:
-            failed: Whether with an error; then the processes that rank 0 has started end too.
-        """
+        """Stop, for the run has ended on this rank; `failed` ends the processes that rank 0 has started too."""
         for seen in list(self._seen.values()):
             seen.link.send(bye=True)
         if (failed or self.fault) and self._children:
@@ -144,14 +140,15 @@ class Detector:
             self._wake.send(b"x")
         self._thread.join(timeout=GRACE_S)
 
-    # --- the watch's side ---
+    # --- the detector's thread ---
 
     def _run(self) -> None:
         try:
             self._look_after()
         except Exception as error:
             say(
-                f"rank {self._rank}'s watch has ended ({text_of(error)}); faults are noticed by the process group alone"
+                f"rank {self._rank}'s failure detector has ended ({text_of(error)}); faults are noticed by the process"
+                " group only"
             )
             for seen in self._seen.values():
                 seen.link.send(bye=True)
@@ -236,7 +233,7 @@ class Detector:
             seen.doing, seen.waiting = str(message["doing"]), bool(message["waiting"])
             seen.idle, seen.host = float(message["idle"]), str(message["host"])
         if "fault" in message:
-            fault = Fault.from_dict(message["fault"])
+            fault = Fault(**message["fault"])
             # of itself: it ends by itself, and what it still does is no news
             seen.over = seen.over or fault.rank == rank
             self._learn(fault)

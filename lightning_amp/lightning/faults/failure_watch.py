@@ -224,8 +224,8 @@ def _link_to_first(address: str, port: int, *, rank: int) -> Link | None:
         return connect(address, port, timeout=CONNECT_S)
     except OSError as error:
         say(
-            f"rank {rank} cannot reach rank 0's watch at {address}:{port} ({error}); the end of another rank is noticed"
-            " only by the process group, within its timeout"
+            f"rank {rank} cannot reach rank 0's failure detector at {address}:{port} ({error}); the end of another rank"
+            " is noticed only by the process group, within its timeout"
         )
         return None
 

@@ -3,9 +3,7 @@
 import os
 import platform
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import DistError
 
@@ -35,16 +33,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}) {self.what}"
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> "Fault":
-        """From the values that were sent."""
-        return cls(
-            rank=int(plain["rank"]),
-            host=str(plain["host"]),
-            what=str(plain["what"]),
-            asked=bool(plain["asked"]),
-        )
 
 
 def this_host() -> str:

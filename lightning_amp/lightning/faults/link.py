@@ -1,4 +1,4 @@
-"""A connection between the watches of two ranks: JSON objects, one a line.
+"""A connection between the detectors of two ranks: JSON objects, one a line.
 
 Nothing received is ever executed or unpickled; a connection counts only once it has said the run's token.
 """
@@ -31,11 +31,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Link:
-    """One end.
-
-    Args:
-        sock: A connected socket; the link closes it.
-    """
+    """One end of a connected socket, which the link closes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -82,7 +78,7 @@ class Link:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket on a free port: of this machine alone where all ranks are on it, else of all its addresses.
+    """A listening socket on a free port: local where all ranks are on this machine, else on all its addresses.
 
     Args:
         address: That of the first rank's machine, as the cluster knows it.
@@ -95,12 +91,6 @@ def listen(address: str) -> socket.socket:
 
 
 def connect(address: str, port: int, *, timeout: float) -> Link:
-    """A link to a listening rank.
-
-    Args:
-        address: Its machine.
-        port: Its port.
-        timeout: Seconds to try.
-    """
+    """A link to a listening rank; tries for `timeout` seconds."""
     host = "127.0.0.1" if address in LOOPBACK else address
     return Link(socket.create_connection((host, port), timeout=timeout))

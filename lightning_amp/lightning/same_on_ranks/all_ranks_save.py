@@ -1,4 +1,4 @@
-"""Saving is for all ranks: one that saves alone would wait for the others for ever, and they for it in the next step.
+"""Saving is for all ranks: if only one saves, it would wait for the others for ever, and they for it in the next step.
 
 Every rank counts its saves in the store of the process group and waits until all others have counted as many. Some
 requests to the store per save, no collective.
@@ -23,8 +23,7 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     """Return once every rank has come here as often as this one.
 
     Args:
-        rank: This rank.
-        ranks: Of so many.
+        rank, ranks: This rank of so many.
         failed: Whether this rank's run has failed, and a callback saves what there is.
 
     Raises:

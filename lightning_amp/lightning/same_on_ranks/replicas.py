@@ -96,8 +96,7 @@ def check_replicas(
 
     Args:
         module: The rank's module.
-        rank: The rank.
-        broadcast: Rank 0's value on every rank.
+        rank, broadcast: The rank, and rank 0's value on every rank.
         any_rank: Whether a condition holds on at least one rank, known to all.
 
     Raises:

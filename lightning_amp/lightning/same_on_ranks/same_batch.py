@@ -29,12 +29,7 @@ COMPARED = 4096
 
 
 def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.device) -> None:
-    """Compare a batch, and the state of the random generators, within a model group; its ranks all call this.
-
-    Args:
-        batch: As the loader gave it.
-        mesh: The model axis.
-        device: The rank's device.
+    """Compare a batch, and the state of the random generators, over the model axis; its ranks all call this.
 
     Raises:
         DataError: The ranks of the group hold different batches; on all of them.

@@ -55,7 +55,7 @@ def warn_of_differences(
 
     Args:
         module: With the same parameters and buffers, by name, on every rank.
-        sharded: Parameters of which a rank of the model axis has a part of its own.
+        sharded: Parameters of which a rank of the model axis has its shard.
         mesh: With the axes "data" and "model".
         step: For the warning.
     """
@@ -65,7 +65,7 @@ def warn_of_differences(
     found = differing({**named, **common_buffers(module)}, mesh, {id(parameter) for parameter in sharded})
     if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
-            f"{_told('parameters', parameters, step)} A rank changes parameters by something that it alone knows: a"
+            f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"
             " norm of gradients taken by hand where the plan splits parameters (trainer.strategy.gradient_norm() is the"
             " same on all), torch.autograd.grad inside a split decoder, or its own cells or random numbers."
             " lightning-amp verify compares with one device"

@@ -59,7 +59,7 @@ class Dealt(DistributedSampler[Any]):
     """This rank's part of every batch, or of every R items where the loader makes no batches."""
 
     def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
-        """Deal what `loader` reads to `num_replicas` ranks, of which this is `rank`.
+        """Share what `loader` reads.
 
         Raises:
             DataError: The loader's order has no length, so that nobody knows which step is the last.
@@ -133,11 +133,9 @@ class SameDraws(Sampler[Any]):
 
 
 def with_same_draws(loader: object, agree: Callable[[], None]) -> object:
-    """Let the ranks of a model group draw the same order.
+    """Let the ranks of a model group draw the same order; `agree`, a collective, gives them the same random numbers.
 
-    Args:
-        loader: Anything but torch's loaders is returned as it is.
-        agree: Gives the ranks the same random numbers; a collective.
+    Anything but torch's loaders is returned as it is.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
         return loader

@@ -35,14 +35,9 @@ class GatherOver:
 
 
 def count_replicas_once(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Let the metrics of a module gather over the data axis.
+    """Let the metrics of a module gather over the data axis of a mesh; returns what takes it back.
 
-    Args:
-        module: Metrics with a `process_group` or a `dist_sync_fn` of the user's are left as they are.
-        mesh: With the axes "data" and "model".
-
-    Returns:
-        A function that takes it back; it may be called twice.
+    Metrics with a `process_group` or a `dist_sync_fn` of the user's are left as they are.
     """
     # a copy of another run's metric, which was no child of the module at that run's end
     _take_back(module)

@@ -4,14 +4,14 @@
     loss        looked at before backward, on the rank that has it and before any rank has averaged with it
     gradient    looked at as soon as it is accumulated, before it is averaged: the first in the order of backward
 
-Outputs alone stop nothing: a module may well return -inf where a score is masked. Each look waits for the device.
+Outputs by themselves stop nothing: a module may well return -inf where a score is masked. Looking waits for the device.
 
 Known limits: gradients are not looked at under loss scaling (precision="16-mixed"), which overflows on purpose and
 skips such steps; what is computed outside of modules is attributed to no module.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +24,7 @@ STRATUM = re.compile(r"\bstrata\.(\d+)\b")
 
 
 class FiniteCheck:
-    """Watches one module.
-
-    Args:
-        module: As it is trained, with what was installed.
-        rank: This rank.
-        gradients: Whether to look at gradients too.
-    """
+    """Watches one module as it is trained, its gradients too if asked."""
 
     def __init__(self, module: nn.Module, *, rank: int, gradients: bool) -> None:
         self._rank = rank
@@ -54,21 +48,13 @@ class FiniteCheck:
         self._first = self._reader = self._gradient = ""
 
     def check_loss(self, output: Any) -> None:
-        """Look at what the training step returned, or the loss of a manual backward.
-
-        Raises:
-            ModelError: It holds NaN or infinity.
-        """
+        """Refuse, with a ModelError, a loss that is not finite, as the step returned it or a manual backward got it."""
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and not _is_finite(loss):
             raise ModelError(f"{self._seen(f'a loss of {loss.detach().sum().item()!r}')}{self._origin()}")
 
     def check_gradients(self) -> None:
-        """Look at what backward has left, before it is averaged.
-
-        Raises:
-            ModelError: A gradient holds NaN or infinity.
-        """
+        """Refuse, with a ModelError, gradients that are not finite, before they are averaged."""
         if self._gradient:
             what = f"a gradient that is not finite, first that of parameter {self._gradient!r}"
             raise ModelError(f"{self._seen(what)}{_stratum(self._gradient)}{self._origin()}")
@@ -111,11 +97,8 @@ def _stratum(name: str) -> str:
 
 
 def _all_finite(values: Any) -> bool:
-    return all(_is_finite(tensor) for tensor in _floating(tensors_in(values)))
-
-
-def _floating(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (t for t in tensors if t.is_floating_point() and t.layout is torch.strided)
+    floating = (t for t in tensors_in(values) if t.is_floating_point() and t.layout is torch.strided)
+    return all(map(_is_finite, floating))
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -28,12 +28,7 @@ MOST = 200
 
 
 def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
-    """Time the steps of a fit on rank 0; returns what ends it.
-
-    Args:
-        trainer: The Trainer, about to fit.
-        plan: The plan in force.
-    """
+    """Time the steps of a fit on rank 0; returns what ends it."""
     if plan is None or plan.predicted_step_seconds is None or not trainer.is_global_zero:
         return lambda: None
     timer = StepTimer(plan)
@@ -49,11 +44,7 @@ def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
 
 
 class StepTimer(pl.Callback):
-    """Takes the time of training steps.
-
-    Args:
-        plan: The plan in force.
-    """
+    """Takes the time of training steps, for which a plan predicts one."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

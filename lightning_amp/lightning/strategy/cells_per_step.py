@@ -32,10 +32,7 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     called, and the Trainer takes what it gave; only one that draws random numbers, which are to be drawn where a plain
     run draws them, is called by the Trainer again. Every rank calls this, for the hook may communicate. Of several
     loaders the largest counts. A hook that is to be called every few epochs may give other loaders each time: it is
-    left alone, and so is that of a module without a decoder, of which the cells would predict nothing.
-
-    Args:
-        trainer: Its data is attached.
+    not called, and neither is that of a module without a decoder, of which the cells would predict nothing.
     """
     source = trainer.fit_loop._data_source
     # a data module may be given for its plan beside loaders

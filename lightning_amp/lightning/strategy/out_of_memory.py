@@ -15,12 +15,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
-    """One sentence or two for a person whose run has just ended.
-
-    Args:
-        plan: The plan in force, None before it is made.
-        device: The rank's device.
-    """
+    """One sentence or two for a person whose run has just ended; `plan` is None before it is made."""
     if device.type == "cuda":
         measured = f"{format_bytes(torch.cuda.max_memory_allocated(device))} were in use at most"
     else:

@@ -4,7 +4,8 @@
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
     compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
 
-Optimisers are looked at in checkpoints/shards.py. Known limit: callbacks are recognised by the name of one of their classes.
+Optimisers are looked at in checkpoints/shards.py.
+Known limit: callbacks are recognised by the name of one of their classes.
 """
 
 from collections.abc import Sequence
@@ -29,11 +30,7 @@ KEEPS_LAYERS = ("ModelPruning",)
 
 
 def check_precision(installed: "Installed", precision: Precision) -> None:
-    """Refuse loss scaling with sharded parameters: an overflow in one shard would let one rank alone skip the step.
-
-    Raises:
-        PlanError: The precision plugin has a gradient scaler.
-    """
+    """Refuse, with a PlanError, loss scaling of shards: an overflow in one would let only its rank skip the step."""
     if installed.sharded and getattr(precision, "scaler", None) is not None:
         raise PlanError(
             f"precision={getattr(precision, 'precision', '16-mixed')!r} was asked for, whose loss scaling skips steps"
@@ -43,11 +40,7 @@ def check_precision(installed: "Installed", precision: Precision) -> None:
 
 
 def check_compiled(module: nn.Module, plan: Plan) -> None:
-    """Refuse to change what torch.compile has wrapped.
-
-    Raises:
-        PlanError: A rule is for a compiled module, or what is inside of it.
-    """
+    """Refuse, with a PlanError, to change what torch.compile has wrapped, or what is inside of it."""
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     if getattr(module, "_compiler_ctx", None) is not None:
         compiled.append("")
@@ -57,8 +50,8 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
         if any(not name or start == name or start.startswith(f"{name}.") for name in compiled):
             raise PlanError(
                 f"torch.compile was applied to {compiled!r} ('' is the whole module), and the plan changes {rule.fqn!r}"
-                f" by {rule.strategy}, which compiled code would not follow. Compile layers outside of the decoder"
-                " alone, or ask for strategies='S1', which changes none"
+                f" by {rule.strategy}, which compiled code would not follow. Compile only layers outside of the"
+                " decoder, or ask for strategies='S1', which changes none"
             )
 
 
@@ -66,8 +59,7 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None
     """Refuse callbacks that hold the module as it was before.
 
     Raises:
-        PlanError: Averaging of a module with shards, or of buffers that were replaced, or pruning of a module that the
-            plan changes.
+        PlanError: One averages shards, or buffers that were replaced, or prunes a module that the plan changes.
     """
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]

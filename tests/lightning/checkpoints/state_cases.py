@@ -24,7 +24,7 @@ from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.loading.dataset import StepIndices
 from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.checkpoints.convert import convert_checkpoint
+from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
 from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
 from lightning_amp.lightning.checkpoints.write_directory import write_directory
