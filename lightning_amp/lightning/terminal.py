@@ -19,7 +19,7 @@ class NarrowBar(RichProgressBar):
         return [TextColumn("{task.description}"), BarColumn(BAR_WIDTH), MofNCompleteColumn()]
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Losses alone."""
+        """Only the losses."""
         found = dict(super().get_metrics(trainer, pl_module))
         found.pop("v_num", None)
         return cast(dict[str, Any], found)

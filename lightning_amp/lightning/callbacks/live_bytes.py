@@ -1,9 +1,9 @@
 """Exact bytes of the tensors that are alive, on any device, counted storage by storage.
 
-Every operator that torch dispatches is looked at: a storage that it returned and did not receive is new and
-counts until it dies, however many tensors view it. Views, in-place operators and `out=` into an existing
-storage are free. Backward passes are seen too, `torch.autograd.grad` inside another forward and recomputation
-included. Only weak references are kept. Fake and meta tensors count as if they were real.
+A storage that an operator returned and did not receive is new and counts until it dies, however many tensors view it.
+Views, in-place operators and `out=` into an existing storage are free. Backward passes are seen too,
+`torch.autograd.grad` inside another forward and recomputation included. Only weak references are kept. Fake and meta
+tensors count as if they were real.
 
 Exact up to what an allocator adds (`rounding`), and to these known limits:
 
@@ -105,11 +105,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
     """The tensors among the arguments of an operator: in any nesting of lists, tuples and dicts."""
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_of(value)
-    elif isinstance(values, dict):
-        for value in values.values():
+    elif isinstance(values, list | tuple | dict):
+        for value in values.values() if isinstance(values, dict) else values:
             yield from tensors_of(value)
 
 

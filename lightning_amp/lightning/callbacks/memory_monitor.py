@@ -15,24 +15,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.callbacks.memory_meters import CudaMeter, Meter, TensorMeter
+from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (
-    "rank",
-    "step",
-    "decoder",
-    "stratum",
-    "current_bytes",
-    "peak_bytes",
-    "predicted_bytes",
-    "rss_bytes",
+    *("rank", "step", "decoder", "stratum"),
+    *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"),
 )
 WHOLE_STEP = "step"
 Row = dict[str, Any]
@@ -48,8 +43,8 @@ class StratumMemoryMonitor(pl.Callback):
     through the strata more than once, the first pass counts.
 
     Logged are `amp/peak_bytes`, the largest peak of the epoch's measured steps on any rank, and
-    `amp/peak_predicted_bytes` where the strategy has a plan. The files hold the rows of all ranks, those of
-    rank 0 alone when the fit ended with an exception. `written` names them, on rank 0.
+    `amp/peak_predicted_bytes` where the strategy has a plan. The files hold the rows of all ranks, only
+    rank 0's when the fit ended with an exception. `written` names them, on rank 0.
 
     Args:
         every_n_steps: Distance of measured steps; steps are training batches.
@@ -95,7 +90,8 @@ class StratumMemoryMonitor(pl.Callback):
             held = [*pl_module.parameters(), *pl_module.buffers()]
             held += [p.grad for p in pl_module.parameters() if p.grad is not None]
             states = [dict(optimizer.state) for optimizer in trainer.optimizers]
-            meter = CudaMeter(pl_module.device) if pl_module.device.type == "cuda" else TensorMeter()
+            cuda = pl_module.device.type == "cuda"
+            meter = CudaMeter(pl_module.device) if cuda else TensorMeter()
             meter.start([held, states, batch])
             place = {"rank": trainer.global_rank, "step": step}
             self._open = _MeasuredStep(meter, pl_module, place=place, plan=_plan(trainer))
@@ -182,10 +178,45 @@ class StratumMemoryMonitor(pl.Callback):
             self.written += _draw(target / "memory.png", self.rows, budget_bytes=budget)
 
 
+class TensorMeter(LiveBytes):
+    """Bytes of live tensors, on any device; and most of them since `start`."""
+
+    def start(self, held: Any) -> None:
+        """Count these and all that are made from now on."""
+        self.watch(held)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def read(self) -> tuple[int, int]:
+        """Bytes alive, and their peak."""
+        return self.current, self.peak
+
+    def stop(self) -> None:
+        """Look no further."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class CudaMeter:
+    """The same of torch's allocator on one CUDA device, which has counted what is held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self, held: Any) -> None:
+        """Let the peak begin here."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> tuple[int, int]:
+        """Bytes given out, and their peak."""
+        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+
+    def stop(self) -> None:
+        """Nothing was taken."""
+
+
 class _MeasuredStep:
     """One step while it is measured: hooks on the strata until `close`."""
 
-    def __init__(self, meter: Meter, module: nn.Module, *, place: Row, plan: Any) -> None:
+    def __init__(self, meter: TensorMeter | CudaMeter, module: nn.Module, *, place: Row, plan: Any) -> None:
         decoders = find_decoders(module)
         self.rows: list[Row] = []
         self._meter = meter

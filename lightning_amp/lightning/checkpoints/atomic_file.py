@@ -71,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class _FirstError:
-    """A file for torch.save, which hides the error of a failed write behind one of its own."""
+    """A file for torch.save, which hides the error of a failed write behind another one."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

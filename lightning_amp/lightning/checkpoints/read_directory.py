@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ META = "meta.pt"
 """As Lightning's other strategies name it."""
 BULK = ("state_dict", "optimizer_states")
 """What a checkpoint keeps in shards."""
+DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError)
+"""What reading a damaged file raises."""
 ANOTHER = "write the checkpoint anew, or take an earlier one"
 
 
@@ -98,8 +101,11 @@ def open_directory(
             raise _damaged(
                 path, f"has no file {name!r}; a directory of shards has both {META!r} and {TORCH_META!r}"
             )
-    skeleton = _loaded(path, read_file or _load_file, weights_only=weights_only)
-    metadata = _metadata(path, weights_only=weights_only is not False)
+    read: Callable[[], Any] = partial(read_file or _load_file, path / META, weights_only=weights_only)
+    skeleton: dict[str, Any] = _safely(path, META, read, DAMAGE)
+    read = partial(read_metadata, path, weights_only=weights_only is not False)
+    # a damaged pickle may raise anything
+    metadata: Metadata = _safely(path, TORCH_META, read, (Exception,))
     if BULK[0] not in skeleton:
         raise DataError(
             f"{str(path)!r} was to be loaded, its {META!r} has {sorted(map(str, skeleton))!r} and no {BULK[0]!r}:"
@@ -167,26 +173,17 @@ def _load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     return content
 
 
-def _loaded(path: Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
+def _safely(path: Path, name: str, read: Callable[[], Any], damage: tuple[type[Exception], ...]) -> Any:
+    """What one of the two pickles of a directory holds; a DataError where it could run code, or of `damage`."""
     try:
-        return read_file(path / META, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if asked is None:
-            raise _unreadable(path, META, error) from error
-        raise _unsafe(path, META, asked[1]) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise _unreadable(path, META, error) from error
-
-
-def _metadata(path: Path, *, weights_only: bool) -> Metadata:
-    try:
-        return read_metadata(path, weights_only=weights_only)
+        return read()
     except UnknownGlobalError as error:
-        raise _unsafe(path, TORCH_META, str(error)) from error
-    except Exception as error:
-        # a damaged pickle may raise anything
-        raise _unreadable(path, TORCH_META, error) from error
+        raise _unsafe(path, name, str(error)) from error
+    except damage as error:
+        asked = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL ([\w.]+)", str(error))
+        if asked:
+            raise _unsafe(path, name, asked[1]) from error
+        raise _damaged(path, f"has a file {name!r} that cannot be read: {error!r}") from error
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
@@ -233,10 +230,6 @@ def _read(wanted: Iterable[Stored]) -> dict[str, Tensor]:
         reasons = [repr(reason) for reason, _ in error.failures.values()]
         raise _damaged(directory, f"has shards that cannot be read: {reasons!r}") from error
     return values
-
-
-def _unreadable(path: Path, name: str, error: Exception) -> DataError:
-    return _damaged(path, f"has a file {name!r} that cannot be read: {error!r}")
 
 
 def _unsafe(path: Path, name: str, asked: str) -> DataError:

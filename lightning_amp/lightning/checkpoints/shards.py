@@ -63,11 +63,7 @@ class Shards:
         check_region(loss, self._module, partial=self.partial, sharded=self.sharded)
 
     def refuse_backward(self) -> None:
-        """Refuse a backward that nobody completes, outside of a fit.
-
-        Raises:
-            PlanError: A gradient lies on several ranks.
-        """
+        """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on several ranks."""
         if self.partial or self.sharded:
             raise PlanError(
                 "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other ranks"
@@ -79,11 +75,7 @@ class Shards:
         return self._converted(state, _part if in_parts else _whole) if self.sharded else state
 
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state with whole tensors as this rank loads it.
-
-        Raises:
-            DataError: A tensor has not the shape of the whole parameter.
-        """
+        """A state with whole tensors as this rank loads it; a DataError where one has another shape."""
         return self._converted(state, _own) if self.sharded else state
 
     def saved_optimizer_state(
@@ -92,7 +84,7 @@ class Shards:
         """An optimiser's state with whole tensors, a collective, or with this rank's parts of them.
 
         Raises:
-            InstallError: The state of a shard has not the shape of the shard.
+            InstallError: The state of a shard has not its shape.
         """
         if not self.sharded:
             return state
@@ -118,11 +110,7 @@ class Shards:
         return [fill(self._converted_optimizer(optimizer, state, _own)) for optimizer, state in pairs]
 
     def watch(self, trainer: Trainer) -> Callable[[], None]:
-        """Let the Trainer's clipping by norm see the shards of all ranks; returns what undoes it.
-
-        Raises:
-            InstallError: See `check_optimizers`.
-        """
+        """Check the optimisers, and let clipping by norm see the shards of all ranks; returns what undoes it."""
         if not self.sharded:
             return lambda: None
         check_optimizers(trainer.optimizers, self.sharded)
@@ -142,9 +130,7 @@ class Shards:
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
         """Make the parameters whole at the end of a run, in the optimisers too.
 
-        Args:
-            optimizers: Those of the run.
-            complete: Whether all ranks are there; then it is a collective, else other ranks' values are lost.
+        With all ranks (`complete`) it is a collective, else other ranks' values are lost.
         """
         if not self.sharded:
             return
@@ -237,14 +223,9 @@ def clip_norm(
 def gradient_norm(
     parameters: Iterable[nn.Parameter], sharded: Sequence[ShardedParameter], norm_type: float = 2.0
 ) -> Tensor:
-    """Norm of gradients with all ranks' shards in it.
+    """The p-norm of gradients with all ranks' shards in it; of `sharded`, those that are among `parameters` count.
 
-    One all-reduce if a parameter is sharded, else none. Every rank of the model axis must call it.
-
-    Args:
-        parameters: With the gradients.
-        sharded: The sharded parameters; those that are not among `parameters` do not count.
-        norm_type: p, or inf.
+    One all-reduce if one is, else none. Every rank of the model axis must call it.
     """
     parameters = list(parameters)
     shards = {id(parameter.shard): parameter for parameter in sharded}

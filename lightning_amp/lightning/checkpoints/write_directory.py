@@ -161,7 +161,7 @@ def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether torch's checkpoints keep it as it is: a dense tensor of no class of its own, with a dimension."""
+    """Whether torch's checkpoints keep it as it is: a dense tensor of torch's class, with a dimension."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout == torch.strided
@@ -230,7 +230,7 @@ def _in_place_of(path: Path, write: Callable[[], object]) -> None:
     except BaseException:
         previous.rename(path)
         raise
-    # what writes in a thread of its own, and may fail yet, has not: the next save of that name looks again
+    # what writes in another thread, and may fail yet, has not: the next save of that name looks again
     if path.exists():
         _remove(previous)
 

@@ -8,10 +8,9 @@
     a rank is stuck                `stuck_after` seconds in one hook and batch, and not waiting for others; or all wait
 
 A rank that learns of another's end has `GRACE_S` to raise an error by itself, as it does in a broken collective; then
-its detector ends the process, for a main thread that waits in a collective cannot be woken. After an interrupt, for which
-a person waits, it has `ASKED_GRACE_S`. One that has raised by then has `lost_after` seconds for its callbacks and
-loggers. Ranks that end well say so. Time in which this process as a whole stood still counts for nothing: it has heard
-no one.
+its detector ends the process, for a main thread that waits in a collective cannot be woken. After an interrupt, for
+which a person waits, it has `ASKED_GRACE_S`. One that has raised by then has `lost_after` seconds for its callbacks and
+loggers. Ranks that end well say so. Time in which this whole process stood still is not counted: it has heard no one.
 
 Known limits: a stuck rank is looked for once its first batch has begun; before that the process group's timeout is the
 bound. Rank 0's detector on other machines than its own needs a free port between them, as the process group does.

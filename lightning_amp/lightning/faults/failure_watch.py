@@ -203,7 +203,7 @@ class FailureWatch:
         failed = True
         try:
             yield
-            # where ranks are forks of it, this process has no run of its own
+            # where ranks are forks of it, this process has no run
             failed = self._trainer is not None and self._trainer.interrupted
         finally:
             self.end(failed=failed)

@@ -20,8 +20,7 @@ class Fault:
     """One rank's end.
 
     Attributes:
-        rank: The rank.
-        host: Its machine and process, for a person to look it up.
+        rank, host: The rank, its machine and process.
         what: What happened to it, as the rest of a sentence.
         asked: Whether a person has ended the run, who waits for it.
     """

@@ -43,7 +43,7 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
             raise AmpError(
                 f"a checkpoint was to be saved on rank {rank}, and ranks {missing!r} have not come to save it within"
                 f" {patience:g} s; all ranks have to, for some hold a part of it. Call trainer.save_checkpoint on"
-                " every rank: one alone writes the file"
+                " every rank: only one writes the file"
             )
         time.sleep(POLL_S)
 

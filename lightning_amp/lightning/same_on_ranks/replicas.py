@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,11 +30,11 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
         AmpError: What `decide` raised on rank 0, with the same text on every rank.
         PlanError: On the other ranks, when rank 0 failed in a way that is not an AmpError.
     """
-    decision: T | None = None
+    decided: T | None = None
     error: Exception | None = None
     if rank == 0:
         try:
-            decision = decide()
+            decided = decide()
         except Exception as raised:
             error = raised
     told = error
@@ -43,12 +43,10 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
         told = PlanError(
             f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more"
         )
-    answer, told = broadcast((decision, told))
-    failure = error or told
-    if failure is not None:
+    decided, told = broadcast((decided, told))
+    if (failure := error or told) is not None:
         raise failure
-    decided: T = answer
-    return decided
+    return cast(T, decided)
 
 
 def share_random_state(*, broadcast: Broadcast, device: torch.device) -> None:

@@ -1,12 +1,12 @@
 """Same-batch execution: the ranks of a model group read the same cells and draw the same random numbers.
 
 Both are compared before every batch. Other cells stop the run: the ranks would add up parts of different losses. Other
-random numbers are put right, for rank 0 may have drawn some for a picture of its own.
+random numbers are put right, for rank 0 may have drawn some, as for a picture.
 
 Collectives per batch, over the model axis, and only where it has more than one rank: one all-reduce of four integers,
 and one broadcast where random numbers differ. Known limits: of a large tensor some thousand entries are compared, and
-of a batch nothing but its tensors and arrays of numbers; what a step draws from generators of its own, or from
-differing devices' ones, is its own affair.
+of a batch nothing but its tensors and arrays of numbers; what a step draws from other
+generators, or from those of differing devices, is not compared.
 """
 
 import random
@@ -68,7 +68,7 @@ def _print_of(batch: object) -> int:
         seen = zlib.crc32(repr((_shape(tensor), tensor.dtype)).encode(), seen)
         for part in _parts(tensor.detach()):
             some = part.reshape(-1)[:: max(1, part.numel() // COMPARED)].cpu()
-            # a clone, for one entry alone may have any stride, which a view as bytes refuses
+            # a clone, for a single entry may have any stride, which a view as bytes refuses
             some = some.clone(memory_format=torch.contiguous_format)
             seen = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), seen)
     return seen

@@ -44,10 +44,10 @@ class CellOrder(DataConnector):
             or _permutes(dataloader)
         ):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        dealt = Dealt(dataloader, **self._share())
+        own = OwnCells(dataloader, **self._share())
         read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         # as `sampler` it is told the epoch
-        return _with(dataloader, **{"sampler": dealt, read: dealt})
+        return _with(dataloader, **{"sampler": own, read: own})
 
     def _share(self) -> dict[str, int]:
         kwargs = self.trainer.distributed_sampler_kwargs
@@ -55,7 +55,7 @@ class CellOrder(DataConnector):
         return kwargs
 
 
-class Dealt(DistributedSampler[Any]):
+class OwnCells(DistributedSampler[Any]):
     """This rank's part of every batch, or of every R items where the loader makes no batches."""
 
     def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:

@@ -40,11 +40,9 @@ class TrainingStep:
         module: The LightningModule.
         model: It, or what the Trainer's plugins have made of it, with what was installed.
         mesh: With the axes "data" and "model".
-        device: The rank's device.
-        precision: Of the Trainer.
+        device, precision: Of the run.
         shards: The sharded parameters.
-        bucket_bytes: Largest flat gradient buffer.
-        check_finite: Whether to look for the first NaN.
+        bucket_bytes, check_finite: As for AMPStrategy.
     """
 
     def __init__(
@@ -135,13 +133,7 @@ class TrainingStep:
     def averaging(
         self, closure: Callable[[], Any], optimizer: Optimizer, mean: Callable[[Tensor], Tensor]
     ) -> Callable[[], Any]:
-        """The closure of an optimiser step, with a last look for gradients that were not averaged.
-
-        Args:
-            closure: Forward and backward.
-            optimizer: Which calls it.
-            mean: Over all ranks.
-        """
+        """The closure, forward and backward, of an optimiser step, with a last look for gradients not averaged."""
 
         def averaged() -> Any:
             loss = closure()

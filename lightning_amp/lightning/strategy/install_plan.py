@@ -4,8 +4,8 @@ In `setup`, where a plan is made because optimisers do not exist yet, nothing te
 decoder will have (adapters/adapt.py); its features' anchors are the least. When it is called for the first time with
 others, and before it computes anything, the plan is made anew for them, and what it installs in the decoder takes the
 place of what was there. What loaders, gradients and optimisers know of the ranks' parts by then cannot change any more:
-where the new plan would split something in another way, the old choices stay, with the prediction for the rows that
-there are, and the plan says so.
+where the new plan would split something in another way, the old choices stay, with the prediction for the rows of v
+that there are, and the plan says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,9 +35,7 @@ class InstalledPlan:
     """The plan in force of one run, and what it has installed, until `undo`.
 
     Args:
-        request: The user's options.
-        here: This rank.
-        trainer: Of the run.
+        request, here, trainer: What is asked, by which rank, in which run.
         model: The module to install in.
         changed: Called with the plan, and with every plan that is made anew.
     """
@@ -58,12 +56,7 @@ class InstalledPlan:
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
     def install(self) -> Shards:
-        """Make the plan and carry it out; returns the parameters that it has sharded.
-
-        Raises:
-            AmpError: No plan answers the request, it is predicted not to fit, or the module does not go together with
-                it; what was installed by then is there until `undo`.
-        """
+        """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
         notes = self._foreign.notes
         plan = plan_in_force(self._request, self._here, self._trainer, notes=notes)
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
@@ -142,7 +135,7 @@ def _split(plan: Plan) -> tuple[object, ...]:
 
 @contextmanager
 def _as_in_setup(device: torch.device) -> Iterator[None]:
-    """Inside of a step, what planning finds out by trying is as it was before it, and draws no numbers of the step."""
+    """Inside of a step, what planning probes is as it was before the step, and draws no numbers of it."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -46,11 +46,7 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The device mesh with the axes "data" and "model"; there once the processes are connected.
-
-        Raises:
-            PlanError: The model axis does not divide the ranks.
-        """
+        """The device mesh with the axes "data" and "model"; there once the processes are connected."""
         return self._mesh_of(self._model_ranks)
 
     def _mesh_of(self, model_ranks: int) -> DeviceMesh:
@@ -90,10 +86,7 @@ class MeshStrategy(DDPStrategy):
     ) -> Tensor:
         """Reduce over all ranks, as DDPStrategy, but do not round a mean of integers, and sum cells once.
 
-        Args:
-            tensor: Anything but a tensor is returned as it is.
-            group: None means all ranks.
-            reduce_op: "mean", "sum" and so on, or torch's operation, which is left as it is.
+        Anything but a tensor is returned as it is; one of torch's operations is left as it is.
         """
         if not isinstance(tensor, Tensor) or not isinstance(reduce_op, str):
             return super().reduce(tensor, group, reduce_op)

@@ -58,9 +58,7 @@ def plan_in_force(
     """The plan of one run, the same on every rank: the one that was asked for, or one made on rank 0.
 
     Args:
-        request: The user's options.
-        here: This rank.
-        trainer: Of the run.
+        request, here, trainer: What is asked, by which rank, in which run.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
         given: A plan to carry out instead of the one that was asked for.
         cells: What `cells_per_step` gave, where it was called already.

@@ -1,6 +1,6 @@
 """What a plan is made of is the same on every rank: the options, the plan's file, and the data on the rank's disks.
 
-Compared once, in `setup`, before anything is installed: one broadcast and one all-gather of small objects. Paths,
+Compared once, in `setup`, before anything is installed: one all-gather of small objects. Paths,
 memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have unequal
 numbers of cells; rank 0's count.
 """
@@ -44,23 +44,19 @@ def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
     Raises:
         PlanError: Another rank's facts differ; on all ranks, with the same text.
     """
-    rank, ranks = here.rank, here.n_ranks
-    if ranks == 1:
+    if here.n_ranks == 1:
         return
-    facts = facts_of_plan(request, data)
-    box = [facts]
-    dist.broadcast_object_list(box, src=0)
-    mine = _difference(box[0], facts, rank=rank)
-    everyones: list[list[str]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(everyones, mine)
-    differing = [(rank, lines) for rank, lines in enumerate(everyones) if lines]
+    everyones: list[Any] = [None] * here.n_ranks
+    dist.all_gather_object(everyones, facts_of_plan(request, data))
+    found = [_difference(everyones[0], facts, rank=rank) for rank, facts in enumerate(everyones)]
+    differing = [(rank, lines) for rank, lines in enumerate(found) if lines]
     if differing:
         other, lines = differing[0]
         more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         raise PlanError(
-            f"the same plan is needed on all {ranks} ranks, and {len(differing)} of them see something else than rank"
-            f" 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the same"
-            " data"
+            f"the same plan is needed on all {here.n_ranks} ranks, and {len(differing)} of them see something else than"
+            f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the"
+            " same data"
         )
 
 

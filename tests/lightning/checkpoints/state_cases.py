@@ -24,10 +24,9 @@ from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.loading.dataset import StepIndices
 from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
 from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
-from lightning_amp.lightning.checkpoints.write_directory import write_directory
+from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint, write_directory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
 from tests.lightning.strategy.strategy_cases import RunningRanks

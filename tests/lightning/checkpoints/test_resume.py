@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.checkpoints.read_directory import Stored, open_directory, refuse_interrupted
-from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
+from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint, replacing_directory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.checkpoints.state_cases import CASE, KINDS, N_FEATURES, Job, Maps, several
 from tests.ranks import run_ranks

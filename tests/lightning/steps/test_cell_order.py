@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.steps.cell_order import Dealt
+from lightning_amp.lightning.steps.cell_order import OwnCells
 from tests.lightning.conformance.cases import CELLS, STRATA, WIDE, Site
 from tests.lightning.conformance.data import Cells
 from tests.lightning.steps.order_cases import (
@@ -121,7 +121,7 @@ def test_a_model_group_reads_what_one_device_reads(
 
 
 def test_one_cell_for_two_ranks_is_read_by_both_with_a_warning() -> None:
-    shares = [Dealt(DataLoader(some(25), batch_size=4), num_replicas=2, rank=rank) for rank in (0, 1)]
+    shares = [OwnCells(DataLoader(some(25), batch_size=4), num_replicas=2, rank=rank) for rank in (0, 1)]
     with pytest.warns(UserWarning, match="last batch has 1 cells for 2 ranks"):
         first, second = map(list, shares)
     assert len(first) == len(second) == len(shares[0]) == 4
@@ -140,4 +140,4 @@ def test_an_order_without_a_length_is_refused() -> None:
         with pytest.raises(
             DataError, match=r"2 ranks .* sampler has no length \(.*'Endless'.*give it a __len__, or"
         ):
-            Dealt(loader, num_replicas=2, rank=0)
+            OwnCells(loader, num_replicas=2, rank=0)
