@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -34,3 +35,16 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
             yield part
         elif isinstance(part, SparseCounts):
             yield from part.tensors()
+
+
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a dense or sparse tensor is kept as; none of another layout."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()

@@ -2,7 +2,7 @@
 
 # the default of DDPStrategy's own argument, which Lightning does not export
 from lightning.fabric.plugins.collectives.torch_collective import (  # type: ignore[attr-defined]
-    default_pg_timeout as default_pg_timeout,
+    default_pg_timeout,
 )
 
 # moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
@@ -12,31 +12,23 @@ from lightning.pytorch import LightningModule, Trainer
 # broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
 
-# ends this process when one that it has started fails; the watch of ranks takes over from it during a run
+# starts the other ranks' processes, and ends this one when one of them fails; the failure detector takes over from that
 from lightning.pytorch.strategies.launchers.subprocess_script import (  # type: ignore[attr-defined]
     _launch_process_observer as launch_process_observer,
 )
-
-# starts the other ranks' processes
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as ScriptLauncher,
 )
 
-# chooses the sampler of every loader, before the strategy is asked
+# chooses the sampler of every loader before the strategy is asked; calls a loader's hook and notes how it was made
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector as DataConnector
-
-# calls the hook of a loader and notes how the loader was made
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
 
 # used throughout Lightning, documented, but not exported in the sense of a type checker
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_info as rank_zero_info,
-)
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_only as rank_zero_only,
-)
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_warn as rank_zero_warn,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
 )
 
 __all__ = [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch_parts import dense_parts, tensors_in
 
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
@@ -115,11 +115,5 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
         if hasattr(tensor, "__tensor_flatten__"):
             # a wrapper: its storage has a size and no memory
             yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        elif tensor.layout is torch.strided:
-            yield tensor.untyped_storage()
-        elif tensor.layout is torch.sparse_coo:
-            yield from _storages((tensor._indices(), tensor._values()))
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            yield from _storages((tensor.crow_indices(), tensor.col_indices(), tensor.values()))
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            yield from _storages((tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
+        else:
+            yield from (part.untyped_storage() for part in dense_parts(tensor))

@@ -63,7 +63,7 @@ class Shards:
         check_region(loss, self._module, partial=self.partial, sharded=self.sharded)
 
     def refuse_backward(self) -> None:
-        """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on several ranks."""
+        """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
         if self.partial or self.sharded:
             raise PlanError(
                 "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other ranks"

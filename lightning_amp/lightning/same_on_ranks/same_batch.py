@@ -11,7 +11,7 @@ generators, or from those of differing devices, is not compared.
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.data.batch_parts import parts_in
+from lightning_amp.data.batch_parts import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.same_on_ranks.replicas import share_random_state
@@ -95,20 +95,13 @@ def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
             yield from _compared(getattr(part, "__dict__", {}), seen)
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor is kept as."""
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The dense tensors whose values are compared."""
     if tensor.is_meta:
-        return []
+        return ()
     if tensor.is_nested:
-        return [part for row in tensor.unbind() for part in _parts(row)]
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    starts = tensor.crow_indices() if by_row else tensor.ccol_indices()
-    return [starts, tensor.col_indices() if by_row else tensor.row_indices(), tensor.values()]
+        return [part for each in tensor.unbind() for part in _parts(each)]
+    return dense_parts(tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor)
 
 
 def _print_of_generators(device: torch.device) -> int:
