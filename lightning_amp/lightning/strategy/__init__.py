@@ -1,1 +1,1 @@
-"""AMPStrategy: request, plan of the run, meshes, refusals."""
+"""AMPStrategy: request, mesh of the ranks, plan of the run, refusals."""
