@@ -24,24 +24,32 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.checkpoints.shard_metadata import (
-    TORCH_META,
-    ShardReader,
-    UnknownGlobalError,
-    read_metadata,
-)
 
 META = "meta.pt"
 """As Lightning's other strategies name it."""
+TORCH_META = ".metadata"
+"""torch's: where the tensors lie; a pickle, which may name any function to call."""
 BULK = ("state_dict", "optimizer_states")
 """What a checkpoint keeps in shards."""
 DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError)
 """What reading a damaged file raises."""
 ANOTHER = "write the checkpoint anew, or take an earlier one"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
+}
+"""The only classes that are looked up in it; `weights_only=False` reads it as torch does."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -57,6 +65,31 @@ class Stored:
     def read(self) -> Tensor:
         """The whole tensor, in the host's memory; a DataError where the shards cannot be read."""
         return _read([self])[self.key]
+
+
+class _UnknownGlobalError(pickle.UnpicklingError):
+    """A pickle asks for something that no checkpoint needs."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise _UnknownGlobalError(f"{module}.{name}")
+
+
+class _ShardReader(FileSystemReader):
+    """Reads shards by metadata that have been read already."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Called by torch."""
+        return self._metadata
 
 
 def is_directory(path: Path) -> bool:
@@ -103,7 +136,7 @@ def open_directory(
             )
     read: Callable[[], Any] = partial(read_file or _load_file, path / META, weights_only=weights_only)
     skeleton: dict[str, Any] = _safely(path, META, read, DAMAGE)
-    read = partial(read_metadata, path, weights_only=weights_only is not False)
+    read = partial(_read_metadata, path, weights_only=weights_only is not False)
     # a damaged pickle may raise anything
     metadata: Metadata = _safely(path, TORCH_META, read, (Exception,))
     if BULK[0] not in skeleton:
@@ -177,13 +210,22 @@ def _safely(path: Path, name: str, read: Callable[[], Any], damage: tuple[type[E
     """What one of the two pickles of a directory holds; a DataError where it could run code, or of `damage`."""
     try:
         return read()
-    except UnknownGlobalError as error:
+    except _UnknownGlobalError as error:
         raise _unsafe(path, name, str(error)) from error
     except damage as error:
         asked = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL ([\w.]+)", str(error))
         if asked:
             raise _unsafe(path, name, asked[1]) from error
         raise _damaged(path, f"has a file {name!r} that cannot be read: {error!r}") from error
+
+
+def _read_metadata(directory: Path, *, weights_only: bool) -> Metadata:
+    """Where the tensors of a directory lie; an exception of any kind where the file is damaged."""
+    with (directory / TORCH_META).open("rb") as file:
+        found = _Unpickler(file).load() if weights_only else pickle.load(file)
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"{type(found).__name__} in place of torch's Metadata")
+    return found
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
@@ -218,7 +260,7 @@ def _read(wanted: Iterable[Stored]) -> dict[str, Tensor]:
     """The values by their key; of one directory."""
     by_key = {stored.key: stored for stored in wanted}
     (directory,) = {stored.directory for stored in by_key.values()}
-    reader = ShardReader(directory, next(iter(by_key.values())).metadata)
+    reader = _ShardReader(directory, next(iter(by_key.values())).metadata)
     values = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in by_key.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:

@@ -115,6 +115,7 @@ class TrainingStep:
         if self._finite is not None:
             self._finite.check_loss(loss)
         loss = self._precision.pre_backward(loss, self._module)
+        # weighted after `on_before_backward`, which sees the module's loss; averaging then gives the mean over cells
         self._precision.backward(self._share_of(loss), self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()

@@ -20,7 +20,7 @@ from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
 
 
 class MeshStrategy(DDPStrategy):
-    """Which cells a rank reads, and what ranks count; all else is AMPStrategy's, which overrides none of these."""
+    """Which cells a rank reads, and what ranks count; AMPStrategy says `_model_ranks` and overrides nothing else."""
 
     _meshes: dict[tuple[int, int], DeviceMesh]
 
