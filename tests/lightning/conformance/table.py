@@ -183,7 +183,7 @@ NAMES = {WIDE: "W", STRATA: "T", NODES: "N"}
 
 def document(rows: list[Row]) -> str:
     """docs/conformance.md."""
-    rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition("_")[2]))
+    rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
     head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES)
     columns = "| feature | 1 rank | 2 ranks | 2 ranks, model axis | compared | note |"
     lines = [head, columns, "|---|---|---|---|---|---|", *map(_line, rows)]
