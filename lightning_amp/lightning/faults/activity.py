@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import lightning
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "backward")
@@ -26,7 +28,9 @@ HOOKS = {
     *("setup", "teardown", "prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"),
 }
 LOADER = "torch/utils/data/dataloader.py"
-LIBRARIES = ("/torch/", "/lightning/", "/lightning_amp/", "<frozen", sysconfig.get_path("stdlib"))
+# by their folders, for a user's own folder may be called lightning
+FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))
+LIBRARIES = (*(f"{Path(folder).as_posix()}/" for folder in FOLDERS), "<frozen", sysconfig.get_path("stdlib"))
 INNERMOST = 6
 """Frames among which torch.distributed's are looked for."""
 
@@ -78,7 +82,7 @@ def _doing(frames: Iterable[tuple[FrameType, int]], trainer: pl.Trainer | None) 
         file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
         if not waiting and depth < INNERMOST and "/torch/distributed/" in file and not hook:
             waiting = name
-        if not where and not hook and not any(part in file for part in LIBRARIES):
+        if not where and not hook and not file.startswith(LIBRARIES):
             where = f"{Path(file).name}:{line} in {name}"
         if not hook and file.endswith(LOADER):
             hook = "the data loader"

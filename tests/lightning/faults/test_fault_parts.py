@@ -198,7 +198,7 @@ def test_a_save_after_an_error_waits_shortly_and_asks_only_those_that_are_missin
             return store.add(key, value)
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(save_guard, "_get_default_store", Counted)
+    monkeypatch.setattr(save_guard, "default_store", Counted)
     monkeypatch.setattr(save_guard, "PATIENCE_AFTER_ERROR_S", 0.1)
     store.add(save_guard._key(2), 1)
     error = ValueError("boom")
