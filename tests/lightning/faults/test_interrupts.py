@@ -57,7 +57,7 @@ def test_a_person_who_waits_waits_less(asked: bool, grace: float, monkeypatch: p
     limits = Limits(lost_after=60, stuck_after=60)
     watch = Detector(1, Doing, limits=limits, listener=None, link=None, token="t")
     watch.stop(failed=False)
-    watch._learn(Fault.from_dict(vars(Fault(rank=0, host="x", what="y", asked=asked))))
+    watch._learn(Fault(rank=0, host="x", what="y", asked=asked))
     for waited, due in ((grace - 0.1, False), (grace + 0.1, True)):
         monkeypatch.setattr("time.monotonic", lambda since=watch._learned + waited: since)
         assert watch._is_due() is due
