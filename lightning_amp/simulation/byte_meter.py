@@ -59,12 +59,14 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: What is running now, in words.
         peak: Most bytes alive at once so far.
         sent: Bytes given to collectives so far, by kind of collective.
+        answers: Shapes that operators have given for shapes.
 
     Args:
         budget_bytes: Where more are alive, OutOfBudget is raised; None for no limit.
+        answers: Of another meter.
     """
 
-    def __init__(self, *, budget_bytes: int | None = None) -> None:
+    def __init__(self, *, budget_bytes: int | None = None, answers: dict[Any, Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = ""
         self.peak = 0
@@ -80,7 +82,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at_peak = dict(self._by_kind)
         self._dropped = 0
         self._aliasing: dict[Any, bool] = {}
-        self._answers: dict[Any, Any] = {}
+        self.answers: dict[Any, Any] = {} if answers is None else answers
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,8 +149,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if aliasing:
             return func(*(_on_one_device(args) if func._schema.is_mutable else args), **kwargs)
         key = _key(func, args, kwargs)
-        if key in self._answers:
-            result = _make(self._answers[key])
+        if key in self.answers:
+            result = _make(self.answers[key])
             before = self.current
             for tensor in tensors_of(result):
                 self._add(_storage(tensor), self._making)
@@ -167,7 +169,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is not None and not outside:
             answer = _answer(result, given)
             if answer is not None:
-                self._answers[key] = answer
+                self.answers[key] = answer
         return result
 
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any]) -> None:

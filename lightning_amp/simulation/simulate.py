@@ -80,7 +80,7 @@ def simulate(
     """Simulate the second training step of one rank.
 
     Args:
-        make: Makes the module and the batch, without values; called once or more.
+        make: Makes the module and the batch, without values.
         plan: What is installed, and the budget.
         rank: Row-major in (data, model).
         on_stratum: Called after every stratum, forward and backward.
@@ -90,12 +90,8 @@ def simulate(
         InstallError: The plan does not fit the module.
     """
     with fake_world(plan.mesh, rank=rank) as mesh:
-        return measure_step(
-            lambda: PlannedRank(make(), plan, mesh),
-            rank=rank,
-            budget_bytes=plan.budget_bytes,
-            on_stratum=on_stratum,
-        )
+        planned = PlannedRank(make(), plan, mesh)
+        return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
 
 
 def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_amp.verification.result import Row
 from lightning_amp.verification.tolerances import Precision, allowed, loss_errors, swamped
-from lightning_amp.verification.training_run import Report, Treatment, Trial, run_nudged, run_one, run_rank
+from lightning_amp.verification.training_run import Report, Run, Treatment, run_nudged, run_one, run_rank
 from lightning_amp.verification.workers import Workers
 
 Nudged = Mapping[str, Mapping[str, float]]
@@ -115,31 +115,31 @@ class Findings:
         return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
 
 
-class Laboratory:
+class Experiments:
     """Runs that differ in what is put right.
 
     Attributes:
-        trial: The run as it was asked for.
+        run: The run as it was asked for.
     """
 
-    def __init__(self, workers: Workers, trial: Trial) -> None:
+    def __init__(self, workers: Workers, run: Run) -> None:
         """Work with some processes that have the subject in their folder."""
-        self._workers, self.trial = workers, trial
+        self._workers, self.run = workers, run
         self._nudged: dict[Precision, Nudged] = {}
 
     def run_one(self, **changes: Any) -> None:
         """Let the single process record a run, and find out what a rounding becomes, once for each precision."""
-        trial = replace(self.trial, **changes)
-        self._workers.alone(run_one, trial)
-        if trial.precision not in self._nudged:
-            self._nudged[trial.precision] = self._workers.alone(run_nudged, trial)
+        run = replace(self.run, **changes)
+        self._workers.single(run_one, run)
+        if run.precision not in self._nudged:
+            self._nudged[run.precision] = self._workers.single(run_nudged, run)
 
     def run_ranks(self, **changes: Any) -> Findings:
         """Let the ranks run the same, and compare."""
-        trial = replace(self.trial, **changes)
-        reports: list[Report] = self._workers.ranks(run_rank, trial)
-        self.trial = replace(self.trial, data_ranks=reports[0].place[1])
-        return Findings(trial.precision, reports, self._nudged[trial.precision])
+        run = replace(self.run, **changes)
+        reports: list[Report] = self._workers.ranks(run_rank, run)
+        self.run = replace(self.run, data_ranks=reports[0].place[1])
+        return Findings(run.precision, reports, self._nudged[run.precision])
 
     def experiment(self, treatment: Treatment, *, steps: int) -> Findings:
         """Both, in double precision."""

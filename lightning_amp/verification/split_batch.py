@@ -4,13 +4,13 @@ Every tensor's first axis is the cell. In a batch {modality: mapping} every moda
 split by itself; anywhere else all tensors must agree. Whatever is no tensor, array or sparse counts is given whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_amp.data.batch_parts import parts_in
@@ -133,20 +133,8 @@ def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
 
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting of containers with every thing that has cells changed."""
-    if isinstance(values, Tensor | SparseCounts | np.ndarray):
-        return change(values) if values.shape else values
-    if isinstance(values, Mapping):
-        inside = {key: _each(value, change) for key, value in values.items()}
-        return inside if type(values) is dict else type(values)(inside)  # type: ignore[call-arg]
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(_each(value, change) for value in values))
-    if isinstance(values, list | tuple):
-        return type(values)(_each(value, change) for value in values)
-    if is_dataclass(values) and not isinstance(values, type):
-        named = ((field.name, getattr(values, field.name)) for field in fields(values))
-        return replace(values, **{name: _each(value, change) for name, value in named})
-    return values
+    """The same nesting of containers with every thing that has cells changed, as Lightning moves it to a device."""
+    return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
 
 
 def _repeated(part: Cells, parts: int) -> Cells:

@@ -71,13 +71,7 @@ def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, f
 
 
 def allowed(kind: str, precision: Precision, nudged: Mapping[str, float]) -> dict[str, float]:
-    """What is allowed of every tensor of a kind: more, where one process by itself makes much of a rounding.
-
-    Args:
-        kind: A key of the table.
-        precision: Of the run.
-        nudged: Errors of the nudged run, by tensor.
-    """
+    """What is allowed of every tensor of a kind: more, where one process by itself makes much of a rounding."""
     least = ALLOWED[precision][kind]
     most = max(least, MOST[precision])
     return {
@@ -87,12 +81,7 @@ def allowed(kind: str, precision: Precision, nudged: Mapping[str, float]) -> dic
 
 
 def swamped(precision: Precision, nudged: Mapping[str, float]) -> frozenset[str]:
-    """Tensors of which one process by itself makes so much of a rounding that a large error tells nothing.
-
-    Args:
-        precision: Of the run.
-        nudged: Errors of the nudged run, by tensor.
-    """
+    """Tensors of which one process by itself makes so much of a rounding that a large error tells nothing."""
     return frozenset(name for name, error in nudged.items() if NUDGE * error > MOST[precision])
 
 
