@@ -93,6 +93,10 @@ class _Step:
         self._hook()
         failure = self._measure()
         if failure is None and not all(map(_has_gradient_of_its_own, trained)):
+            # the optimiser has no state of what no step reaches
+            for parameter in (parameter for parameter in trained if parameter.grad is None):
+                for optimizer in self.planned.optimizers:
+                    optimizer.state.pop(parameter, None)
             failure = self._measure()
         return failure
 

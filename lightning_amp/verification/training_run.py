@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 

@@ -199,27 +199,15 @@ def _parse(
 
 
 def _to_numbers(path: Path, name: str, values: list[str]) -> NDArray[np.float32]:
-    try:
-        numbers = np.array([float(v) for v in values], dtype=np.float32)
-    except ValueError:
-        bad = next(i for i, v in enumerate(values) if not _is_number(v))
+    numbers: NDArray[np.float32]
+    numbers = pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").to_numpy(np.float32)
+    bad = np.flatnonzero(~np.isfinite(numbers))
+    if len(bad):
         raise DataError(
-            f"{path}: edge {bad!r} has {name} {values[bad]!r}; every edge needs a number, write the graph "
-            "again"
-        ) from None
-    if not np.isfinite(numbers).all():
-        raise DataError(
-            f"{path}: edge {int(np.argmin(np.isfinite(numbers)))!r} has a {name} that is not finite"
+            f"{path}: edge {int(bad[0])!r} has {name} {values[bad[0]]!r}; every edge needs a finite number, write the"
+            " graph again"
         )
     return numbers
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _drop_reversed(

@@ -17,8 +17,7 @@ def parse_resolution(resolution: int | str) -> int:
     Raises:
         DataError: The text is not a resolution, or the width is not a positive whole number.
     """
-    match = PATTERN.fullmatch(str(resolution).strip())
-    width = float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0
+    width = _width(str(resolution).strip())
     if width < 1 or width != int(width):
         raise DataError(
             f"resolution {resolution!r} is not a bin width; write base pairs (500000) or a text like "
@@ -43,13 +42,12 @@ def strip_resolution(cell: str, *, resolution: int) -> str:
     """
     name = cell.removesuffix(".cool")
     stem, _, suffix = name.rpartition(".")
-    if stem and PATTERN.fullmatch(suffix) and _is_width(suffix, resolution):
+    if stem and _width(suffix) == resolution:
         return stem
     return name
 
 
-def _is_width(text: str, resolution: int) -> bool:
-    try:
-        return parse_resolution(text) == resolution
-    except DataError:
-        return False
+def _width(text: str) -> float:
+    """Base pairs; 0 for a text that is no resolution."""
+    match = PATTERN.fullmatch(text)
+    return float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0

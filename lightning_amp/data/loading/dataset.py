@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from anndata.io import read_elem
 from numpy.typing import NDArray
 from scipy import sparse
 from torch.utils.data import Dataset
@@ -25,11 +26,6 @@ from lightning_amp.data.files.h5ad_header import read_header
 from lightning_amp.data.files.hdf5 import index_of, open_h5ad, read_strings
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
-
-try:
-    from anndata.io import read_elem
-except ImportError:  # anndata 0.10 keeps it elsewhere
-    from anndata.experimental import read_elem
 
 COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
 CHECK_BLOCK = 2**24

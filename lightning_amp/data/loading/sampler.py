@@ -16,8 +16,6 @@ from lightning_amp.data.batch import Batch
 from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.loading.deal_cells import balance as balance_cells
-from lightning_amp.data.loading.deal_cells import deal
-from lightning_amp.data.loading.deal_cells import imbalance as imbalance
 from lightning_amp.errors import DataError
 
 CellRowsOf = Mapping[str, NDArray[np.int64]]
@@ -133,7 +131,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             return mine if len(mine) else batch[-1:]
         if self.balance:
             return batch[balance_cells(self.contacts[modality][batch], self.num_replicas)[self.rank]]
-        return batch[deal(len(batch), self.num_replicas)[self.rank]]
+        return batch[self.rank :: self.num_replicas]
 
 
 class StepLoader(DataLoader[Batch]):

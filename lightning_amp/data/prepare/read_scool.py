@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.files.hdf5 import open_hdf5
+from lightning_amp.data.files.hdf5 import open_hdf5, read_strings
 from lightning_amp.data.files.resolution import strip_resolution
 from lightning_amp.errors import DataError
 
@@ -145,9 +145,7 @@ def _check_kind(file: Any, path: Path) -> None:
 
 
 def _read_bins(group: Any) -> pd.DataFrame:
-    names = np.array(
-        [v.decode() if isinstance(v, bytes) else str(v) for v in group["chroms/name"][:]], dtype=object
-    )
+    names = np.array(read_strings(group["chroms/name"]), dtype=object)
     return pd.DataFrame(
         {
             "chrom": names[group["bins/chrom"][:]],
