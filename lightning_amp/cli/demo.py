@@ -69,13 +69,8 @@ def _run(arguments: argparse.Namespace) -> None:
 def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
-    Args:
-        out: Folder to write to; an earlier demo there is replaced, anything else is refused.
-        devices: CPU ranks.
-        epochs: Training epochs.
-
     Raises:
-        DataError: `out` holds something that no demo wrote.
+        DataError: `out` holds something that no demo wrote; an earlier demo there is replaced.
         AmpError: One of the commands failed; it has said why.
     """
     from lightning_amp.data.prepare.synthetic import synthesize

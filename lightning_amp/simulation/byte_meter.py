@@ -113,12 +113,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def enter(self, phase: str, *, making: str) -> None:
-        """Begin a phase.
-
-        Args:
-            phase: In words, as in "out of memory at ...".
-            making: The kind of what is made from now on.
-        """
+        """Begin a phase, in words as in "out of memory at ..."; `making` is the kind of what is made from now on."""
         settled = self.current
         assert settled >= 0, "no more bytes die than were alive"
         self._pass += making != self._making

@@ -30,7 +30,6 @@ class RankResult:
     """What one rank's step needs.
 
     Attributes:
-        rank: The rank.
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
         breakdown: The same by kind.
         strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
@@ -51,14 +50,8 @@ class RankResult:
 def measure_step(
     planned: PlannedRank, *, rank: int, budget_bytes: int | None, on_stratum: Callable[[], object]
 ) -> RankResult:
-    """Run and count the second training step of a rank.
-
-    Args:
-        planned: The rank.
-        rank: Its number, for the result.
-        budget_bytes: Memory of a device, None for no limit.
-        on_stratum: Called after every stratum, forward and backward.
-    """
+    """Run and count the second training step of a rank; `on_stratum` is called after every stratum, in both
+    directions."""
     step = _Step(planned, budget_bytes=budget_bytes, on_stratum=on_stratum)
     requested_bytes = step.run()
     return RankResult(

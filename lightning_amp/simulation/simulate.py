@@ -77,12 +77,12 @@ class Simulation:
 def simulate(
     make: Callable[[], Subject], plan: Plan, *, rank: int, on_stratum: Callable[[], object] = lambda: None
 ) -> RankResult:
-    """Simulate the second training step of one rank.
+    """Simulate the second training step of one rank, row-major in (data, model).
 
     Args:
         make: Makes the module and the batch, without values.
         plan: What is installed, and the budget.
-        rank: Row-major in (data, model).
+        rank: The rank.
         on_stratum: Called after every stratum, forward and backward.
 
     Raises:

@@ -43,14 +43,13 @@ class Findings:
         losses = self._losses()
         first = {name: error for name, error in losses.items() if name.split(",")[0] == "step 1"}
         later = {name: error for name, error in losses.items() if name not in first}
-        nudged = self.nudged.get("losses", {})
         found = (
-            self._row("forward, step 1", "forward"),
-            self._row("loss, step 1", "first loss", errors=first, nudged=nudged),
-            self._row("gradients, step 1", "gradients"),
-            self._row("loss, later steps", "later losses", errors=later, nudged=nudged),
-            self._row(f"parameters {after}", "parameters"),
-            self._row(f"buffers {after}", "buffers"),
+            self._row("forward, step 1", "forward", self._worst("forward")),
+            self._row("loss, step 1", "first loss", first),
+            self._row("gradients, step 1", "gradients", self._worst("gradients")),
+            self._row("loss, later steps", "later losses", later),
+            self._row(f"parameters {after}", "parameters", self._worst("parameters")),
+            self._row(f"buffers {after}", "buffers", self._worst("buffers")),
         )
         return tuple(row for row in found if row.errors)
 
@@ -70,16 +69,8 @@ class Findings:
         """Modules that differ on a rank though what they read agrees."""
         return next((report.origins for report in self.reports if report.origins), [])
 
-    def _row(
-        self,
-        quantity: str,
-        kind: str,
-        *,
-        errors: Mapping[str, float] | None = None,
-        nudged: Mapping[str, float] | None = None,
-    ) -> Row:
-        errors = self._worst(kind) if errors is None else errors
-        nudged = self.nudged.get(kind, {}) if nudged is None else nudged
+    def _row(self, quantity: str, kind: str, errors: Mapping[str, float]) -> Row:
+        nudged = self.nudged.get("losses" if "loss" in kind else kind, {})
         known = {name: nudged.get(name, 0.0) for name in errors}
         return Row(
             quantity=quantity,

@@ -42,13 +42,7 @@ class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         native: Collection[str] | None = None,
     ) -> None:
-        """Start watching.
-
-        Args:
-            starts: Number of cells of the rank's part -> its first cell in the global batch.
-            module_now: Name of the module whose forward is running.
-            native: Sites left to the default generator; None means all.
-        """
+        """Start watching; see `Recorder`. `module_now` names the module whose forward is running."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.sites: list[str] = []
         self._starts, self._module_now, self._native = starts, module_now, native

@@ -29,11 +29,7 @@ def sizes_of(batch: object) -> list[int]:
 
 
 def check_divisible(batch: object, parts: int) -> None:
-    """Refuse a batch that cannot be split.
-
-    Args:
-        batch: The global batch.
-        parts: Data ranks.
+    """Refuse a global batch that cannot be split over the data ranks.
 
     Raises:
         DataError: Its cells cannot be told, or are fewer than the ranks.
@@ -99,13 +95,7 @@ class Parts:
     """
 
     def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
-        """Serve parts of global batches.
-
-        Args:
-            batches: The global batches.
-            ranks: Ranks in all.
-            place: Data rank and number of data ranks, once they are known.
-        """
+        """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
         self._batches, self._place = batches, place
         cells = count_cells(batches[0])
         self.batch_size = None if cells is None else max(1, cells // ranks)

@@ -21,23 +21,11 @@ from torch import Tensor
 Precision = Literal["float32", "float64"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
+FIRST, AFTER = ("forward", "first loss", "gradients"), ("later losses", "parameters", "buffers")
+"""Kinds of quantities of the first step, and after an update."""
 ALLOWED: dict[str, dict[str, float]] = {
-    "float64": {
-        "forward": 1e-10,
-        "first loss": 1e-10,
-        "gradients": 1e-10,
-        "later losses": 1e-9,
-        "parameters": 1e-9,
-        "buffers": 1e-9,
-    },
-    "float32": {
-        "forward": 1e-4,
-        "first loss": 1e-5,
-        "gradients": 1e-4,
-        "later losses": 1e-4,
-        "parameters": 1e-4,
-        "buffers": 1e-4,
-    },
+    "float64": dict.fromkeys(FIRST, 1e-10) | dict.fromkeys(AFTER, 1e-9),
+    "float32": dict.fromkeys(FIRST + AFTER, 1e-4) | {"first loss": 1e-5},
 }
 
 NUDGE = 30.0

@@ -59,10 +59,8 @@ class Run:
 
     Attributes:
         precision: Of parameters, batch and arithmetic.
-        steps: Steps of the optimiser loop.
         ranks: Ranks in all that are compared with one process.
         options: Of AMPStrategy.
-        treatment: What is put right.
         data_ranks: Ranks of the data axis; None until a run of the ranks has told.
     """
 
@@ -80,8 +78,7 @@ class Report:
 
     Attributes:
         place: Data rank and number of data ranks.
-        losses, one_losses: Per step, those of the rank and of the single process.
-        cells: Per step, cells on the rank.
+        losses, one_losses, cells: Per step, losses of the rank and of the single process, and cells on the rank.
         all_cells: Cells of the first global batch.
         errors: Kind of quantity -> relative error of every tensor of it.
         products: Of all gradients: <rank, one>, <rank, rank>, <one, one>.
@@ -89,8 +86,6 @@ class Report:
         elsewhere: Generators other than torch's that the rank's steps have drawn from.
         origins: Modules that differ though what they read agrees.
         apart: Buffers that differ between the ranks.
-        strategies, mesh: Of the plan.
-        module: Class of the module.
         norms: Names of BatchNorm layers.
         uneven: Whether the cells do not divide by the data ranks.
     """

@@ -55,13 +55,7 @@ class Workers:
     """
 
     def __init__(self, ranks: int, folder: Path, *, timeout: float) -> None:
-        """Describe the pools; `with` starts them.
-
-        Args:
-            ranks: How many.
-            folder: An empty one that all see.
-            timeout: Seconds that a task may take.
-        """
+        """Describe the pools, which `with` starts: an empty folder that all see, and seconds that a task may take."""
         self.folder = folder
         self._ranks, self._timeout = ranks, timeout
         self._broken = False

@@ -97,10 +97,10 @@ def count_graph(path: str | Path) -> tuple[int, int]:
 
 
 def write_graph(path: Path, vertices: pd.DataFrame, edges: pd.DataFrame) -> None:
-    """Write an undirected graph as gzip-compressed GraphML.
+    """Write an undirected graph as gzip-compressed GraphML (*.graphml.gz).
 
     Args:
-        path: File to write, *.graphml.gz.
+        path: The file.
         vertices: chrom, chrom_pos, feature_type, indexed by name.
         edges: source, target (names), weight, sign, type.
     """

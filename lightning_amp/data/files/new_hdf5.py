@@ -18,8 +18,7 @@ import h5py
 def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Yield a new HDF5 file, and a check that raises the error of the first write that has failed.
 
-    Args:
-        path: The file; whoever asks removes it after an error.
+    After an error the caller removes the file.
 
     Raises:
         OSError: Not all could be written, such as on a full disk.

@@ -9,10 +9,7 @@ UNITS = {"bp": 1, "kb": 1_000, "mb": 1_000_000}
 
 
 def parse_resolution(resolution: int | str) -> int:
-    """Return the bin width in base pairs.
-
-    Args:
-        resolution: A number of base pairs, or a text such as "500kb", "1mb", "2500".
+    """Return the bin width in base pairs of a number or a text such as "500kb", "1mb", "2500".
 
     Raises:
         DataError: The text is not a resolution, or the width is not a positive whole number.
@@ -32,13 +29,9 @@ def format_resolution(width: int) -> str:
 
 
 def strip_resolution(cell: str, *, resolution: int) -> str:
-    """Return a cell's name without a ".cool" ending and without a suffix that names this resolution.
+    """Return a cell's name without a ".cool" ending and without a suffix that names this resolution, in base pairs.
 
     Only a suffix equal to the resolution goes ("a.500kb" at 500000), so other dots in names are safe.
-
-    Args:
-        cell: Name as written in a file.
-        resolution: Bin width in base pairs.
     """
     name = cell.removesuffix(".cool")
     stem, _, suffix = name.rpartition(".")

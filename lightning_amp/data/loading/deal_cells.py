@@ -9,18 +9,12 @@ from numpy.typing import NDArray
 
 
 def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int64]]:
-    """Divide cells among ranks: equally many on each and, greedily, equal sums of contacts.
+    """Divide cells with these contacts among ranks: equally many on each and, greedily, equal sums of contacts.
 
-    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are
-    swapped between the richest and the poorest rank while that helps. Deterministic; ties go to the lower
-    rank.
-
-    Args:
-        contacts: [cell]; the number of cells is a multiple of `n_ranks`
-        n_ranks: how many ranks
-
-    Returns:
-        for every rank the positions of its cells, ascending
+    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are swapped
+    between the richest and the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for
+    every
+    rank the positions of its cells, ascending.
     """
     room = len(contacts) // n_ranks
     assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"

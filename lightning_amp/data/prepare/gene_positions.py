@@ -105,11 +105,7 @@ def _keep_longest(found: list[Gene]) -> pd.DataFrame:
 
 
 def promoters(genes: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and end (half-open, base pairs) of the transcription start and the 2 kb upstream of it.
-
-    Args:
-        genes: A table as `read_genes` returns it.
-    """
+    """Return start and end (half-open, base pairs) of the transcription start and the 2 kb upstream of it, [gene]."""
     start, end = genes["start"].to_numpy(np.int64), genes["end"].to_numpy(np.int64)
     minus = (genes["strand"] == "-").to_numpy()
     low = np.where(minus, end - 1, np.maximum(start - PROMOTER_BP, 0))

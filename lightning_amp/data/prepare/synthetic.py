@@ -72,13 +72,9 @@ def synthesize(
 
     Args:
         out: Directory to write.
-        cells: Number of Hi-C cells.
-        rna_cells: Number of RNA cells, by default as many.
-        bins: Number of bins over all chromosomes.
-        strata: Number of strata.
-        genes: Number of genes.
-        cell_types: Number of cell types.
-        chromosomes: Number of chromosomes, of about equal length.
+        cells, rna_cells: Numbers of Hi-C and of RNA cells, by default equal.
+        bins, chromosomes: Number of bins in all, and of chromosomes of about equal length.
+        strata, genes, cell_types: Numbers of these.
         resolution: Bin width in base pairs.
         depth: Mean number of contacts a cell.
         seed: Seed of all random draws.

@@ -26,18 +26,8 @@ def write_modalities(
     min_depth: int,
     source: str | Path,
 ) -> None:
-    """Write hic/, rna/ and graphs/ under an existing directory.
-
-    Args:
-        root: The directory.
-        grid: Bins and features of the Hi-C modality.
-        cells: Name and pixels (bin1_id, bin2_id, count) of each Hi-C cell.
-        labels: celltype, batch and read_depth of these cells.
-        rna: Counts of the genes kept.
-        positions: chrom, start, end, strand of these genes.
-        loop_quantile: Quantile above which summed contacts become edges of the graph.
-        min_depth: Least number of contacts of a Hi-C cell.
-        source: Where the Hi-C cells come from, for messages.
+    """Write hic/, rna/ and graphs/ under an existing directory; arguments as for `write_hic`, `write_rna`,
+    `build_graph`.
 
     Raises:
         DataError: No cell of a modality is left.
