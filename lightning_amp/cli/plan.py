@@ -41,10 +41,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if fits else NOTHING_FITS
     request = request_of(arguments)
     check_request(**request)
-    alone, rates = decoder_asked(arguments), rates_asked(arguments)
-    if alone is not None:
-        request["batch_size"] = alone.batch_size or request["batch_size"]
-        shape = shape_of_decoder(alone.decoder, batch_size=request["batch_size"])
+    decoder, rates = decoder_asked(arguments), rates_asked(arguments)
+    if decoder is not None:
+        request["batch_size"] = decoder.batch_size or request["batch_size"]
+        shape = shape_of_decoder(decoder.decoder, batch_size=request["batch_size"])
         profile, of_data = profile_of_module(shape), ""
     else:
         profile = read(arguments)

@@ -23,10 +23,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
     request = request_of(arguments)
     check_request(**request)
-    alone, rates = decoder_asked(arguments), rates_asked(arguments)
+    decoder, rates = decoder_asked(arguments), rates_asked(arguments)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
-    profile = read(arguments) if alone is None else None
+    profile = read(arguments) if decoder is None else None
 
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.simulation.request import request_decoder, request_reference
@@ -36,8 +36,8 @@ def _run(arguments: argparse.Namespace) -> None:
     of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
     request |= {"rates": rates}
     if profile is None:
-        assert alone is not None, "there is a decoder or data"
-        asked = request_decoder(alone, **request)
+        assert decoder is not None, "there is a decoder or data"
+        asked = request_decoder(decoder, **request)
     else:
         asked = request_reference(profile, **of_model, **request)
     simulation = simulate_plan(asked.make, asked.plan)

@@ -5,7 +5,6 @@ from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.spatial.distance import cdist
 
 NEIGHBOURS = 15
 MOST_ASKED = 2_000
@@ -20,12 +19,13 @@ def same_type_share(
 
     The mean over pairs of modalities, in both directions, of the mean over cells; neighbours are 15, or all where
     there are fewer. Cells that were not embedded (NaN), or of a type that the other modality has not, do not count.
-    None
-    where no two modalities have a type in common.
 
     Args:
         embeddings: modality -> [cell, dim]
         types: modality -> [cell]
+
+    Returns:
+        None where no two modalities have a type in common
     """
     known = {name: np.isfinite(values).all(axis=1) for name, values in embeddings.items()}
     found = []
@@ -46,6 +46,11 @@ def same_type_share(
 
 def _nearest(points: NDArray[np.float32], others: NDArray[np.float32]) -> NDArray[np.int64]:
     """Return the rows of `others` that are nearest to each point, in no order, [point, neighbour]."""
-    n = min(NEIGHBOURS, len(others))
-    blocks = [points[start : start + BLOCK] for start in range(0, len(points), BLOCK)]
-    return np.concatenate([np.argpartition(cdist(block, others), n - 1, axis=1)[:, :n] for block in blocks])
+    there = others.astype(np.float64)
+    n = min(NEIGHBOURS, len(there))
+    blocks = []
+    for start in range(0, len(points), BLOCK):
+        # squared distances but for what is the same for all others
+        far = (there**2).sum(axis=1) - 2 * points[start : start + BLOCK].astype(np.float64) @ there.T
+        blocks.append(np.argpartition(far, n - 1, axis=1)[:, :n])
+    return np.concatenate(blocks)

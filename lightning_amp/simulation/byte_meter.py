@@ -4,7 +4,7 @@
     parameters         parameters and buffers
     gradients          of parameters, from when they are whole
     optimiser state    what the optimiser keeps between steps
-    activations        the batch, and what the forward pass made and handed to the backward pass
+    activations        the batch, and what the forward pass kept for the backward pass
     temporaries        all else: made and dropped in the forward pass, or made by the backward pass or the optimiser
 
 Operators on meta tensors only work out shapes, many of them slowly in Python. An operator of which every result is a
@@ -33,7 +33,7 @@ MADE_OUTSIDE = ("lift_fresh",)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
 WRAPPING = ("_wrap_tensor_autograd",)
-"""Operators that put a tensor into one without memory of its own, for which torch's meta kernel makes a new one."""
+"""Operators that put a tensor into one without its own memory, for which torch's meta kernel makes a new one."""
 
 
 class OutOfBudget(Exception):

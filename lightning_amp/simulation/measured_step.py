@@ -1,7 +1,7 @@
 """The second training step of one rank, phase by phase, with every byte counted.
 
 The second, because then the optimiser's state and the last step's gradients are there. The first is not run: every
-parameter is given a gradient in memory of its own, and the optimiser steps once. A backward pass may leave other
+parameter is given a gradient in its own memory, and the optimiser steps once. A backward pass may leave other
 gradients, none for what it does not reach, or views of larger tensors; then the step after it is measured instead.
 """
 
@@ -33,7 +33,7 @@ class RankResult:
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
         breakdown: The same by kind.
         strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
-        comm_bytes: Bytes handed to collectives, by kind.
+        comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
         requested_bytes: The request that exceeded the budget.
     """

@@ -19,7 +19,7 @@ REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")
 CHOICES = {"key": ("attention", "convolution"), "variant": ("higlue", "paper"), "chained": ("no", "yes")}
 MOST_STRATA = 10_000
-"""Every stratum is a module of its own: of more, the modules alone fill the memory of this process."""
+"""Every stratum is a module; more of them fill the memory of this process without any tensor."""
 DIGITS = 9
 EXAMPLE = "anchors=5400,dim=128,strata=32,batch=1"
 

@@ -1,4 +1,4 @@
-"""The culprits in words: what was tried, what became of the errors, what to do."""
+"""The causes in words: what was probed, what became of the errors, what to do."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ NAMED = 4
 
 
 def drawn(sites: Sequence[str], left: Findings, best: Findings) -> Culprit:
-    """Draws for the rank's cells from torch's generator."""
+    """Random draws for the rank's cells from torch's generator."""
     is_dropout = any("Dropout" in site or "bernoulli" in site for site in sites)
     what = "dropout masks are" if is_dropout else "random numbers are"
     return Culprit(
@@ -107,7 +107,7 @@ def buffers(names: Sequence[str], before: Findings, after: Findings | None = Non
 
 
 def rounding(found: Findings, plain: Findings) -> Culprit:
-    """Errors in single precision alone."""
+    """Errors in single precision only."""
     row = next(row for row in found.rows if row.wrong)
     return Culprit(
         cause="rounding",

@@ -18,13 +18,7 @@ Nudged = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the ranks of one run have reported.
-
-    Attributes:
-        precision: Of the run.
-        reports: Of all ranks.
-        nudged: Of the single process, in the same precision.
-    """
+    """What the ranks of one run have reported, beside the nudged run of the single process in the same precision."""
 
     precision: Precision
     reports: list[Report]
@@ -107,14 +101,9 @@ class Findings:
 
 
 class Experiments:
-    """Runs that differ in what is put right.
-
-    Attributes:
-        run: The run as it was asked for.
-    """
+    """Runs that differ from `run` in what is put right, by workers that have the subject in their folder."""
 
     def __init__(self, workers: Workers, run: Run) -> None:
-        """Work with some processes that have the subject in their folder."""
         self._workers, self.run = workers, run
         self._nudged: dict[Precision, Nudged] = {}
 

@@ -1,11 +1,10 @@
-"""Which part of a model breaks equivalence, found by putting one thing right at a time.
+"""Which part of a model breaks equivalence: what brings the errors back when all else is put right.
 
 First everything that can be put right is; where the errors vanish, each thing is left as it was again, one at a time.
-What brings the errors back is a culprit, so two culprits are found as well as one, and nothing is accused that does
-not matter.
+So two causes are found as well as one, and nothing is named that does not matter.
 
     put right                           how
-    random draws                        each cell draws from a seed of its own (keyed_draws.py), place by place
+    random draws                        each cell draws from its own seed (keyed_draws.py), place by place
     batch statistics                    share_batch_statistics=True
     unequal parts                       the batch is cut so that all ranks have equally many cells
     mean of means                       every rank gets the same cells
@@ -23,7 +22,7 @@ from lightning_amp.verification.result import Culprit
 from lightning_amp.verification.training_run import Treatment
 
 MOST_SITES = 12
-"""Places of draws that are tried one by one; more are tried together."""
+"""Places of draws that are probed one by one; more are probed together."""
 SAME_DIRECTION = 1e-6
 
 
@@ -85,9 +84,9 @@ class _Search:
         factor = _factor(best)
         if self._parts > 1 and factor is not None and abs(factor / self._parts - 1) < SAME_DIRECTION:
             return treatment, best, [cause_texts.summed(factor)]
-        tried = {"equal": self._plain.first.uneven, "same": self._parts > 1}
+        possible = {"equal": self._plain.first.uneven, "same": self._parts > 1}
         for cells in ("equal", "same"):
-            if tried[cells]:
+            if possible[cells]:
                 cut = replace(treatment, cells=cells)
                 after = self._try(cut)
                 if after.ok:

@@ -1,7 +1,7 @@
 """Random numbers of a training step: seen where they are drawn, and on request made a function of the cell.
 
 A rank that draws for its own cells from torch's default generator does not draw what one process draws for the same
-cells. While `KeyedDraws` is active, a draw with an axis of cells is made cell by cell, each from a seed of its own
+cells. While `KeyedDraws` is active, a draw with an axis of cells is made cell by cell, each from its own seed
 
     seed = hash(place in the code, how often it was reached, the cell's row in the global batch)
 

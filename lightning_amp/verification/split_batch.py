@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_amp.data.batch_parts import parts_in
@@ -38,7 +38,7 @@ def check_divisible(batch: object, parts: int) -> None:
     if parts > 1 and count_cells(batch) is None:
         raise DataError(
             f"a batch was to be split over {parts} ranks, found first axes {sizes!r}; allowed are tensors whose first"
-            " axis is the cell, equally long in the whole batch or in each modality of a batch {{modality: mapping}}:"
+            " axis is the cell, equally long in the whole batch or in each modality of a batch {modality: mapping}:"
             " bring it into that form, or verify one data rank with model_parallel_size=devices"
         )
     if sizes and sizes[0] < parts:

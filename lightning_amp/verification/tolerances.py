@@ -6,8 +6,8 @@ second time from weights that differ in their last place, and what that changes 
 
     allowed(x) = min(MOST, max(table, NUDGE error of x on the single process after one rounding in every weight))
 
-Where the second alone is beyond MOST, rounding swamps x: an error above MOST says neither that ranks are right nor that
-they are wrong.
+Where already the second is beyond MOST, rounding swamps x: an error above MOST says neither that ranks are right nor
+that they are wrong.
 
 Legend: one = the single process; x = the same quantity on a rank.
 """

@@ -10,7 +10,6 @@ Known limits: one node, CPU; a script that is spawned from needs `if __name__ ==
 import logging
 import multiprocessing
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -185,7 +184,7 @@ def _carry_out(task: Task, rank: int, folder: Path, args: tuple[Any, ...]) -> An
 
 def _told(error: BaseException, rank: int) -> AmpError:
     """An error as the caller's process can raise it."""
-    if isinstance(error, AmpError) and _survives(error):
+    if isinstance(error, AmpError):
         return error
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
@@ -194,12 +193,3 @@ def _told(error: BaseException, rank: int) -> AmpError:
         f"the module was to be trained for verify, and {type(error).__name__} was raised in {_named(rank)}: {error};"
         f" it must train there before it can be compared. Seen in\n{where}"
     )
-
-
-def _survives(error: AmpError) -> bool:
-    """Whether it can be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True

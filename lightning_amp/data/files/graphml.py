@@ -31,10 +31,8 @@ class Graph:
     Attributes:
         vertices: Names, of shape [vertex].
         feature_type: "RNA", "Hi-C", ...; "" where the file has none; of shape [vertex].
-        source: Row of one end of each edge, of shape [edge].
-        target: Row of the other end, of shape [edge].
-        weight: In (0, 1], of shape [edge].
-        sign: 1 or -1, of shape [edge].
+        source, target: Rows of the ends of each edge, of shape [edge].
+        weight, sign: In (0, 1], and 1 or -1, of shape [edge].
     """
 
     vertices: NDArray[np.str_]

@@ -1,6 +1,6 @@
 """HDF5 access for readers that must not touch the matrix: opening, and columns of an h5ad's obs and var.
 
-Written on h5py alone: it starts faster than anndata, reads slices, and never loads what was not asked for.
+Uses h5py only: it starts faster than anndata, reads slices, and never loads what was not asked for.
 Known limit: of the column encodings, plain, categorical (both layouts) and nullable arrays are read.
 """
 

@@ -1,4 +1,4 @@
-"""Where each stratum of a Hi-C h5ad lies: read from `var` alone, the matrix is never touched.
+"""Where each stratum of a Hi-C h5ad lies: read from `var` only, the matrix is never touched.
 
 Features are stratum-major: all bins (stratum 0), then all pairs at distance 1, and so on; with several
 resolutions, coarse to fine, each with its own strata. Two kinds of var are understood: columns `stratum` and
@@ -30,8 +30,7 @@ class Stratum:
     Attributes:
         k: Distance of the two bins, in bins.
         resolution: Name of the resolution, or None in a file with a single one.
-        start: First column in the matrix.
-        stop: Column after the last one.
+        start, stop: First column in the matrix, and the one after the last.
         anchors: Row of each feature's first bin among all anchors, of shape [feature of the stratum].
     """
 

@@ -1,10 +1,7 @@
 """Cells of every modality as training batches, read from h5ad files.
 
-A data set item is a whole step: the sampler says which rows of each modality the step holds (`StepIndices`),
-and the item is the batch. Counts stay sparse; at most the rows of one step are ever dense, and in modalities that are
-asked for as sparse not even these.
-
-Words: cell, feature = rows and columns of one modality's matrix.
+A data set item is the batch of a whole step, of which the sampler says the rows (`StepIndices`). Counts stay sparse; at
+most the rows of one step are ever dense, and in modalities that are asked for as sparse not even these.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,12 +30,8 @@ COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndices:
-    """What one step of one rank holds.
-
-    Args:
-        rows: modality -> int64 [cell], rows of its file
-        draw_key: names the step to `draw_keys`; the same on every rank
-    """
+    """What one step of one rank holds: modality -> rows of its file, and the step's key for `draw_keys`, the same on
+    every rank."""
 
     rows: Mapping[str, NDArray[np.int64]]
     draw_key: int

@@ -5,7 +5,7 @@ between bins i and i + k fall off as 1 / (k + 1), are more frequent within a com
 bins, and strongest at loops; RNA counts of genes in active segments are higher. Number of contacts and of
 transcripts vary log-normally between cells.
 
-That contacts around active bins are more frequent is what links the modalities: products of activities alone keep no
+That contacts around active bins are more frequent is what links the modalities: products of activities keep no
 sign. It is what scores of genes in single-cell Hi-C rest on, such as the contacts within a gene's body of scGAD (Shen
 et al. 2022, doi 10.1093/bioinformatics/btac372), by which scHi-C cells are placed among RNA cells. No published number
 for its strength was found; LINK is ours, and strong: the correlation over cell types of a gene's expression and its
