@@ -113,21 +113,25 @@ class Workers:
         first = [run for run in wait(runs, timeout, FIRST_EXCEPTION).done if _error(run)]
         if first:
             wait(runs, GRACE_S)
-        ended = [rank for run, rank in runs.items() if isinstance(_error(run), BrokenProcessPool)]
-        silent = [_named(rank) for run, rank in runs.items() if not run.done()]
-        self._broken = bool(silent or ended)
-        # what another rank has raised says why one has ended
-        for error in map(_error, (*first, *runs)):
-            if error is not None and not isinstance(error, BrokenProcessPool):
-                raise error
-        if ended:
-            raise AmpError(f"{_named(ended[0])} ended without a word; {ENDED}")
-        if silent:
-            raise AmpError(
-                f"{', '.join(silent)} gave no answer within {timeout:.0f} s; a step that takes long needs a larger"
-                " timeout, and ranks that wait for each other were made to communicate unequally often"
-            )
+        self._broken = any(not run.done() or isinstance(_error(run), BrokenProcessPool) for run in runs)
+        _raise_failure(first, runs, timeout)
         return [run.result() for run in runs]
+
+
+def _raise_failure(first: "list[Future[Any]]", runs: "dict[Future[Any], int]", timeout: float) -> None:
+    """Raise what came first, if anything has failed."""
+    # what another rank has raised says why one has ended
+    for error in map(_error, (*first, *runs)):
+        if error is not None and not isinstance(error, BrokenProcessPool):
+            raise error
+    if first:
+        raise AmpError(f"{_named(runs[first[0]])} ended without a word; {ENDED}")
+    silent = [_named(rank) for run, rank in runs.items() if not run.done()]
+    if silent:
+        raise AmpError(
+            f"{', '.join(silent)} gave no answer within {timeout:.0f} s; a step that takes long needs a larger"
+            " timeout, and ranks that wait for each other were made to communicate unequally often"
+        )
 
 
 def _error(run: "Future[Any]") -> BaseException | None:

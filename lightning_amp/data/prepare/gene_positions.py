@@ -4,7 +4,7 @@ Positions are 0-based and half-open whatever the file's own convention. A gene w
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,7 +117,8 @@ def _collect(path: Path, parse: Callable[[str], Gene | None]) -> list[Gene]:
     """Apply a line parser to all lines; a line that does not parse is reported with its number."""
     found = []
     with open_stream(path, what="gene annotation") as stream:
-        for number, line in enumerate(_lines(stream), start=1):
+        for number, raw in enumerate(stream, start=1):
+            line = raw.decode(errors="replace").rstrip("\r\n")
             if not line.strip() or line.startswith(("#", "track", "browser")):
                 continue
             try:
@@ -129,10 +130,6 @@ def _collect(path: Path, parse: Callable[[str], Gene | None]) -> list[Gene]:
             if gene is not None:
                 found.append(gene)
     return found
-
-
-def _lines(stream: Iterable[bytes]) -> Iterator[str]:
-    return (line.decode(errors="replace").rstrip("\r\n") for line in stream)
 
 
 def _parse_gtf(feature: str) -> Callable[[str], Gene | None]:

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
+from lightning_amp.data.prepare.prepare import write_modalities
 from lightning_amp.data.prepare.rna_counts import RnaCounts
-from lightning_amp.data.prepare.write_modalities import write_modalities
 from lightning_amp.errors import DataError
 
 LOOP_QUANTILE = 0.98
