@@ -4,17 +4,17 @@ from dataclasses import replace
 
 from benchmarks.epm_grid import in_forms
 from benchmarks.side_by_side.cases import Case
+from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.simulation.models_without_values import decoder_subject
 
 
 def plan_of(case: Case) -> Plan:
     """All ranks on the model axis; no rules where the method is none of ours."""
     shape = describe(
-        decoder_subject(case.size.decoder(), batch_size=case.size.cells, graph=case.graph).module,
+        subject_of(case.size.decoder(), batch_size=case.size.cells, graph=case.graph).module,
         batch_size=case.size.cells,
     )
     assert shape.decoder is not None, "the subject is a decoder"

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.side_by_side.cases import Case, Size
 from benchmarks.side_by_side.plans import plan_of
+from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.lightning.callbacks.live_bytes import tensors_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.byte_meter import ACTIVATIONS, TEMPORARIES
 from lightning_amp.simulation.measured_step import RankResult
-from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
+from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.simulation.simulate import simulate
 
 
@@ -39,7 +40,7 @@ class Simulated:
 def simulate_case(case: Case) -> Simulated:
     """One case, in this process."""
     begin, plan = time.perf_counter(), plan_of(case)
-    make = partial(decoder_subject, case.size.decoder(), batch_size=case.size.cells, graph=case.graph)
+    make = partial(subject_of, case.size.decoder(), batch_size=case.size.cells, graph=case.graph)
     ranks = sorted({0, case.ranks // 2, case.ranks - 1})
     results = [simulate(make, plan, rank=rank) for rank in ranks]
     subject = make()

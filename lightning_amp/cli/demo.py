@@ -1,5 +1,6 @@
 """The whole flow on a small synthetic data set, by the same commands that a person would type."""
 
+import argparse
 import shlex
 import subprocess
 import sys
@@ -7,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError
 
 MARK = ".lightning-amp-demo"
@@ -51,18 +51,30 @@ NOTES = {
 """What is said of a command before it runs."""
 
 
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument(
+        "--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it"
+    )
+    parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
+    parser.add_argument("--epochs", type=int, default=40, help="training epochs (default: 40)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    for line in run_demo(Path(arguments.out), devices=arguments.devices, epochs=arguments.epochs):
+        print(line, flush=True)
+
+
 def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
-    Args:
-        out: Folder to write to; an earlier demo there is replaced, anything else is refused.
-        devices: CPU ranks.
-        epochs: Training epochs.
-
     Raises:
-        DataError: `out` holds something that no demo wrote.
+        DataError: `out` holds something that no demo wrote; an earlier demo there is replaced.
         AmpError: One of the commands failed; it has said why.
     """
+    from lightning_amp.data.prepare.synthetic import synthesize
+
     if out.exists() and not (out / MARK).exists() and any(out.iterdir()):
         raise DataError(
             f"--out {str(out)!r} was asked for; it holds files that no demo wrote; choose an empty or new folder"

@@ -5,24 +5,22 @@ Neither needs torch.
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from lightning_amp.cli.request import BATCH_SIZE, OF_DATA, latent_dim, rates_asked, read, refuse
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
-from lightning_amp.planning.plan.model_shape import LATENT_DIM, ModelShape, reference_shape
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
 from lightning_amp.planning.questions.recommend_devices import recommend_devices
 from lightning_amp.planning.questions.what_if import Source, to_dict, what_if
 from lightning_amp.planning.reports.devices_report import recommendation_report
 from lightning_amp.planning.reports.what_if_report import what_if_report
-from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.simulation.parse_shape import ShapeRequest, parse_shape
 
-BATCH_SIZE = 64
 DECIDED = {
     "--devices": "devices",
     "--policy": "policy",
@@ -32,40 +30,20 @@ DECIDED = {
 """Options that both decide by themselves."""
 ASKED = {"--device-memory": "device_memory", "--batch-size": "batch_size"}
 """Options that stand in the questions of --what-if."""
-OF_DATA = {
-    "--latent-dim": "latent_dim",
-    "--window": "window",
-    "--setting": "setting",
-    "--keys": "keys",
-}
-"""Options that a decoder by itself says in its shape."""
 
 
-def outlook(
-    arguments: argparse.Namespace, *, rates: Rates, read: Callable[[argparse.Namespace], Profile]
-) -> tuple[str, bool]:
-    """The text to print, and whether a number of devices fits the memory that was named; what-if names many.
-
-    Args:
-        arguments: Of the command line.
-        rates: What a device reaches.
-        read: Reads the profile of the data directory.
-
-    Raises:
-        AmpError: Options that do not go together, or values that are not allowed.
-    """
+def outlook(arguments: argparse.Namespace) -> tuple[str, bool]:
+    """The text to print, and whether a number of devices fits the memory that was named; what-if names many."""
     both = arguments.what_if is not None and arguments.recommend_devices
     if both:
         raise PlanError("--what-if and --recommend-devices were asked for; give one of them")
     if arguments.recommend_devices:
-        return _recommendation(arguments, rates=rates, read=read)
-    return _what_if(arguments, rates=rates, read=read), True
+        return _recommendation(arguments)
+    return _what_if(arguments), True
 
 
-def _recommendation(
-    arguments: argparse.Namespace, *, rates: Rates, read: Callable[[argparse.Namespace], Profile]
-) -> tuple[str, bool]:
-    _refuse(
+def _recommendation(arguments: argparse.Namespace) -> tuple[str, bool]:
+    refuse(
         arguments, "--recommend-devices", DECIDED | {"--shape": "shape"}, "which it decides, or cannot use"
     )
     if arguments.data_dir is None:
@@ -73,8 +51,8 @@ def _recommendation(
     budget = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
     cells = BATCH_SIZE if arguments.batch_size is None else arguments.batch_size
     profile = read(arguments)
-    shape_of = partial(_reference, profile, latent_dim=_latent_dim(arguments), window=arguments.window)
-    found = recommend_devices(profile, shape_of, cells=cells, budget=budget, rates=rates)
+    shape_of = partial(_reference, profile, latent_dim=latent_dim(arguments), window=arguments.window)
+    found = recommend_devices(profile, shape_of, cells=cells, budget=budget, rates=rates_asked(arguments))
     as_json = arguments.format == "json"
     text = json.dumps(found.to_dict(), indent=2) if as_json else recommendation_report(found)
     return text, found.devices is not None
@@ -84,11 +62,9 @@ def _reference(profile: Profile, cells: int, *, latent_dim: int, window: int | N
     return reference_shape(profile, batch_size=cells, latent_dim=latent_dim, window=window)
 
 
-def _what_if(
-    arguments: argparse.Namespace, *, rates: Rates, read: Callable[[argparse.Namespace], Profile]
-) -> str:
-    _refuse(arguments, "--what-if", DECIDED, "which it decides")
-    _refuse(arguments, "--what-if", ASKED, "which are among its questions: say batch=... and memory=...")
+def _what_if(arguments: argparse.Namespace) -> str:
+    refuse(arguments, "--what-if", DECIDED, "which it decides")
+    refuse(arguments, "--what-if", ASKED, "which are among its questions: say batch=... and memory=...")
     if (arguments.shape is None) == (arguments.data_dir is None):
         raise PlanError(
             f"--what-if was asked for with DIR={arguments.data_dir!r} and --shape {arguments.shape!r}; give one of"
@@ -98,9 +74,9 @@ def _what_if(
     if arguments.shape is None:
         source = _of_data(arguments, read(arguments))
     else:
-        _refuse(arguments, "--shape", OF_DATA, "which go with DIR: say dim, window and key in the shape")
+        refuse(arguments, "--shape", OF_DATA, "which go with DIR: say dim, window and key in the shape")
         source, asked = _of_shape(parse_shape(arguments.shape), asked, words=arguments.what_if)
-    answers = what_if(source, asked, rates=rates)
+    answers = what_if(source, asked, rates=rates_asked(arguments))
     return json.dumps(to_dict(answers), indent=2) if arguments.format == "json" else what_if_report(answers)
 
 
@@ -110,7 +86,7 @@ def _of_data(arguments: argparse.Namespace, profile: Profile) -> Source:
             f"--what-if was asked for with {arguments.data_dir!r}, which has no modality with strata (Hi-C); name a"
             " folder with one, or give --shape"
         )
-    return Source(profile=profile, latent_dim=_latent_dim(arguments), window=arguments.window)
+    return Source(profile=profile, latent_dim=latent_dim(arguments), window=arguments.window)
 
 
 def _of_shape(found: ShapeRequest, asked: Questions, *, words: list[str]) -> tuple[Source, Questions]:
@@ -122,13 +98,3 @@ def _of_shape(found: ShapeRequest, asked: Questions, *, words: list[str]) -> tup
         asked = replace(asked, batch_sizes=(found.batch_size,))
     profile = profile_of_module(shape_of_decoder(found.decoder, batch_size=1))
     return Source(profile=profile, decoder=found.decoder, latent_dim=found.decoder.dim), asked
-
-
-def _latent_dim(arguments: argparse.Namespace) -> int:
-    return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
-
-
-def _refuse(arguments: argparse.Namespace, verb: str, options: dict[str, str], why: str) -> None:
-    given = [name for name, attribute in options.items() if getattr(arguments, attribute) is not None]
-    if given:
-        raise PlanError(f"{verb} was asked for together with {', '.join(given)}, {why}; leave them out")

@@ -28,7 +28,7 @@ def hash_text(text: str) -> int:
 
 
 def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the key of each cell's random draws: a function of step, modality and row alone.
+    """Return the key of each cell's random draws, in [0, 2**31), [cell]: a function of step, modality and row only.
 
     The position in the batch and the rank have no part in it, so a batch split over any number of ranks draws
     the same numbers. A cell twice in one step draws the same numbers twice.
@@ -36,10 +36,7 @@ def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[
     Args:
         draw_key: names the step
         modality: cells of different modalities draw differently
-        rows: int64 [cell]
-
-    Returns:
-        int64 [cell] in [0, 2**31)
+        rows: [cell], of the file
     """
     step = np.uint64(hash_integers(draw_key, hash_text(modality)))
     return (mix(mix(rows.astype(np.uint64)) ^ step) >> np.uint64(33)).astype(np.int64)

@@ -3,7 +3,7 @@
     y = sum over blocks of x[:, block] W[:, block]^T            dW[:, block] = dy^T x[:, block]
 
 Exact: the dense product, added up block by block. What shrinks: of the dense [B, F] one block exists, forward and
-backward, and the entries alone are kept for the backward pass. The gradient of the weight is dense, [h, F], as an
+backward, and only the entries are kept for the backward pass. The gradient of the weight is dense, [h, F], as an
 optimiser needs it.
 
 Blocks, and not a sparse product: at 2 % of entries, h 128 and F 172,800 the products of the blocks take the time of the
@@ -94,6 +94,6 @@ def _blocks(x: Counts, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _without_autocast(like: Tensor) -> torch.autocast:
-    # the meta device has no autocast of its own
+    # the meta device has no autocast
     device = like.device.type
     return torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False)

@@ -4,7 +4,7 @@
     parameters         parameters and buffers
     gradients          of parameters, from when they are whole
     optimiser state    what the optimiser keeps between steps
-    activations        the batch, and what the forward pass made and handed to the backward pass
+    activations        the batch, and what the forward pass kept for the backward pass
     temporaries        all else: made and dropped in the forward pass, or made by the backward pass or the optimiser
 
 Operators on meta tensors only work out shapes, many of them slowly in Python. An operator of which every result is a
@@ -33,7 +33,7 @@ MADE_OUTSIDE = ("lift_fresh",)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
 WRAPPING = ("_wrap_tensor_autograd",)
-"""Operators that put a tensor into one without memory of its own, for which torch's meta kernel makes a new one."""
+"""Operators that put a tensor into one without its own memory, for which torch's meta kernel makes a new one."""
 
 
 class OutOfBudget(Exception):
@@ -59,12 +59,14 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: What is running now, in words.
         peak: Most bytes alive at once so far.
         sent: Bytes given to collectives so far, by kind of collective.
+        answers: Shapes that operators have given for shapes.
 
     Args:
         budget_bytes: Where more are alive, OutOfBudget is raised; None for no limit.
+        answers: Of another meter.
     """
 
-    def __init__(self, *, budget_bytes: int | None = None) -> None:
+    def __init__(self, *, budget_bytes: int | None = None, answers: dict[Any, Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = ""
         self.peak = 0
@@ -80,7 +82,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at_peak = dict(self._by_kind)
         self._dropped = 0
         self._aliasing: dict[Any, bool] = {}
-        self._answers: dict[Any, Any] = {}
+        self.answers: dict[Any, Any] = {} if answers is None else answers
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -111,12 +113,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def enter(self, phase: str, *, making: str) -> None:
-        """Begin a phase.
-
-        Args:
-            phase: In words, as in "out of memory at ...".
-            making: The kind of what is made from now on.
-        """
+        """Begin a phase, in words as in "out of memory at ..."; `making` is the kind of what is made from now on."""
         settled = self.current
         assert settled >= 0, "no more bytes die than were alive"
         self._pass += making != self._making
@@ -147,8 +144,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if aliasing:
             return func(*(_on_one_device(args) if func._schema.is_mutable else args), **kwargs)
         key = _key(func, args, kwargs)
-        if key in self._answers:
-            result = _make(self._answers[key])
+        if key in self.answers:
+            result = _make(self.answers[key])
             before = self.current
             for tensor in tensors_of(result):
                 self._add(_storage(tensor), self._making)
@@ -167,7 +164,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is not None and not outside:
             answer = _answer(result, given)
             if answer is not None:
-                self._answers[key] = answer
+                self.answers[key] = answer
         return result
 
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any]) -> None:

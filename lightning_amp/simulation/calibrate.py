@@ -46,15 +46,7 @@ SIZES = {"cpu": (2000, 64, 6, 32), "cuda": (20_000, 128, 16, 64)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """One decoder step.
-
-    Attributes:
-        strategies: With which.
-        before: Predicted seconds with the rates that were there.
-        measured: Seconds of the best round.
-        slowest: Seconds of the slowest round.
-        after: Predicted seconds with the fitted rates.
-    """
+    """Seconds of one decoder step: predicted with the rates before and after, and measured in the best round."""
 
     strategies: tuple[str, ...]
     before: float
@@ -65,16 +57,9 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Rates before and after, and what they were fitted to.
+    """Rates before and after, the step that they were fitted to, and another one as a check.
 
-    Attributes:
-        decoder: Its sizes.
-        cells: B.
-        before: The rates that were there.
-        after: The fitted ones.
-        fitted: The step that they were fitted to.
-        check: Another step.
-        note: Whose rates `before` are, where the device is not known; else "".
+    `note` says whose rates `before` are, where the device is not known; else "".
     """
 
     decoder: DecoderShape

@@ -14,11 +14,7 @@ from lightning_amp.planning.plan.axes import MeshShape
 
 @contextmanager
 def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
-    """The mesh with the axes "data" and "model" as one rank sees it; collectives return and move nothing.
-
-    Args:
-        shape: Ranks per axis.
-        rank: The rank to be, row-major in (data, model).
+    """The mesh with the axes "data" and "model" as one rank (row-major) sees it; collectives return and move nothing.
 
     Raises:
         PlanError: This process is a rank of a real process group already.

@@ -1,12 +1,10 @@
 """The second training step of one rank, phase by phase, with every byte counted.
 
 The second, because then the optimiser's state and the last step's gradients are there. The first is not run: every
-parameter is given a gradient in memory of its own, and the optimiser steps once. A backward pass may leave other
-gradients, none for what it does not reach, or views of larger tensors; if the measured step ends with others than it
-began with, it is measured again, with these.
+parameter is given a gradient in its own memory, and the optimiser steps once. A backward pass may leave other
+gradients, none for what it does not reach, or views of larger tensors; then the step after it is measured instead.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +24,16 @@ from lightning_amp.simulation.byte_meter import (
 )
 from lightning_amp.simulation.planned_rank import PlannedRank
 
-Layout = tuple[tuple[int, int] | None, ...]
-"""For each parameter which storage its gradient lies in, by number, and the storage's bytes; None without gradient."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
     """What one rank's step needs.
 
     Attributes:
-        rank: The rank.
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
         breakdown: The same by kind.
         strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
-        comm_bytes: Bytes handed to collectives, by kind.
+        comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
         requested_bytes: The request that exceeded the budget.
     """
@@ -54,96 +48,64 @@ class RankResult:
 
 
 def measure_step(
-    make: Callable[[], PlannedRank],
-    *,
-    rank: int,
-    budget_bytes: int | None,
-    on_stratum: Callable[[], object],
+    planned: PlannedRank, *, rank: int, budget_bytes: int | None, on_stratum: Callable[[], object]
 ) -> RankResult:
-    """Run and count the second training step of a rank.
-
-    Args:
-        make: Makes the rank anew.
-        rank: Its number, for the result.
-        budget_bytes: Memory of a device, None for no limit.
-        on_stratum: Called after every stratum, forward and backward.
-    """
-    step = _Step(make(), None, budget_bytes=budget_bytes, on_stratum=on_stratum)
-    failure = step.run()
-    left = _layout(step.planned.parameters)
-    if failure is None and left != step.assumed:
-        step = _Step(make(), left, budget_bytes=budget_bytes, on_stratum=on_stratum)
-        failure = step.run()
+    """Run and count the second training step of a rank; `on_stratum` is called after every stratum, in both
+    directions."""
+    step = _Step(planned, budget_bytes=budget_bytes, on_stratum=on_stratum)
+    requested_bytes = step.run()
     return RankResult(
         rank=rank,
         peak_bytes=step.meter.peak,
         breakdown=step.meter.breakdown,
         strata_bytes=tuple(held for _, held in sorted(step.strata_bytes.items())),
         comm_bytes=dict(step.meter.sent),
-        failed_at=step.meter.phase if failure is not None else None,
-        requested_bytes=failure,
+        failed_at=None if requested_bytes is None else step.meter.phase,
+        requested_bytes=requested_bytes,
     )
 
 
-def _layout(parameters: list[nn.Parameter]) -> Layout:
-    numbers: dict[int, int] = {}
-    found: list[tuple[int, int] | None] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            found.append(None)
-            continue
-        storage = parameter.grad.untyped_storage()
-        found.append((numbers.setdefault(id(storage), len(numbers)), storage.nbytes()))
-    return tuple(found)
-
-
-def _give_gradients(parameters: list[nn.Parameter], layout: Layout) -> None:
-    sizes = dict(place for place in layout if place is not None)
-    storages = {i: torch.empty(n, dtype=torch.uint8, device="meta") for i, n in sizes.items()}
-    for parameter, place in zip(parameters, layout, strict=True):
-        if place is not None:
-            values = storages[place[0]].view(parameter.dtype)
-            parameter.grad = values[: parameter.numel()].view(parameter.shape)
-
-
 class _Step:
-    """One measured step; `assumed` is how the step before left the gradients."""
+    """The measured step."""
 
     def __init__(
-        self,
-        planned: PlannedRank,
-        assumed: Layout | None,
-        *,
-        budget_bytes: int | None,
-        on_stratum: Callable[[], object],
+        self, planned: PlannedRank, *, budget_bytes: int | None, on_stratum: Callable[[], object]
     ) -> None:
         self.planned = planned
-        numbers = itertools.count()
-        apart = tuple((next(numbers), p.nbytes) if p.requires_grad else None for p in planned.parameters)
-        self.assumed = apart if assumed is None else assumed
         self.strata_bytes: dict[int, int] = {}
-        self.meter = StepMeter(budget_bytes=budget_bytes)
-        self._on_stratum = on_stratum
-        self._place = "the encoders and the graph"
+        self.meter = StepMeter()
+        self._budget_bytes, self._on_stratum = budget_bytes, on_stratum
 
     def run(self) -> int | None:
         """The step; returns the request that exceeded the budget, None if none did."""
-        planned, meter = self.planned, self.meter
-        self._step_before()
+        trained = [parameter for parameter in self.planned.parameters if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        for optimizer in self.planned.optimizers:
+            optimizer.step()
+        self._hook()
+        failure = self._measure()
+        if failure is None and not all(map(_has_gradient_of_its_own, trained)):
+            # the optimiser has no state of what no step reaches
+            for parameter in (parameter for parameter in trained if parameter.grad is None):
+                for optimizer in self.planned.optimizers:
+                    optimizer.state.pop(parameter, None)
+            failure = self._measure()
+        return failure
+
+    def _measure(self) -> int | None:
+        # what operators answer to which shapes stays the same
+        self.meter = StepMeter(budget_bytes=self._budget_bytes, answers=self.meter.answers)
+        self.strata_bytes.clear()
+        self._place = "the encoders and the graph"
         try:
             self._hold()
-            self._hook()
-            with meter:
-                meter.enter(self._place, making=ACTIVATIONS)
-                planned.module.training_step(planned.batch, 1)
+            with self.meter:
+                self.meter.enter(self._place, making=ACTIVATIONS)
+                self.planned.module.training_step(self.planned.batch, 1)
         except OutOfBudget as failure:
             return failure.requested_bytes
         return None
-
-    def _step_before(self) -> None:
-        _give_gradients(self.planned.parameters, self.assumed)
-        for optimizer in self.planned.optimizers:
-            optimizer.step()
 
     def _hold(self) -> None:
         planned, meter = self.planned, self.meter
@@ -206,3 +168,8 @@ class _Step:
             self._on_stratum()
 
         output[0].register_hook(begin_backward)  # type: ignore[no-untyped-call]
+
+
+def _has_gradient_of_its_own(parameter: Tensor) -> bool:
+    grad = parameter.grad
+    return grad is not None and grad.untyped_storage().nbytes() == parameter.nbytes

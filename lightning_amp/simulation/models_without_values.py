@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.planning.plan.model_shape import DecoderShape, NetworkShape
+from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.profiling.profile import Profile
 
 LEARNING_RATE = 2e-3
@@ -83,63 +82,20 @@ class DecoderAlone(nn.Module):
         return loss
 
 
-class DecoderWithGraph(DecoderAlone):
-    """A decoder, and an encoder of a graph of its anchors alone: each joined to itself and to the next.
-
-    Args:
-        shape: The decoder.
-    """
-
-    def __init__(self, shape: DecoderShape) -> None:
-        super().__init__(shape)
-        every = torch.arange(shape.anchors, device="cpu")
-        source = torch.cat((every, every[:-1]))
-        ones = torch.ones(len(source), device="cpu")
-        self.graph_encoder = GraphEncoder(
-            shape.anchors,
-            shape.dim,
-            source=source,
-            target=torch.cat((every, every[1:])),
-            weight=ones,
-            sign=ones,
-            modalities={shape.fqn: every},
-        ).to("meta")
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Of decoder and graph, with the reference model's number of sampled edges."""
-        encoder, network = self.graph_encoder, NetworkShape()
-        v = encoder.sample(*encoder())
-        edges = encoder.nll(v.sample, n_positive=network.edges_per_step, negatives=network.negatives_per_edge)
-        return self.decoded(batch, encoder.rows[self.fqn](v.sample)) + edges + encoder.kl(v.loc, v.std)
-
-
-def decoder_subject(shape: DecoderShape, *, batch_size: int, graph: bool = False) -> Subject:
-    """A decoder by itself, or with the encoder of a graph that its anchors' latents come from.
-
-    Args:
-        shape: Its sizes.
-        batch_size: Cells per rank.
-        graph: Whether the anchors' latents come from a graph, else they are given.
-    """
+def decoder_subject(
+    shape: DecoderShape, *, batch_size: int, kind: type[DecoderAlone] = DecoderAlone
+) -> Subject:
+    """A decoder by itself, or in a module of another kind, and `batch_size` cells per rank."""
     with torch.device("meta"):
-        module = DecoderWithGraph(shape) if graph else DecoderAlone(shape)
+        module = kind(shape)
         batch = _cells(batch_size, sum(shape.features))
-        batch["u"] = torch.empty(batch_size, shape.dim)
-        if not graph:
-            batch["v"] = torch.empty(shape.anchors, shape.dim)
+        batch |= {"u": torch.empty(batch_size, shape.dim), "v": torch.empty(shape.anchors, shape.dim)}
     _give_nodes(module.get_submodule(shape.fqn), _nodes(shape.anchors, shape.features, shape.distances))
     return Subject(module=module, batch=batch)
 
 
 def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
-    """The reference model for some data.
-
-    Args:
-        profile: The data.
-        batch_size: Cells per rank and modality.
-        latent_dim: D.
-        window: Attention window in bins, 20 per stratum if None.
-    """
+    """The reference model for some data, `batch_size` cells per rank and modality."""
     inputs = _inputs(profile)
     attends = any(m.decomposition is not None and m.decomposition.attention for m in profile.modalities)
     with torch.device("meta"):

@@ -10,7 +10,6 @@ variant                   higlue or paper (higlue)
 chained                   yes or no (no)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_amp.errors import PlanError
@@ -20,7 +19,7 @@ REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")
 CHOICES = {"key": ("attention", "convolution"), "variant": ("higlue", "paper"), "chained": ("no", "yes")}
 MOST_STRATA = 10_000
-"""Every stratum is a module of its own: of more, the modules alone fill the memory of this process."""
+"""Every stratum is a module; more of them fill the memory of this process without any tensor."""
 DIGITS = 9
 EXAMPLE = "anchors=5400,dim=128,strata=32,batch=1"
 
@@ -31,33 +30,6 @@ class ShapeRequest:
 
     decoder: DecoderShape
     batch_size: int | None
-
-
-def check_source(shape: str | None, data_dir: str | None, *, of_data: Mapping[str, object]) -> None:
-    """Refuse both a shape and a data directory, or neither.
-
-    Args:
-        shape: A decoder as text.
-        data_dir: A data directory.
-        of_data: Options that go with a data directory only, by name; None where they are not given.
-
-    Raises:
-        PlanError: Both, neither, or a shape with options that it says by itself.
-    """
-    if (shape is None) == (data_dir is None):
-        found = (
-            f"both DIR={data_dir!r} and shape={shape!r}" if shape is not None else "neither DIR nor --shape"
-        )
-        raise PlanError(
-            f"a model was asked for with {found}; give one of them: a data directory for the reference model,"
-            f" or --shape {EXAMPLE} for a decoder by itself"
-        )
-    given = [name for name, value in of_data.items() if value is not None]
-    if shape is not None and given:
-        raise PlanError(
-            f"shape={shape!r} was asked for together with {', '.join(given)}, which go with a data directory; say"
-            " dim, window and key in the shape"
-        )
 
 
 def parse_shape(text: str) -> ShapeRequest:

@@ -1,4 +1,4 @@
-"""A module with a plan carried out on it, as one rank of the plan's mesh holds it."""
+"""A module with a plan carried out on it."""
 
 from typing import Any, cast
 
@@ -22,13 +22,7 @@ Sizes = tuple[object, ...]
 
 
 class PlannedRank:
-    """A subject with a plan carried out on it, as one rank holds it.
-
-    Args:
-        subject: Is changed.
-        plan: The plan.
-        mesh: Device mesh with the axes "data" and "model".
-    """
+    """A subject, which is changed, with a plan carried out on it, as one rank of the mesh holds it."""
 
     def __init__(self, subject: Subject, plan: Plan, mesh: DeviceMesh) -> None:
         self.module = cast(Any, subject.module)

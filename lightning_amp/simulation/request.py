@@ -25,12 +25,10 @@ class Request:
 
 
 def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> Request:
-    """A decoder by itself.
+    """A decoder by itself, and its plan; `batch_size` counts where the sizes do not say the cells.
 
     Args:
-        asked: Its sizes, and perhaps the cells per rank and step.
-        batch_size: These cells, where the sizes do not say them.
-        **request: As for `planning.policy.plan`.
+        **request: As for `make_plan.plan`.
 
     Raises:
         PlanError: No plan answers the request.
@@ -50,18 +48,7 @@ def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> 
 def request_reference(
     profile: Profile, *, batch_size: int, latent_dim: int | None, window: int | None, **request: Any
 ) -> Request:
-    """The reference model for some data.
-
-    Args:
-        profile: The data.
-        batch_size: Cells per rank, modality and step.
-        latent_dim: D, the reference model's default if None.
-        window: Attention window in bins, 20 per stratum if None.
-        **request: As for `planning.policy.plan`.
-
-    Raises:
-        PlanError: No plan answers the request.
-    """
+    """The reference model for some data, and its plan; arguments and errors as for `make_plan.plan`."""
     dim = LATENT_DIM if latent_dim is None else latent_dim
     shape = reference_shape(profile, batch_size=batch_size, latent_dim=dim, window=window)
     made = plan(profile, batch_size=batch_size, shape=shape, **request)

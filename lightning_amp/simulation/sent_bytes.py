@@ -29,12 +29,7 @@ _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier
 
 
 def sent_bytes(operator: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
-    """The kind of a collective and the bytes given to it; None for operators that send nothing.
-
-    Args:
-        operator: What torch dispatches.
-        args: Its positional arguments.
-    """
+    """The kind of a dispatched collective and the bytes given to it; None for operators that send nothing."""
     if operator.namespace not in NAMESPACES or operator._opname in _SILENT:
         return None
     assert operator._opname in _KIND_AND_INPUT, (

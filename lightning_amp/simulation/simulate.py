@@ -19,12 +19,7 @@ MOST_MODEL_RANKS = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What a training step of a plan needs.
-
-    Attributes:
-        plan: The plan.
-        ranks: Every rank's result, in the order of ranks.
-    """
+    """What a training step of a plan needs, on every rank in their order."""
 
     plan: Plan
     ranks: tuple[RankResult, ...]
@@ -77,12 +72,12 @@ class Simulation:
 def simulate(
     make: Callable[[], Subject], plan: Plan, *, rank: int, on_stratum: Callable[[], object] = lambda: None
 ) -> RankResult:
-    """Simulate the second training step of one rank.
+    """Simulate the second training step of one rank, row-major in (data, model).
 
     Args:
-        make: Makes the module and the batch, without values; called once or more.
+        make: Makes the module and the batch, without values.
         plan: What is installed, and the budget.
-        rank: Row-major in (data, model).
+        rank: The rank.
         on_stratum: Called after every stratum, forward and backward.
 
     Raises:
@@ -90,24 +85,14 @@ def simulate(
         InstallError: The plan does not fit the module.
     """
     with fake_world(plan.mesh, rank=rank) as mesh:
-        return measure_step(
-            lambda: PlannedRank(make(), plan, mesh),
-            rank=rank,
-            budget_bytes=plan.budget_bytes,
-            on_stratum=on_stratum,
-        )
+        planned = PlannedRank(make(), plan, mesh)
+        return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
 
 
 def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:
     """Simulate the second training step of every rank; of ranks with shards of equal sizes, one.
 
-    Args:
-        make: Makes the module and the batch, without values; called once or more.
-        plan: What is installed, and the budget.
-
-    Raises:
-        PlanError: This process is a rank of a process group already, or the model axis is too long.
-        InstallError: The plan does not fit the module.
+    Arguments and errors as for `simulate`, or PlanError: the model axis is too long.
     """
     if plan.mesh.model > MOST_MODEL_RANKS:
         raise PlanError(

@@ -1,11 +1,13 @@
-"""A simulation as text of at most 80 columns: whether it fits, what the memory holds, and what could help."""
+"""A simulation as text of at most 80 columns: whether it fits, what memory holds, what could help; and as a picture."""
 
 import re
 from collections.abc import Iterable
 from itertools import groupby, zip_longest
+from pathlib import Path
 from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
+from lightning_amp.figures import simulated_memory
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, label
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
@@ -40,6 +42,23 @@ def simulation_report(simulation: Simulation) -> str:
         sections.append(_remedies(plan))
     sections += [_wrapped(f"- {note}") for note in plan.notes]
     return "\n\n".join(sections)
+
+
+def draw(path: Path, simulation: Simulation) -> None:
+    """Write a PNG of memory after each stratum of the rank that needs most."""
+    plan, worst = simulation.plan, simulation.worst
+    names = ", ".join(plan.strategies)
+    what = f"{names}, {plan.mesh.data} x {plan.mesh.model} ranks (data x model)" if names else "one device"
+    simulated_memory(
+        path,
+        simulated_bytes=worst.strata_bytes,
+        predicted_bytes=plan.strata_bytes,
+        peak_bytes=worst.peak_bytes,
+        failed_at=worst.failed_at,
+        budget_bytes=plan.budget_bytes,
+        title=f"Simulated step: {what}",
+        rank_label=f"rank {worst.rank}",
+    )
 
 
 def _wrapped(text: str, indent: str = "  ") -> str:

@@ -1,4 +1,4 @@
-"""The culprits in words: what was tried, what became of the errors, what to do."""
+"""The causes in words: what was probed, what became of the errors, what to do."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,7 @@ NAMED = 4
 
 
 def drawn(sites: Sequence[str], left: Findings, best: Findings) -> Culprit:
-    """Draws for the rank's cells from torch's generator.
-
-    Args:
-        sites: Where.
-        left: The run with these draws left as they are.
-        best: The run with all draws keyed.
-    """
+    """Random draws for the rank's cells from torch's generator."""
     is_dropout = any("Dropout" in site or "bernoulli" in site for site in sites)
     what = "dropout masks are" if is_dropout else "random numbers are"
     return Culprit(
@@ -32,13 +26,7 @@ def drawn(sites: Sequence[str], left: Findings, best: Findings) -> Culprit:
 
 
 def normalised(norms: Sequence[str], own: Findings, best: Findings) -> Culprit:
-    """BatchNorm over the rank's own cells.
-
-    Args:
-        norms: The layers that differ first.
-        own: The run with statistics per rank.
-        best: The run with shared ones.
-    """
+    """BatchNorm over the rank's own cells."""
     return Culprit(
         cause="batch statistics",
         where=_some(norms),
@@ -49,12 +37,7 @@ def normalised(norms: Sequence[str], own: Findings, best: Findings) -> Culprit:
 
 
 def unequal(before: Findings, after: Findings) -> Culprit:
-    """A loss that does not weigh every cell alike where ranks have unequally many.
-
-    Args:
-        before: The run with unequal parts.
-        after: The run with equal ones.
-    """
+    """A loss that does not weigh every cell alike where ranks have unequally many."""
     return Culprit(
         cause="unequal parts",
         where="training_step",
@@ -66,12 +49,7 @@ def unequal(before: Findings, after: Findings) -> Culprit:
 
 
 def own_cells(before: Findings, after: Findings) -> list[Culprit]:
-    """What differs because a rank has its own cells only: modules that read the others, buffers, or the loss.
-
-    Args:
-        before: The run with every rank's own cells.
-        after: The run with the same cells on all ranks.
-    """
+    """What differs because a rank has its own cells only: modules that read the others, buffers, or the loss."""
     apart = before.first.apart
     origins = [name for name in before.origins if not any(other.startswith(f"{name}.") for other in apart)]
     found = [means(origins, before, after)] if origins or not apart else []
@@ -79,13 +57,7 @@ def own_cells(before: Findings, after: Findings) -> list[Culprit]:
 
 
 def means(origins: Sequence[str], before: Findings, after: Findings) -> Culprit:
-    """A quotient of sums over cells, of which ranks can only average the quotients.
-
-    Args:
-        origins: Modules that differ first.
-        before: The run with every rank's own cells.
-        after: The run with the same cells on all ranks.
-    """
+    """A quotient of sums over cells, of which ranks can only average the quotients."""
     evidence = f"The largest error is {before.largest:.0e}, and {after.largest:.0e} when all ranks have the same cells:"
     if origins:
         return Culprit(
@@ -108,11 +80,7 @@ def means(origins: Sequence[str], before: Findings, after: Findings) -> Culprit:
 
 
 def summed(factor: float) -> Culprit:
-    """A sum over cells.
-
-    Args:
-        factor: By what the gradients of one process are larger.
-    """
+    """A sum over cells."""
     return Culprit(
         cause="sum over cells",
         where="the loss in training_step",
@@ -123,13 +91,7 @@ def summed(factor: float) -> Culprit:
 
 
 def buffers(names: Sequence[str], before: Findings, after: Findings | None = None) -> Culprit:
-    """Buffers that the module changes by itself, such as running statistics of the batch.
-
-    Args:
-        names: Those that differ.
-        before: The run with every rank's own cells.
-        after: The run with the same cells on all ranks; None where nothing but the buffers differs.
-    """
+    """Buffers that the module changes by itself, such as running statistics of the batch."""
     steps = len(before.first.one_losses)
     seen = f"Losses, gradients and parameters of {steps} step{'s' if steps > 1 else ''} agree, these buffers do not"
     if after is not None:
@@ -145,12 +107,7 @@ def buffers(names: Sequence[str], before: Findings, after: Findings | None = Non
 
 
 def rounding(found: Findings, plain: Findings) -> Culprit:
-    """Errors in single precision alone.
-
-    Args:
-        found: The run with errors.
-        plain: The run in double precision.
-    """
+    """Errors in single precision only."""
     row = next(row for row in found.rows if row.wrong)
     return Culprit(
         cause="rounding",
@@ -163,11 +120,7 @@ def rounding(found: Findings, plain: Findings) -> Culprit:
 
 
 def not_finite(found: Findings) -> Culprit:
-    """A loss that is no number.
-
-    Args:
-        found: The run.
-    """
+    """A loss that is no number."""
     row = next(row for row in found.rows if row.error != row.error)
     return Culprit(
         cause="not finite",
@@ -178,12 +131,7 @@ def not_finite(found: Findings) -> Culprit:
 
 
 def unknown(plain: Findings, best: Findings) -> Culprit:
-    """Errors that none of the experiments has explained.
-
-    Args:
-        plain: The run as it is.
-        best: The run with everything put right.
-    """
+    """Errors that none of the experiments has explained."""
     origins = best.origins
     where = _some(origins) if origins else ""
     place = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_amp.verification.result import Row
 from lightning_amp.verification.tolerances import Precision, allowed, loss_errors, swamped
-from lightning_amp.verification.training_run import Report, Treatment, Trial, run_nudged, run_one, run_rank
+from lightning_amp.verification.training_run import Report, Run, Treatment, run_nudged, run_one, run_rank
 from lightning_amp.verification.workers import Workers
 
 Nudged = Mapping[str, Mapping[str, float]]
@@ -18,13 +18,7 @@ Nudged = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the ranks of one run have reported.
-
-    Attributes:
-        precision: Of the run.
-        reports: Of all ranks.
-        nudged: Of the single process, in the same precision.
-    """
+    """What the ranks of one run have reported, beside the nudged run of the single process in the same precision."""
 
     precision: Precision
     reports: list[Report]
@@ -43,14 +37,13 @@ class Findings:
         losses = self._losses()
         first = {name: error for name, error in losses.items() if name.split(",")[0] == "step 1"}
         later = {name: error for name, error in losses.items() if name not in first}
-        nudged = self.nudged.get("losses", {})
         found = (
-            self._row("forward, step 1", "forward"),
-            self._row("loss, step 1", "first loss", errors=first, nudged=nudged),
-            self._row("gradients, step 1", "gradients"),
-            self._row("loss, later steps", "later losses", errors=later, nudged=nudged),
-            self._row(f"parameters {after}", "parameters"),
-            self._row(f"buffers {after}", "buffers"),
+            self._row("forward, step 1", "forward", self._worst("forward")),
+            self._row("loss, step 1", "first loss", first),
+            self._row("gradients, step 1", "gradients", self._worst("gradients")),
+            self._row("loss, later steps", "later losses", later),
+            self._row(f"parameters {after}", "parameters", self._worst("parameters")),
+            self._row(f"buffers {after}", "buffers", self._worst("buffers")),
         )
         return tuple(row for row in found if row.errors)
 
@@ -70,16 +63,8 @@ class Findings:
         """Modules that differ on a rank though what they read agrees."""
         return next((report.origins for report in self.reports if report.origins), [])
 
-    def _row(
-        self,
-        quantity: str,
-        kind: str,
-        *,
-        errors: Mapping[str, float] | None = None,
-        nudged: Mapping[str, float] | None = None,
-    ) -> Row:
-        errors = self._worst(kind) if errors is None else errors
-        nudged = self.nudged.get(kind, {}) if nudged is None else nudged
+    def _row(self, quantity: str, kind: str, errors: Mapping[str, float]) -> Row:
+        nudged = self.nudged.get("losses" if "loss" in kind else kind, {})
         known = {name: nudged.get(name, 0.0) for name in errors}
         return Row(
             quantity=quantity,
@@ -115,31 +100,26 @@ class Findings:
         return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
 
 
-class Laboratory:
-    """Runs that differ in what is put right.
+class Experiments:
+    """Runs that differ from `run` in what is put right, by workers that have the subject in their folder."""
 
-    Attributes:
-        trial: The run as it was asked for.
-    """
-
-    def __init__(self, workers: Workers, trial: Trial) -> None:
-        """Work with some processes that have the subject in their folder."""
-        self._workers, self.trial = workers, trial
+    def __init__(self, workers: Workers, run: Run) -> None:
+        self._workers, self.run = workers, run
         self._nudged: dict[Precision, Nudged] = {}
 
     def run_one(self, **changes: Any) -> None:
         """Let the single process record a run, and find out what a rounding becomes, once for each precision."""
-        trial = replace(self.trial, **changes)
-        self._workers.alone(run_one, trial)
-        if trial.precision not in self._nudged:
-            self._nudged[trial.precision] = self._workers.alone(run_nudged, trial)
+        run = replace(self.run, **changes)
+        self._workers.single(run_one, run)
+        if run.precision not in self._nudged:
+            self._nudged[run.precision] = self._workers.single(run_nudged, run)
 
     def run_ranks(self, **changes: Any) -> Findings:
         """Let the ranks run the same, and compare."""
-        trial = replace(self.trial, **changes)
-        reports: list[Report] = self._workers.ranks(run_rank, trial)
-        self.trial = replace(self.trial, data_ranks=reports[0].place[1])
-        return Findings(trial.precision, reports, self._nudged[trial.precision])
+        run = replace(self.run, **changes)
+        reports: list[Report] = self._workers.ranks(run_rank, run)
+        self.run = replace(self.run, data_ranks=reports[0].place[1])
+        return Findings(run.precision, reports, self._nudged[run.precision])
 
     def experiment(self, treatment: Treatment, *, steps: int) -> Findings:
         """Both, in double precision."""

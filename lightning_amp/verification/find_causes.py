@@ -1,11 +1,10 @@
-"""Which part of a model breaks equivalence, found by putting one thing right at a time.
+"""Which part of a model breaks equivalence: what brings the errors back when all else is put right.
 
 First everything that can be put right is; where the errors vanish, each thing is left as it was again, one at a time.
-What brings the errors back is a culprit, so two culprits are found as well as one, and nothing is accused that does
-not matter.
+So two causes are found as well as one, and nothing is named that does not matter.
 
     put right                           how
-    random draws                        each cell draws from a seed of its own (keyed_draws.py), place by place
+    random draws                        each cell draws from its own seed (keyed_draws.py), place by place
     batch statistics                    share_batch_statistics=True
     unequal parts                       the batch is cut so that all ranks have equally many cells
     mean of means                       every rank gets the same cells
@@ -18,48 +17,43 @@ from dataclasses import replace
 
 from lightning_amp.errors import AmpError
 from lightning_amp.verification import cause_texts
-from lightning_amp.verification.experiments import Findings, Laboratory
+from lightning_amp.verification.experiments import Experiments, Findings
 from lightning_amp.verification.result import Culprit
 from lightning_amp.verification.training_run import Treatment
 
 MOST_SITES = 12
-"""Places of draws that are tried one by one; more are tried together."""
+"""Places of draws that are probed one by one; more are probed together."""
 SAME_DIRECTION = 1e-6
 
 
-def find_culprits(laboratory: Laboratory, findings: list[Findings]) -> tuple[Culprit, ...]:
-    """What makes the ranks differ.
-
-    Args:
-        laboratory: To try things in.
-        findings: Of the runs as they were asked for, of which one has an error that is not rounding.
-    """
+def find_culprits(experiments: Experiments, findings: list[Findings]) -> tuple[Culprit, ...]:
+    """What makes the ranks differ."""
     first = next(found for found in findings if not found.ok)
     if any(row.error != row.error for row in first.rows):
         return (cause_texts.not_finite(first),)
     steps = 1
-    plain = laboratory.experiment(Treatment(), steps=steps)
+    plain = experiments.experiment(Treatment(), steps=steps)
     if plain.ok:
-        steps = laboratory.trial.steps
-        plain = laboratory.experiment(Treatment(), steps=steps)
+        steps = experiments.run.steps
+        plain = experiments.experiment(Treatment(), steps=steps)
     if plain.ok:
         return (cause_texts.rounding(first, plain),)
-    found = tuple(_Search(laboratory, plain, steps).culprits())
+    found = tuple(_Search(experiments, plain, steps).culprits())
     return found or (cause_texts.unknown(plain, plain),)
 
 
 class _Search:
     """One search; `plain` is the run with nothing put right."""
 
-    def __init__(self, laboratory: Laboratory, plain: Findings, steps: int) -> None:
-        self._laboratory, self._plain, self._steps = laboratory, plain, steps
+    def __init__(self, experiments: Experiments, plain: Findings, steps: int) -> None:
+        self._experiments, self._plain, self._steps = experiments, plain, steps
         self._parts = plain.first.place[1]
 
     def culprits(self) -> Iterator[Culprit]:
         """Put right draws and statistics, then the cells; then leave as they were what might not matter."""
         treatment = Treatment(native=frozenset())
         best = self._try(treatment)
-        if not self._laboratory.trial.options.get("share_batch_statistics", True) and self._plain.first.norms:
+        if not self._experiments.run.options.get("share_batch_statistics", True) and self._plain.first.norms:
             treatment, best = self._with_statistics(treatment, best)
         if not best.ok:
             treatment, best, found = self._explain_rest(treatment, best)
@@ -70,7 +64,7 @@ class _Search:
             yield from self._statistics(treatment, best)
 
     def _try(self, treatment: Treatment) -> Findings:
-        return self._laboratory.experiment(treatment, steps=self._steps)
+        return self._experiments.experiment(treatment, steps=self._steps)
 
     def _with_statistics(self, treatment: Treatment, best: Findings) -> tuple[Treatment, Findings]:
         shared = replace(treatment, share=True)
@@ -90,9 +84,9 @@ class _Search:
         factor = _factor(best)
         if self._parts > 1 and factor is not None and abs(factor / self._parts - 1) < SAME_DIRECTION:
             return treatment, best, [cause_texts.summed(factor)]
-        tried = {"equal": self._plain.first.uneven, "same": self._parts > 1}
+        possible = {"equal": self._plain.first.uneven, "same": self._parts > 1}
         for cells in ("equal", "same"):
-            if tried[cells]:
+            if possible[cells]:
                 cut = replace(treatment, cells=cells)
                 after = self._try(cut)
                 if after.ok:

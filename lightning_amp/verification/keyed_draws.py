@@ -1,7 +1,7 @@
 """Random numbers of a training step: seen where they are drawn, and on request made a function of the cell.
 
 A rank that draws for its own cells from torch's default generator does not draw what one process draws for the same
-cells. While `KeyedDraws` is active, a draw with an axis of cells is made cell by cell, each from a seed of its own
+cells. While `KeyedDraws` is active, a draw with an axis of cells is made cell by cell, each from its own seed
 
     seed = hash(place in the code, how often it was reached, the cell's row in the global batch)
 
@@ -42,13 +42,7 @@ class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         native: Collection[str] | None = None,
     ) -> None:
-        """Start watching.
-
-        Args:
-            starts: Number of cells of the rank's part -> its first cell in the global batch.
-            module_now: Name of the module whose forward is running.
-            native: Sites left to the default generator; None means all.
-        """
+        """Start watching; see `Recorder`. `module_now` names the module whose forward is running."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.sites: list[str] = []
         self._starts, self._module_now, self._native = starts, module_now, native

@@ -44,11 +44,7 @@ class Trace:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Know the names.
-
-        Args:
-            module: As it is trained, with everything installed.
-        """
+        """Know the names of a module as it is trained, with everything installed."""
         self._names = {id(child): name for name, child in module.named_modules()}
         self._kinds = {name: type(child).__name__ for name, child in module.named_modules()}
         hidden = [name for name, child in module.named_modules() if is_decomposed(child)]
@@ -64,11 +60,7 @@ class Trace:
 
     @contextmanager
     def follow(self, starts: Mapping[int, int]) -> Iterator[None]:
-        """Follow, for parts of the batch of these sizes.
-
-        Args:
-            starts: Number of cells of the rank's part -> its first cell in the global batch.
-        """
+        """Follow, where number of cells of the rank's part -> its first cell in the global batch."""
         self._starts = starts
         with ExitStack() as stack:
             for handle in (

@@ -1,8 +1,6 @@
 """Model, data module and plan of a configuration of `lightning-amp fit`, without a run."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -38,14 +36,12 @@ class _Idle(Trainer):
 
 
 def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule, dict[str, Any]]:
-    """Module, data module, and what the configuration asks of AMPStrategy.
-
-    Args:
-        path: The YAML file.
-    """
+    """Module, data module, and what the YAML file asks of AMPStrategy."""
     words = ["fit", "--config", path, *(f"--trainer.{setting}" for setting in HERE)]
-    with _command_line(words):
-        cli = CommandLine(trainer_class=_Idle, save_config_callback=None)
+    with warnings.catch_warnings():
+        # the words of this command are there too
+        warnings.filterwarnings("ignore", message=".*both args and command line")
+        cli = CommandLine(trainer_class=_Idle, save_config_callback=None, args=words)
     return cli.model, cli.datamodule, _options(cli.trainer.strategy)
 
 
@@ -54,14 +50,3 @@ def _options(strategy: object) -> dict[str, Any]:
         return {}
     names = [*COMPARED, "plan", "device_memory", "rates", "data_dir"]
     return {name: getattr(strategy.request, name) for name in names}
-
-
-@contextmanager
-def _command_line(words: list[str]) -> Iterator[None]:
-    """Lightning's command line reads the process's words, and warns when it is given others."""
-    before = sys.argv[1:]
-    sys.argv[1:] = words
-    try:
-        yield
-    finally:
-        sys.argv[1:] = before

@@ -1,11 +1,9 @@
-"""What one training run shows to be compared: losses, first gradients, final state, and what every module has made.
-
-Legend: one entry of `losses` per step, with one number per backward pass.
-"""
+"""What one training run shows to be compared: losses, first gradients, final state, and what every module has made."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -19,51 +17,57 @@ from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.keyed_draws import KeyedDraws
-from lightning_amp.verification.module_outputs import Trace
+from lightning_amp.verification.module_outputs import Calls, Trace
 
 StartsOf = Callable[[int], Mapping[int, int]]
 
 
-class Recorder(Callback):
-    """Records a run of a few steps.
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What a run of a few steps has shown.
 
     Attributes:
-        losses: Per step, the losses that went backward.
+        losses: Per step, the loss of every backward pass.
         cells: Cells of each step's batch on this rank, None where its tensors do not tell.
         gradients: Gradients that the first step's optimisers have seen, whole.
         parameters, buffers: The module's state after the last step, whole.
         apart: Buffers that then differ between the ranks.
         sites: Places where numbers were drawn for cells.
         elsewhere: Generators other than torch's that a step has drawn from.
-        trace: What every module has made in the first step.
+        calls: What every module has made in the first step.
     """
 
-    trace: Trace
+    losses: list[list[float]] = field(default_factory=list)
+    cells: list[int | None] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    apart: list[str] = field(default_factory=list)
+    sites: list[str] = field(default_factory=list)
+    elsewhere: set[str] = field(default_factory=set)
+    calls: Calls = field(default_factory=dict)
+
+
+class Recorder(Callback):
+    """Records a run of a few steps in `record`.
+
+    Args:
+        starts_of: Of a step: number of cells of the rank's part -> its first cell in the global batch.
+        native: Sites whose draws are left to the default generator; None means all.
+        nudged: Whether to change the weights by one rounding first.
+    """
 
     def __init__(self, starts_of: StartsOf, *, native: frozenset[str] | None, nudged: bool = False) -> None:
-        """Record.
-
-        Args:
-            starts_of: Of a step: number of cells of the rank's part -> its first cell in the global batch.
-            native: Sites whose draws are left to the default generator; None means all.
-            nudged: Whether to change the weights by one rounding first.
-        """
+        self.record = Record()
         self._starts_of, self._native, self._nudged = starts_of, native, nudged
         self._stepped: set[int] = set()
-        self.losses: list[list[float]] = []
-        self.cells: list[int | None] = []
-        self.sites: list[str] = []
-        self.elsewhere: set[str] = set()
-        self.gradients: dict[str, Tensor] = {}
-        self.parameters: dict[str, Tensor] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.apart: list[str] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the module, which now has everything installed."""
         if self._nudged:
             _nudge(pl_module)
-        self.trace = Trace(pl_module)
+        self._trace = Trace(pl_module)
+        self.record.calls = self._trace.calls
         step = pl_module.training_step
 
         @wraps(step)
@@ -84,18 +88,18 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """A step begins."""
-        self.losses.append([])
-        self.cells.append(count_cells(batch))
+        self.record.losses.append([])
+        self.record.cells.append(count_cells(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
-        self.losses[-1].append(float(loss.detach()))
+        self.record.losses[-1].append(float(loss.detach()))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Note the gradients of the first step, as averaged over ranks and before clipping."""
-        if len(self.losses) > 1 or id(optimizer) in self._stepped:
+        if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return
         self._stepped.add(id(optimizer))
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -106,17 +110,21 @@ class Recorder(Callback):
         }
         if isinstance(trainer.strategy, AMPStrategy):
             gradients = trainer.strategy._shards.saved_state(gradients, in_parts=False)
-        self.gradients |= {name: grad for name, grad in gradients.items() if name not in self.gradients}
+        self.record.gradients |= {
+            name: grad for name, grad in gradients.items() if name not in self.record.gradients
+        }
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the final state; whole, for shards are given back later."""
         state = trainer.strategy.lightning_module_state_dict()
         names = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
         kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
-        self.parameters = {name: value for name, value in kept.items() if name in names}
-        self.buffers = {name: value for name, value in kept.items() if name not in names}
+        self.record.parameters = {name: value for name, value in kept.items() if name in names}
+        self.record.buffers = {name: value for name, value in kept.items() if name not in names}
         if isinstance(trainer.strategy, AMPStrategy):
-            self.apart = [name for name, _, _ in differing(common_buffers(pl_module), trainer.strategy.mesh)]
+            self.record.apart = [
+                name for name, _, _ in differing(common_buffers(pl_module), trainer.strategy.mesh)
+            ]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module its own step back."""
@@ -124,13 +132,13 @@ class Recorder(Callback):
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        where = self._starts_of(len(self.losses) - 1)
-        draws = KeyedDraws(where, self.trace.running, native=self._native)
+        where = self._starts_of(len(self.record.losses) - 1)
+        draws = KeyedDraws(where, self._trace.running, native=self._native)
         before = _generators()
-        with self.trace.follow(where), draws:
+        with self._trace.follow(where), draws:
             yield
-        self.elsewhere |= {name for name, state in _generators().items() if state != before[name]}
-        self.sites += [site for site in draws.sites if site not in self.sites]
+        self.record.elsewhere |= {name for name, state in _generators().items() if state != before[name]}
+        self.record.sites += [site for site in draws.sites if site not in self.record.sites]
 
 
 def _generators() -> dict[str, object]:

@@ -25,8 +25,6 @@ class Row:
     """One quantity in one precision.
 
     Attributes:
-        quantity: Such as "gradients".
-        precision: "float32" or "float64".
         errors: Relative error of every tensor, by name; at least one.
         tolerances: Largest relative error of each that is rounding.
         swamped: Tensors of which a larger error may still be rounding, so that it tells nothing.
@@ -98,10 +96,8 @@ class Verification:
 
     Attributes:
         module: Class of the module.
-        strategies: Of the plan that the ranks have carried out.
-        mesh: Ranks of the data and of the model axis.
+        strategies, mesh: Of the plan that the ranks have carried out; ranks of the data and of the model axis.
         cells: Cells of the global batch, 0 where its tensors do not tell.
-        steps: Optimiser steps taken.
         rows: Every quantity in every precision.
         culprits: What breaks equivalence; empty where all rows are equal.
     """

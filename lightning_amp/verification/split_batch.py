@@ -4,13 +4,13 @@ Every tensor's first axis is the cell. In a batch {modality: mapping} every moda
 split by itself; anywhere else all tensors must agree. Whatever is no tensor, array or sparse counts is given whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_amp.data.batch_parts import parts_in
@@ -29,11 +29,7 @@ def sizes_of(batch: object) -> list[int]:
 
 
 def check_divisible(batch: object, parts: int) -> None:
-    """Refuse a batch that cannot be split.
-
-    Args:
-        batch: The global batch.
-        parts: Data ranks.
+    """Refuse a global batch that cannot be split over the data ranks.
 
     Raises:
         DataError: Its cells cannot be told, or are fewer than the ranks.
@@ -42,7 +38,7 @@ def check_divisible(batch: object, parts: int) -> None:
     if parts > 1 and count_cells(batch) is None:
         raise DataError(
             f"a batch was to be split over {parts} ranks, found first axes {sizes!r}; allowed are tensors whose first"
-            " axis is the cell, equally long in the whole batch or in each modality of a batch {{modality: mapping}}:"
+            " axis is the cell, equally long in the whole batch or in each modality of a batch {modality: mapping}:"
             " bring it into that form, or verify one data rank with model_parallel_size=devices"
         )
     if sizes and sizes[0] < parts:
@@ -99,13 +95,7 @@ class Parts:
     """
 
     def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
-        """Serve parts of global batches.
-
-        Args:
-            batches: The global batches.
-            ranks: Ranks in all.
-            place: Data rank and number of data ranks, once they are known.
-        """
+        """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
         self._batches, self._place = batches, place
         cells = count_cells(batches[0])
         self.batch_size = None if cells is None else max(1, cells // ranks)
@@ -133,20 +123,8 @@ def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
 
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting of containers with every thing that has cells changed."""
-    if isinstance(values, Tensor | SparseCounts | np.ndarray):
-        return change(values) if values.shape else values
-    if isinstance(values, Mapping):
-        inside = {key: _each(value, change) for key, value in values.items()}
-        return inside if type(values) is dict else type(values)(inside)  # type: ignore[call-arg]
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(_each(value, change) for value in values))
-    if isinstance(values, list | tuple):
-        return type(values)(_each(value, change) for value in values)
-    if is_dataclass(values) and not isinstance(values, type):
-        named = ((field.name, getattr(values, field.name)) for field in fields(values))
-        return replace(values, **{name: _each(value, change) for name, value in named})
-    return values
+    """The same nesting of containers with every thing that has cells changed, as Lightning moves it to a device."""
+    return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
 
 
 def _repeated(part: Cells, parts: int) -> Cells:

@@ -6,8 +6,8 @@ second time from weights that differ in their last place, and what that changes 
 
     allowed(x) = min(MOST, max(table, NUDGE error of x on the single process after one rounding in every weight))
 
-Where the second alone is beyond MOST, rounding swamps x: an error above MOST says neither that ranks are right nor that
-they are wrong.
+Where already the second is beyond MOST, rounding swamps x: an error above MOST says neither that ranks are right nor
+that they are wrong.
 
 Legend: one = the single process; x = the same quantity on a rank.
 """
@@ -21,23 +21,11 @@ from torch import Tensor
 Precision = Literal["float32", "float64"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
+FIRST, AFTER = ("forward", "first loss", "gradients"), ("later losses", "parameters", "buffers")
+"""Kinds of quantities of the first step, and after an update."""
 ALLOWED: dict[str, dict[str, float]] = {
-    "float64": {
-        "forward": 1e-10,
-        "first loss": 1e-10,
-        "gradients": 1e-10,
-        "later losses": 1e-9,
-        "parameters": 1e-9,
-        "buffers": 1e-9,
-    },
-    "float32": {
-        "forward": 1e-4,
-        "first loss": 1e-5,
-        "gradients": 1e-4,
-        "later losses": 1e-4,
-        "parameters": 1e-4,
-        "buffers": 1e-4,
-    },
+    "float64": dict.fromkeys(FIRST, 1e-10) | dict.fromkeys(AFTER, 1e-9),
+    "float32": dict.fromkeys(FIRST + AFTER, 1e-4) | {"first loss": 1e-5},
 }
 
 NUDGE = 30.0
@@ -71,13 +59,7 @@ def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, f
 
 
 def allowed(kind: str, precision: Precision, nudged: Mapping[str, float]) -> dict[str, float]:
-    """What is allowed of every tensor of a kind: more, where one process by itself makes much of a rounding.
-
-    Args:
-        kind: A key of the table.
-        precision: Of the run.
-        nudged: Errors of the nudged run, by tensor.
-    """
+    """What is allowed of every tensor of a kind: more, where one process by itself makes much of a rounding."""
     least = ALLOWED[precision][kind]
     most = max(least, MOST[precision])
     return {
@@ -87,12 +69,7 @@ def allowed(kind: str, precision: Precision, nudged: Mapping[str, float]) -> dic
 
 
 def swamped(precision: Precision, nudged: Mapping[str, float]) -> frozenset[str]:
-    """Tensors of which one process by itself makes so much of a rounding that a large error tells nothing.
-
-    Args:
-        precision: Of the run.
-        nudged: Errors of the nudged run, by tensor.
-    """
+    """Tensors of which one process by itself makes so much of a rounding that a large error tells nothing."""
     return frozenset(name for name, error in nudged.items() if NUDGE * error > MOST[precision])
 
 

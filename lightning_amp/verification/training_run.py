@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
@@ -26,9 +27,8 @@ from lightning_amp.lightning.checkpoints.atomic_file import write_state
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification import split_batch as cut
-from lightning_amp.verification.existing_ranks import StartedRanks
-from lightning_amp.verification.module_outputs import Calls, origins, output_errors
-from lightning_amp.verification.recorder import Recorder
+from lightning_amp.verification.module_outputs import origins, output_errors
+from lightning_amp.verification.recorder import Record, Recorder
 from lightning_amp.verification.tolerances import ALLOWED, DTYPES, Precision, errors, loss_errors
 
 QUIET: dict[str, Any] = dict.fromkeys(
@@ -54,15 +54,13 @@ class Treatment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class Run:
     """A run.
 
     Attributes:
         precision: Of parameters, batch and arithmetic.
-        steps: Steps of the optimiser loop.
         ranks: Ranks in all that are compared with one process.
         options: Of AMPStrategy.
-        treatment: What is put right.
         data_ranks: Ranks of the data axis; None until a run of the ranks has told.
     """
 
@@ -80,8 +78,7 @@ class Report:
 
     Attributes:
         place: Data rank and number of data ranks.
-        losses, one_losses: Per step, those of the rank and of the single process.
-        cells: Per step, cells on the rank.
+        losses, one_losses, cells: Per step, losses of the rank and of the single process, and cells on the rank.
         all_cells: Cells of the first global batch.
         errors: Kind of quantity -> relative error of every tensor of it.
         products: Of all gradients: <rank, one>, <rank, rank>, <one, one>.
@@ -89,8 +86,6 @@ class Report:
         elsewhere: Generators other than torch's that the rank's steps have drawn from.
         origins: Modules that differ though what they read agrees.
         apart: Buffers that differ between the ranks.
-        strategies, mesh: Of the plan.
-        module: Class of the module.
         norms: Names of BatchNorm layers.
         uneven: Whether the cells do not divide by the data ranks.
     """
@@ -113,83 +108,64 @@ class Report:
     uneven: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _One:
-    """What the single process keeps for the ranks."""
-
-    losses: list[list[float]]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    sites: list[str]
-    calls: Calls
-
-    @classmethod
-    def of(cls, recorder: Recorder) -> "_One":
-        return cls(
-            recorder.losses,
-            recorder.gradients,
-            recorder.parameters,
-            recorder.buffers,
-            recorder.sites,
-            recorder.trace.calls,
-        )
-
-
-def run_one(rank: int, folder: Path, trial: Trial) -> None:
+def run_one(rank: int, folder: Path, run: Run) -> None:
     """Train on the global batch in this process, as a Trainer without this package would."""
     module, data = _subject(folder)
-    recorder, _, _ = _fit(module, data, trial, folder=folder, strategy=None)
-    _keep(_One.of(recorder), folder / "one.pt")
+    record, _, _ = _fit(module, data, run, folder=folder, strategy=None)
+    _keep(record, folder / "one.pt")
 
 
-def run_nudged(rank: int, folder: Path, trial: Trial) -> dict[str, dict[str, float]]:
+def run_nudged(rank: int, folder: Path, run: Run) -> dict[str, dict[str, float]]:
     """What becomes of one rounding in every weight, on the single process: relative errors of every kind."""
     module, data = _subject(folder)
-    recorder, _, _ = _fit(module, data, trial, folder=folder, strategy=None, nudged=True)
-    one: _One = torch.load(folder / "one.pt", weights_only=False)
-    return _errors(recorder, one) | {"losses": loss_errors(recorder.losses, one.losses)}
+    record, _, _ = _fit(module, data, run, folder=folder, strategy=None, nudged=True)
+    one = _record_of_one(folder)
+    return _errors(record, one) | {"losses": loss_errors(record.losses, one.losses)}
 
 
-def run_rank(rank: int, folder: Path, trial: Trial) -> Report:
+def run_rank(rank: int, folder: Path, run: Run) -> Report:
     """Train as one of the ranks, under the plan, and compare."""
     module, data = _subject(folder)
-    options = dict(trial.options)
-    if trial.treatment.share is not None:
-        options["share_batch_statistics"] = trial.treatment.share
+    options = dict(run.options)
+    if run.treatment.share is not None:
+        options["share_batch_statistics"] = run.treatment.share
     strategy = AMPStrategy(**options)
-    recorder, place, given = _fit(module, data, trial, folder=folder, strategy=strategy, rank=rank)
-    one: _One = torch.load(folder / "one.pt", weights_only=False)
+    record, place, given = _fit(module, data, run, folder=folder, strategy=strategy)
+    one = _record_of_one(folder)
     plan = strategy.plan
     assert plan is not None, "there is a plan after a fit"
-    sizes = cut.sizes_of(given)
     return Report(
         place=place,
-        losses=recorder.losses,
+        losses=record.losses,
         one_losses=one.losses,
-        cells=recorder.cells,
+        cells=record.cells,
         all_cells=count_cells(given) or 0,
-        errors=_errors(recorder, one),
-        products=_products(recorder.gradients, one.gradients),
+        errors=_errors(record, one),
+        products=_products(record.gradients, one.gradients),
         sites=one.sites,
-        elsewhere=sorted(recorder.elsewhere),
-        origins=origins(recorder.trace.calls, one.calls, allowed=ALLOWED[trial.precision]["forward"]),
-        apart=recorder.apart,
+        elsewhere=sorted(record.elsewhere),
+        origins=origins(record.calls, one.calls, allowed=ALLOWED[run.precision]["forward"]),
+        apart=record.apart,
         strategies=plan.strategies,
         mesh=(plan.mesh.data, plan.mesh.model),
         module=type(module).__name__,
         norms=[n for n, m in module.named_modules() if isinstance(m, AnyBatchNorm)],
-        uneven=place[1] > 1 and any(n % place[1] for n in sizes),
+        uneven=place[1] > 1 and any(n % place[1] for n in cut.sizes_of(given)),
     )
 
 
-def _errors(recorder: Recorder, one: _One) -> dict[str, dict[str, float]]:
+def _errors(record: Record, one: Record) -> dict[str, dict[str, float]]:
     return {
-        "forward": output_errors(recorder.trace.calls, one.calls),
-        "gradients": errors(recorder.gradients, one.gradients),
-        "parameters": errors(recorder.parameters, one.parameters),
-        "buffers": errors(recorder.buffers, one.buffers),
+        "forward": output_errors(record.calls, one.calls),
+        "gradients": errors(record.gradients, one.gradients),
+        "parameters": errors(record.parameters, one.parameters),
+        "buffers": errors(record.buffers, one.buffers),
     }
+
+
+def _record_of_one(folder: Path) -> Record:
+    record: Record = torch.load(folder / "one.pt", weights_only=False)
+    return record
 
 
 def _subject(folder: Path) -> tuple[LightningModule, Any]:
@@ -200,16 +176,15 @@ def _subject(folder: Path) -> tuple[LightningModule, Any]:
 def _fit(
     module: LightningModule,
     data: Any,
-    trial: Trial,
+    run: Run,
     *,
     folder: Path,
     strategy: AMPStrategy | None,
-    rank: int = 0,
     nudged: bool = False,
-) -> tuple[Recorder, tuple[int, int], Any]:
-    """Train; also the place of the rank and the first global batch."""
+) -> tuple[Record, tuple[int, int], Any]:
+    """The record, the place of the rank and the first global batch."""
     seed_everything(SEED, verbose=False)
-    dtype = DTYPES[trial.precision]
+    dtype = DTYPES[run.precision]
     module = module.to(dtype)
 
     def place() -> tuple[int, int]:
@@ -220,16 +195,16 @@ def _fit(
 
     used: list[Any] = []
     recorder = Recorder(
-        lambda step: cut.starts(used[step], *place()), native=trial.treatment.native, nudged=nudged
+        lambda step: cut.starts(used[step], *place()), native=run.treatment.native, nudged=nudged
     )
-    ranks = 1 if strategy is None else trial.ranks
+    ranks = 1 if strategy is None else run.ranks
     trainer = Trainer(
         **QUIET,
         accelerator="cpu",
         devices=ranks,
         precision="64-true" if dtype is torch.float64 else "32-true",
         strategy=strategy or "auto",
-        plugins=[StartedRanks(rank, ranks)],
+        plugins=[TorchElasticEnvironment()],
         callbacks=[recorder],
         max_epochs=1,
         limit_val_batches=0,
@@ -238,10 +213,10 @@ def _fit(
     )
 
     def loader() -> cut.Parts:
-        given = _batches(data, trial, folder)
-        if trial.data_ranks is not None:
-            change = CUTS[trial.treatment.cells]
-            given = [change(batch, trial.data_ranks) for batch in given]
+        given = _batches(data, run, folder)
+        if run.data_ranks is not None:
+            change = CUTS[run.treatment.cells]
+            given = [change(batch, run.data_ranks) for batch in given]
         used.extend(given)
         return cut.Parts([cut.cast(batch, dtype) for batch in given], ranks=ranks, place=place)
 
@@ -251,20 +226,20 @@ def _fit(
         trainer.fit(module, datamodule=data)
     else:
         trainer.fit(module, loader())
-    return recorder, place(), used[0]
+    return recorder.record, place(), used[0]
 
 
-def _batches(data: Any, trial: Trial, folder: Path) -> list[Any]:
+def _batches(data: Any, run: Run, folder: Path) -> list[Any]:
     """The global batches of a run: the first ones of the data, the same in every run."""
     path = folder / "batches.pt"
     if path.exists():
         kept: list[Any] = torch.load(path, weights_only=False)
-        return kept[: trial.steps]
+        return kept[: run.steps]
     if isinstance(data, LightningDataModule):
         combined = CombinedLoader(data.original_train_dataloader(), "max_size_cycle")  # type: ignore[attr-defined]
-        drawn = cut.first_of((batch for batch, _, _ in iter(combined)), trial.steps)
+        drawn = cut.first_of((batch for batch, _, _ in iter(combined)), run.steps)
     else:
-        drawn = cut.first_of(data, trial.steps)
+        drawn = cut.first_of(data, run.steps)
     _keep(drawn, path)
     return drawn
 

@@ -26,12 +26,12 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
-from lightning_amp.verification.experiments import Findings, Laboratory
+from lightning_amp.verification.experiments import Experiments, Findings
 from lightning_amp.verification.find_causes import find_culprits
 from lightning_amp.verification.result import Verification
 from lightning_amp.verification.split_batch import first_of
 from lightning_amp.verification.tolerances import DTYPES, Precision
-from lightning_amp.verification.training_run import Trial
+from lightning_amp.verification.training_run import Run
 from lightning_amp.verification.workers import Workers
 
 TIMEOUT_S = 1800.0
@@ -89,15 +89,7 @@ def verify_under(
     precisions: Sequence[Precision],
     timeout: float,
 ) -> Verification:
-    """`verify` with all options of AMPStrategy.
-
-    Args:
-        module, data, devices, steps, precisions, timeout: As for `verify`.
-        options: Arguments of AMPStrategy.
-
-    Raises:
-        AmpError: As for `verify`.
-    """
+    """`verify` with all options of AMPStrategy."""
     _check(devices=devices, steps=steps, precisions=precisions)
     AMPStrategy(**options)
     with tempfile.TemporaryDirectory(prefix="amp-verify-") as folder:
@@ -109,25 +101,16 @@ def verify_under(
 def compare(
     workers: Workers, *, devices: int, options: dict[str, Any], steps: int, precisions: Sequence[Precision]
 ) -> Verification:
-    """Verify the subject in the folder of some processes.
-
-    Args:
-        workers: The processes.
-        devices, steps, precisions: As for `verify`.
-        options: Arguments of AMPStrategy.
-
-    Raises:
-        AmpError: As for `verify`.
-    """
-    trial = Trial(precision="float64", steps=steps, ranks=devices, options=options)
-    laboratory = Laboratory(workers, trial)
+    """`verify` for the subject in the folder of some processes, with the options of AMPStrategy."""
+    run = Run(precision="float64", steps=steps, ranks=devices, options=options)
+    experiments = Experiments(workers, run)
     findings: list[Findings] = []
 
     def runs() -> Iterator[None]:
         for precision in precisions:
-            laboratory.run_one(precision=precision)
+            experiments.run_one(precision=precision)
             yield
-            findings.append(laboratory.run_ranks(precision=precision))
+            findings.append(experiments.run_ranks(precision=precision))
             yield
 
     for _ in track(runs(), description="one process, then the ranks", total=2 * len(precisions)):
@@ -141,7 +124,7 @@ def compare(
         cells=first.all_cells,
         steps=steps,
         rows=rows,
-        culprits=find_culprits(laboratory, findings) if any(row.wrong for row in rows) else (),
+        culprits=find_culprits(experiments, findings) if any(row.wrong for row in rows) else (),
     )
 
 

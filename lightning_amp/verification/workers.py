@@ -1,4 +1,4 @@
-"""Processes that carry out training runs: one that is alone, and the ranks, which are connected.
+"""Processes that carry out training runs: the single process, and the ranks, which are connected.
 
 Processes are spawned, so that nothing of the caller's process changes and nothing of it is shared. In an interactive
 session, where a new process cannot import the user's classes, they are forked instead; torch then uses one thread in
@@ -7,21 +7,19 @@ each, for its pool of threads does not survive a fork.
 Known limits: one node, CPU; a script that is spawned from needs `if __name__ == "__main__":` around its work.
 """
 
-import contextlib
 import logging
 import multiprocessing
 import os
-import pickle
 import sys
-import time
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import lightning
@@ -34,139 +32,110 @@ START_S = 300.0
 """For importing torch and the user's code, on a busy machine."""
 GRACE_S = 5.0
 """How long other ranks may still report once one has failed; they may wait for it in a collective."""
-LEAVE_S = 10.0
-POLL_S = 5.0
-ALONE = -1
-"""Rank of the process that is alone."""
+SINGLE = -1
+"""Rank of the single process."""
 
 LIBRARIES = tuple(str(Path(found).parent) for found in (torch.__file__, lightning.__file__, __file__))
 """Folders of code that says little about where an error of the user's comes from."""
 
+ENDED = (
+    "what it has printed says more. It may have run out of memory, or it could not import the script that calls verify:"
+    ' that needs `if __name__ == "__main__":` around its work'
+)
+
 Task = Callable[..., Any]
 
 
-class _Ended(AmpError):
-    """A process is gone."""
-
-
 class Workers:
-    """A pool of one process that is alone and some ranks.
+    """The single process and some ranks, each a pool of one worker, which keeps its process group between tasks.
 
     Attributes:
         folder: Given to every task.
     """
 
     def __init__(self, ranks: int, folder: Path, *, timeout: float) -> None:
-        """Describe the pool; `with` starts it.
-
-        Args:
-            ranks: How many.
-            folder: An empty one that all see.
-            timeout: Seconds that a task may take.
-        """
+        """Describe the pools, which `with` starts: an empty folder that all see, and seconds that a task may take."""
         self.folder = folder
         self._ranks, self._timeout = ranks, timeout
         self._broken = False
-        self._processes: dict[int, BaseProcess] = {}
-        self._pipes: dict[int, Connection] = {}
+        self._pools: dict[int, ProcessPoolExecutor] = {}
+        self._processes: list[BaseProcess] = []
 
     def __enter__(self) -> "Workers":
-        forked = _is_interactive()
-        context = multiprocessing.get_context("fork" if forked else "spawn")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise AmpError(
                 "verify was called while one of its own processes was starting; it starts processes that import the"
                 ' script again: put the call under `if __name__ == "__main__":`'
             )
+        forked = _is_interactive()
+        context = multiprocessing.get_context("fork" if forked else "spawn")
         threads = 1 if forked else max(1, (os.cpu_count() or 1) // self._ranks)
+        for rank in (SINGLE, *range(self._ranks)):
+            about = (rank, self._ranks, self.folder, threads)
+            self._pools[rank] = ProcessPoolExecutor(1, context, _start, about)
         try:
-            for rank in (ALONE, *range(self._ranks)):
-                ours, theirs = context.Pipe()
-                args = (rank, self._ranks, self.folder, threads, theirs)
-                process = context.Process(target=_serve, args=args)  # type: ignore[attr-defined]
-                process.start()
-                theirs.close()
-                self._processes[rank], self._pipes[rank] = process, ours
-            self._collect(list(self._pipes), START_S)
+            self._call(list(self._pools), _nothing, (), START_S)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        # at once: a rank may wait for another one, and to free memory piece by piece takes long
+        for process in self._processes:
+            process.kill()
+        for pool in self._pools.values():
+            pool.shutdown()
 
-    def alone(self, task: Task, *args: Any) -> Any:
-        """The result of `task(rank, folder, *args)` in the process that is alone.
+    def single(self, task: Task, *args: Any) -> Any:
+        """The result of `task(rank, folder, *args)` in the single process.
 
         Raises:
             AmpError: What the task raised, or what became of the process.
         """
-        return self._call([ALONE], task, args)[0]
+        return self._call([SINGLE], task, args, self._timeout)[0]
 
     def ranks(self, task: Task, *args: Any) -> list[Any]:
-        """The results of `task(rank, folder, *args)` on all ranks; errors as for `alone`."""
-        return self._call(list(range(self._ranks)), task, args)
+        """The results of `task(rank, folder, *args)` on all ranks; errors as for `single`."""
+        return self._call(list(range(self._ranks)), task, args, self._timeout)
 
-    def _call(self, ranks: list[int], task: Task, args: tuple[Any, ...]) -> list[Any]:
-        if self._broken:
-            raise AmpError("a rank has not answered before, so no more can be tried")
-        for rank in ranks:
-            self._pipes[rank].send((task, args))
-        return self._collect(ranks, self._timeout)
-
-    def _collect(self, ranks: list[int], timeout: float) -> list[Any]:
+    def _call(self, ranks: list[int], task: Task, args: tuple[Any, ...], timeout: float) -> list[Any]:
         """Results in the order of the ranks.
 
         Raises:
             AmpError: The first that a rank has raised, or that one has ended or not answered.
         """
-        reports: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
-        while len(reports) < len(ranks) and (left := deadline - time.monotonic()) > 0:
-            silent = {self._pipes[rank]: rank for rank in ranks if rank not in reports}
-            for pipe in wait(list(silent), left):
-                rank = silent[pipe]  # type: ignore[index]
-                try:
-                    reports[rank] = self._pipes[rank].recv()
-                except EOFError:
-                    reports[rank] = (False, _Ended(f"{_named(rank)} ended without a word; {ENDED}"))
-                if not reports[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        failed = [report for ok, report in reports.values() if not ok]
-        ended = [report for report in failed if isinstance(report, _Ended)]
-        self._broken = len(reports) < len(ranks) or bool(ended)
-        if failed:
-            # what another rank has raised says why this one has ended
-            raise next((report for report in failed if report not in ended), failed[0])
-        if len(reports) < len(ranks):
-            silent_ranks = ", ".join(_named(rank) for rank in ranks if rank not in reports)
-            raise AmpError(
-                f"{silent_ranks} gave no answer within {timeout:.0f} s; a step that takes long needs a larger timeout,"
-                " and ranks that wait for each other were made to communicate unequally often"
-            )
-        return [reports[rank][1] for rank in ranks]
-
-    def _end(self) -> None:
-        for pipe in self._pipes.values():
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        deadline = time.monotonic() + LEAVE_S
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        for pipe in self._pipes.values():
-            pipe.close()
+        if self._broken:
+            raise AmpError("a rank has not answered before, so no more can be tried")
+        before = multiprocessing.active_children()
+        runs = {self._pools[rank].submit(_carry_out, task, rank, self.folder, args): rank for rank in ranks}
+        self._processes += [child for child in multiprocessing.active_children() if child not in before]
+        first = [run for run in wait(runs, timeout, FIRST_EXCEPTION).done if _error(run)]
+        if first:
+            wait(runs, GRACE_S)
+        self._broken = any(not run.done() or isinstance(_error(run), BrokenProcessPool) for run in runs)
+        _raise_failure(first, runs, timeout)
+        return [run.result() for run in runs]
 
 
-ENDED = (
-    "what it has printed says more. It may have run out of memory, or it could not import the script that calls verify:"
-    ' that needs `if __name__ == "__main__":` around its work'
-)
+def _raise_failure(first: "list[Future[Any]]", runs: "dict[Future[Any], int]", timeout: float) -> None:
+    """Raise what came first, if anything has failed."""
+    # what another rank has raised says why one has ended
+    for error in map(_error, (*first, *runs)):
+        if error is not None and not isinstance(error, BrokenProcessPool):
+            raise error
+    if first:
+        raise AmpError(f"{_named(runs[first[0]])} ended without a word; {ENDED}")
+    silent = [_named(rank) for run, rank in runs.items() if not run.done()]
+    if silent:
+        raise AmpError(
+            f"{', '.join(silent)} gave no answer within {timeout:.0f} s; a step that takes long needs a larger"
+            " timeout, and ranks that wait for each other were made to communicate unequally often"
+        )
+
+
+def _error(run: "Future[Any]") -> BaseException | None:
+    return run.exception() if run.done() else None
 
 
 def _is_interactive() -> bool:
@@ -177,51 +146,49 @@ def _is_interactive() -> bool:
 
 
 def _named(rank: int) -> str:
-    return "the single process" if rank == ALONE else f"rank {rank}"
+    return "the single process" if rank == SINGLE else f"rank {rank}"
 
 
-def _serve(rank: int, ranks: int, folder: Path, threads: int, pipe: Connection) -> None:
-    """Carry out tasks until told to leave, or until the caller is gone."""
-    parent = os.getppid()
+def _start(rank: int, ranks: int, folder: Path, threads: int) -> None:
+    """Become a worker: quiet, with the environment that torchrun would set, and gone when the caller is."""
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if rank != ALONE:
-        store = dist.FileStore(  # type: ignore[attr-defined]
-            str(folder / "store"), ranks
-        )
+    place, size = (0, 1) if rank == SINGLE else (rank, ranks)
+    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(size), MASTER_ADDR="localhost")
+    if rank != SINGLE:
+        store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=30)
         )
-    pipe.send((True, "ready"))
-    while True:
-        while not pipe.poll(POLL_S):
-            if os.getppid() != parent:
-                return
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            return
-        if asked is None:
-            break
-        task, args = asked
-        try:
-            report = (True, task(rank, folder, *args))
-        except Exception as error:
-            report = (False, _told(error, rank))
-        pipe.send(report)
-    if rank != ALONE:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # all that is left is to free memory piece by piece, which the caller would wait for
-    os._exit(0)
 
 
-def _told(error: Exception, rank: int) -> AmpError:
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "a worker has been started by a process"
+    caller.join()
+    os._exit(1)
+
+
+def _nothing(rank: int, folder: Path) -> None:
+    """The task by which a process shows that it is there."""
+
+
+def _carry_out(task: Task, rank: int, folder: Path, args: tuple[Any, ...]) -> Any:
+    try:
+        return task(rank, folder, *args)
+    except BaseException as error:
+        raise _told(error, rank) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _told(error: BaseException, rank: int) -> AmpError:
     """An error as the caller's process can raise it."""
-    if isinstance(error, AmpError) and _survives(error):
+    if isinstance(error, AmpError):
         return error
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
@@ -230,12 +197,3 @@ def _told(error: Exception, rank: int) -> AmpError:
         f"the module was to be trained for verify, and {type(error).__name__} was raised in {_named(rank)}: {error};"
         f" it must train there before it can be compared. Seen in\n{where}"
     )
-
-
-def _survives(error: AmpError) -> bool:
-    """Whether it can be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True

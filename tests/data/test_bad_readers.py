@@ -218,11 +218,11 @@ READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "graph: no weight": (
         lambda p: read_graph(given(p / "g.graphml", edges(weight=""))),
-        r"g\.graphml: edge 1 has weight ''; every edge needs a number",
+        r"g\.graphml: edge 1 has weight ''; every edge needs a finite number",
     ),
     "graph: infinite": (
         lambda p: read_graph(given(p / "g.graphml", edges(weight="nan"))),
-        r"g\.graphml: edge 1 has a weight that is not finite",
+        r"g\.graphml: edge 1 has weight 'nan'; every edge needs a finite number",
     ),
     "graph: no target": (
         lambda p: read_graph(given(p / "g.graphml", GRAPHML.format(NODES + '<edge source="a"/>'))),

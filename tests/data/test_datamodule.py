@@ -261,7 +261,7 @@ def test_batches_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> Non
     [
         (-1, r"X: found negative values, e.g. -1.0; raw counts are needed"),
         (0.5, r"X: found fractional values, e.g. 0.5; raw counts are needed"),
-        (np.nan, r"X: found values that are not finite, e.g. nan"),
+        (np.nan, r"X: found missing or infinite values, e.g. nan"),
     ],
 )
 def test_matrices_that_are_no_counts_are_refused(tmp_path: Path, value: float, message: str) -> None:

@@ -21,9 +21,9 @@ from lightning_amp.data.prepare.cell_labels import read_labels
 from lightning_amp.data.prepare.gene_positions import promoters, read_genes
 from lightning_amp.data.prepare.guidance_graph import contact_edges, overlap_bins
 from lightning_amp.data.prepare.prepare import prepare
-from lightning_amp.data.prepare.pseudobulk import Pseudobulk
 from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.data.prepare.variable_genes import most_variable
+from lightning_amp.data.prepare.write_hic import Pseudobulk
 from tests.data.tiny_data import (
     BIN,
     CELLS,
@@ -206,7 +206,7 @@ def test_equal_contacts_share_a_rank() -> None:
 
 
 def test_pseudobulk_is_the_sum_however_often_it_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_amp.data.prepare.pseudobulk.FLUSH_AT", 50)
+    monkeypatch.setattr("lightning_amp.data.prepare.write_hic.FLUSH_AT", 50)
     bulk, expected = Pseudobulk(20), np.zeros((20, 20))
     for pixels in all_pixels():
         i, j, n = (pixels[c].to_numpy() for c in ("bin1_id", "bin2_id", "count"))

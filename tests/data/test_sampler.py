@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.loading.deal_cells import balance
-from lightning_amp.data.loading.sampler import StepLoader, StepSampler, imbalance
+from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import DataError
 
 pytestmark = [
@@ -117,15 +117,6 @@ def test_balance_holds_up_when_a_rank_has_few_cells() -> None:
         sums = np.array([contacts[part].sum() for part in balance(contacts, 16)])
         worst.append(sums.max() / sums.mean())
     assert np.mean(worst) < 1.045
-
-
-def test_imbalance_tells_whether_balancing_pays() -> None:
-    assert imbalance(np.full(100, 7.0), 4, 8) == 1.0
-    assert imbalance(np.zeros(100), 4, 8) == 1.0
-    assert imbalance(depths(500), 1, 8) == 1.0
-    assert imbalance(depths(500), 4, 8) > 1.2
-    assert imbalance(depths(500), 4, 100) < 1.1
-    assert imbalance(depths(500), 4, 8) == imbalance(depths(500), 4, 8)
 
 
 def test_evaluation_takes_every_cell_once_in_order() -> None:

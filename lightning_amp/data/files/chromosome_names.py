@@ -22,13 +22,10 @@ def spell_as(reference: Iterable[str], names: Iterable[str]) -> dict[str, str]:
 
 
 def choose_chromosomes(asked: Sequence[str] | None, present: Sequence[str], *, path: object) -> list[str]:
-    """Return the chromosomes to keep, in the file's spelling and order.
+    """Return the chromosomes to keep, in the spelling and order of those present in the file.
 
-    Args:
-        asked: Names in either spelling; None for all but scaffolds and the mitochondrial one, or for all where no
-            name is known as a chromosome's.
-        present: The file's chromosomes in order.
-        path: The file, for messages.
+    Those asked for may be written either way; None keeps all but scaffolds and the mitochondrial one, or all where no
+    name is known as a chromosome's.
 
     Raises:
         DataError: A name is not in the file, or none is asked for.

@@ -18,16 +18,7 @@ GRAPH_ENDINGS = (".graphml.gz", ".graphml")
 
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
-    """The files of one data set under one setting; a modality that is absent is None.
-
-    Attributes:
-        root: The directory.
-        hic: Hi-C contacts.
-        rna: Gene expression.
-        atac: Chromatin accessibility.
-        methyl: Methylation.
-        graph: Guidance graph.
-    """
+    """The files of one data set under one setting; a modality that is absent is None."""
 
     root: Path
     hic: Path | None = None

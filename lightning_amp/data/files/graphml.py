@@ -31,10 +31,8 @@ class Graph:
     Attributes:
         vertices: Names, of shape [vertex].
         feature_type: "RNA", "Hi-C", ...; "" where the file has none; of shape [vertex].
-        source: Row of one end of each edge, of shape [edge].
-        target: Row of the other end, of shape [edge].
-        weight: In (0, 1], of shape [edge].
-        sign: 1 or -1, of shape [edge].
+        source, target: Rows of the ends of each edge, of shape [edge].
+        weight, sign: In (0, 1], and 1 or -1, of shape [edge].
     """
 
     vertices: NDArray[np.str_]
@@ -97,10 +95,10 @@ def count_graph(path: str | Path) -> tuple[int, int]:
 
 
 def write_graph(path: Path, vertices: pd.DataFrame, edges: pd.DataFrame) -> None:
-    """Write an undirected graph as gzip-compressed GraphML.
+    """Write an undirected graph as gzip-compressed GraphML (*.graphml.gz).
 
     Args:
-        path: File to write, *.graphml.gz.
+        path: The file.
         vertices: chrom, chrom_pos, feature_type, indexed by name.
         edges: source, target (names), weight, sign, type.
     """
@@ -199,27 +197,15 @@ def _parse(
 
 
 def _to_numbers(path: Path, name: str, values: list[str]) -> NDArray[np.float32]:
-    try:
-        numbers = np.array([float(v) for v in values], dtype=np.float32)
-    except ValueError:
-        bad = next(i for i, v in enumerate(values) if not _is_number(v))
+    numbers: NDArray[np.float32]
+    numbers = pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").to_numpy(np.float32)
+    bad = np.flatnonzero(~np.isfinite(numbers))
+    if len(bad):
         raise DataError(
-            f"{path}: edge {bad!r} has {name} {values[bad]!r}; every edge needs a number, write the graph "
-            "again"
-        ) from None
-    if not np.isfinite(numbers).all():
-        raise DataError(
-            f"{path}: edge {int(np.argmin(np.isfinite(numbers)))!r} has a {name} that is not finite"
+            f"{path}: edge {int(bad[0])!r} has {name} {values[bad[0]]!r}; every edge needs a finite number, write the"
+            " graph again"
         )
     return numbers
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _drop_reversed(

@@ -19,9 +19,6 @@ class ModalityHeader:
     """What an h5ad says about itself.
 
     Attributes:
-        path: The file.
-        n_cells: Number of cells.
-        n_features: Number of features.
         n_nonzero: Stored values of the raw counts, or None when they are stored densely.
         has_counts_layer: Whether raw counts lie in layers["counts"]; otherwise they are X.
         depth_column: Name of the obs column of contacts per cell, or None.

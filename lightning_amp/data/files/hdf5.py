@@ -1,6 +1,6 @@
 """HDF5 access for readers that must not touch the matrix: opening, and columns of an h5ad's obs and var.
 
-Written on h5py alone: it starts faster than anndata, reads slices, and never loads what was not asked for.
+Uses h5py only: it starts faster than anndata, reads slices, and never loads what was not asked for.
 Known limit: of the column encodings, plain, categorical (both layouts) and nullable arrays are read.
 """
 
@@ -18,11 +18,7 @@ from lightning_amp.errors import DataError
 
 @contextmanager
 def open_hdf5(path: Path, *, what: str) -> Iterator[Any]:
-    """Open an HDF5 file for reading and yield it.
-
-    Args:
-        path: File to open.
-        what: What the file is to the user, for messages (".scool file").
+    """Open an HDF5 file for reading and yield it; messages call it `what`.
 
     Raises:
         DataError: The file is absent, not HDF5, truncated, or a read from it fails.
@@ -86,14 +82,7 @@ def read_strings(dataset: Any, *, start: int = 0, stop: int | None = None) -> li
 
 
 def read_factor(column: Any) -> tuple[NDArray[np.int64], list[str]]:
-    """Return a text column as codes and their labels, whichever way anndata encoded it.
-
-    Args:
-        column: The column's h5py group or data set.
-
-    Returns:
-        Codes of shape [row], and the labels that they number; missing values have code -1.
-    """
+    """Return codes [row] and labels of a text column, however anndata encoded it; missing values have code -1."""
     if isinstance(column, h5py.Group) and "codes" in column:
         return column["codes"][:].astype(np.int64), read_strings(column["categories"])
     if isinstance(column, h5py.Dataset) and "categories" in column.attrs:  # anndata 0.7

@@ -18,8 +18,7 @@ import h5py
 def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Yield a new HDF5 file, and a check that raises the error of the first write that has failed.
 
-    Args:
-        path: The file; whoever asks removes it after an error.
+    After an error the caller removes the file.
 
     Raises:
         OSError: Not all could be written, such as on a full disk.
@@ -30,25 +29,16 @@ def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
         raw.check()
 
 
-class _Patient:
+class _Patient(io.FileIO):
     """A file for reading and writing whose writes never fail; `check` tells whether one would have.
 
-    Attributes:
-        error: Of the first write that has failed.
+    Without a buffer: what is in one could fail later, and elsewhere.
     """
 
     def __init__(self, path: Path) -> None:
-        # without a buffer: what is in one could fail later, and elsewhere
-        self._file = path.open("w+b", buffering=0)
+        super().__init__(path, "w+")
         self._later: list[tuple[int, bytes]] = []
         self.error: OSError | None = None
-        self.seek, self.tell, self.flush = self._file.seek, self._file.tell, self._file.flush
-
-    def __enter__(self) -> "_Patient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def check(self) -> None:
         """Raise the error of the first write that has failed."""
@@ -61,7 +51,7 @@ class _Patient:
         n_bytes = len(rest)
         try:
             while rest and self.error is None:
-                rest = rest[self._file.write(rest) :]
+                rest = rest[super().write(rest) :]
         except OSError as error:
             self.error = error
         if rest:
@@ -72,7 +62,7 @@ class _Patient:
     def readinto(self, buffer: Any) -> int:
         """Read what has been written, zeros where nothing was."""
         view, start = memoryview(buffer).cast("B"), self.tell()
-        n_read = self._file.readinto(view) or 0
+        n_read = super().readinto(view) or 0
         view[n_read:] = bytes(len(view) - n_read)
         for at, data in self._later:
             low, high = max(at, start), min(at + len(data), start + len(view))
@@ -80,13 +70,10 @@ class _Patient:
                 view[low - start : high - start] = data[low - at : high - at]
         return len(view)
 
-    def read(self, n_bytes: int = -1) -> bytes:
-        """Read; only `readinto` is used where there is one."""
-        raise NotImplementedError
-
-    def truncate(self, n_bytes: int) -> None:
+    def truncate(self, size: int | None = None) -> int:
         """Set the file's length."""
         try:
-            self._file.truncate(n_bytes)
+            return super().truncate(size)
         except OSError as error:
             self.error = self.error or error
+            return self.tell()

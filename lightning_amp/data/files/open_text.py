@@ -14,11 +14,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @contextmanager
 def open_stream(path: Path, *, what: str) -> Iterator[BinaryIO]:
-    """Open a plain or gzip-compressed file for reading bytes.
-
-    Args:
-        path: File to open.
-        what: What the file is to the user, for messages ("gene annotation").
+    """Open a plain or gzip-compressed file for reading bytes; messages call it `what`.
 
     Raises:
         DataError: The file is absent, is a directory, or its compressed stream is damaged.

@@ -9,16 +9,12 @@ UNITS = {"bp": 1, "kb": 1_000, "mb": 1_000_000}
 
 
 def parse_resolution(resolution: int | str) -> int:
-    """Return the bin width in base pairs.
-
-    Args:
-        resolution: A number of base pairs, or a text such as "500kb", "1mb", "2500".
+    """Return the bin width in base pairs of a number or a text such as "500kb", "1mb", "2500".
 
     Raises:
         DataError: The text is not a resolution, or the width is not a positive whole number.
     """
-    match = PATTERN.fullmatch(str(resolution).strip())
-    width = float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0
+    width = _width(str(resolution).strip())
     if width < 1 or width != int(width):
         raise DataError(
             f"resolution {resolution!r} is not a bin width; write base pairs (500000) or a text like "
@@ -33,23 +29,18 @@ def format_resolution(width: int) -> str:
 
 
 def strip_resolution(cell: str, *, resolution: int) -> str:
-    """Return a cell's name without a ".cool" ending and without a suffix that names this resolution.
+    """Return a cell's name without a ".cool" ending and without a suffix that names this resolution, in base pairs.
 
     Only a suffix equal to the resolution goes ("a.500kb" at 500000), so other dots in names are safe.
-
-    Args:
-        cell: Name as written in a file.
-        resolution: Bin width in base pairs.
     """
     name = cell.removesuffix(".cool")
     stem, _, suffix = name.rpartition(".")
-    if stem and PATTERN.fullmatch(suffix) and _is_width(suffix, resolution):
+    if stem and _width(suffix) == resolution:
         return stem
     return name
 
 
-def _is_width(text: str, resolution: int) -> bool:
-    try:
-        return parse_resolution(text) == resolution
-    except DataError:
-        return False
+def _width(text: str) -> float:
+    """Base pairs; 0 for a text that is no resolution."""
+    match = PATTERN.fullmatch(text)
+    return float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0

@@ -1,4 +1,4 @@
-"""Where each stratum of a Hi-C h5ad lies: read from `var` alone, the matrix is never touched.
+"""Where each stratum of a Hi-C h5ad lies: read from `var` only, the matrix is never touched.
 
 Features are stratum-major: all bins (stratum 0), then all pairs at distance 1, and so on; with several
 resolutions, coarse to fine, each with its own strata. Two kinds of var are understood: columns `stratum` and
@@ -6,6 +6,8 @@ resolutions, coarse to fine, each with its own strata. Two kinds of var are unde
 files have them), or the feature names alone.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.feature_names import parse_names
 from lightning_amp.data.files.hdf5 import index_of, is_integer, open_h5ad, read_factor, read_strings
 from lightning_amp.errors import DataError
 
 BLOCK = 65_536
+BIN = re.compile(rb".+:\d+-\d+")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +30,7 @@ class Stratum:
     Attributes:
         k: Distance of the two bins, in bins.
         resolution: Name of the resolution, or None in a file with a single one.
-        start: First column in the matrix.
-        stop: Column after the last one.
+        start, stop: First column in the matrix, and the one after the last.
         anchors: Row of each feature's first bin among all anchors, of shape [feature of the stratum].
     """
 
@@ -82,14 +83,8 @@ class FeatureLayout:
 
 
 def feature_name(chrom: str, start: int, end: int, stratum: int) -> str:
-    """Return the name of the feature (bin, stratum); a stratum-0 feature is named as its bin.
-
-    Args:
-        chrom: Chromosome.
-        start: First base of the anchor bin, 0-based.
-        end: Base after its last one.
-        stratum: Distance in bins from the anchor to the partner.
-    """
+    """Return the name of the pair of a bin (0-based, half-open) with the one `stratum` bins on; of stratum 0, the
+    bin's."""
     return f"{chrom}:{start}-{end}" if stratum == 0 else f"{chrom}:{start}-{end}-{stratum}"
 
 
@@ -197,3 +192,50 @@ def _number_anchors(codes: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     row_of = np.full(int(codes.max()) + 1, -1, dtype=np.int64)
     row_of[codes] = np.arange(first, first + len(codes))
     return row_of
+
+
+def parse_names(blocks: Iterable[list[bytes]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the stratum and the anchor code of every name, [feature] each, anchors numbered as stratum 0 lists them.
+
+    Names come in blocks, so that never all of them are in memory.
+
+    Raises:
+        DataError: A name is no feature name, or its bin is not in stratum 0, or a bin comes twice.
+    """
+    anchors: dict[bytes, int] = {}
+    strata, codes = [], []
+    for block in blocks:
+        for name in block:
+            # A name that extends a known bin is looked up below; only bins themselves need the pattern.
+            if name.rpartition(b"-")[0] not in anchors:
+                _add_bin(name, anchors)
+        parts = [name.rpartition(b"-") for name in block]
+        code = np.array([anchors.get(base, -1) for base, _, _ in parts], dtype=np.int64)
+        stratum = np.array([tail if c >= 0 else b"0" for (_, _, tail), c in zip(parts, code, strict=True)])
+        first = np.flatnonzero(code < 0)
+        code[first] = [anchors[block[i]] for i in first]
+        strata.append(_to_integers(stratum, block))
+        codes.append(code)
+    return np.concatenate(strata), np.concatenate(codes)
+
+
+def _add_bin(name: bytes, anchors: dict[bytes, int]) -> None:
+    text = name.decode(errors="replace")
+    if BIN.fullmatch(name) is None:
+        raise DataError(
+            f"feature name {text!r} does not parse, or its bin is not in stratum 0; expected 'chr1:0-500000' "
+            "for a bin and 'chr1:0-500000-3' for its pair with the third bin after it, all bins first"
+        )
+    if name in anchors:
+        raise DataError(f"the bin {text!r} comes twice in stratum 0; feature names must be unique")
+    anchors[name] = len(anchors)
+
+
+def _to_integers(tails: NDArray[np.bytes_], block: list[bytes]) -> NDArray[np.int64]:
+    try:
+        return tails.astype(np.int64)
+    except ValueError:
+        bad = next(n for n, tail in zip(block, tails, strict=True) if not tail.isdigit())
+        raise DataError(
+            f"feature name {bad.decode()!r} ends in no stratum; expected e.g. 'chr1:0-500000-3'"
+        ) from None

@@ -33,13 +33,7 @@ def celltypes(obs: pd.DataFrame) -> NDArray[np.str_]:
 
 
 def write_embedding(path: Path, *, obs: pd.DataFrame, embedding: NDArray[np.float32]) -> None:
-    """Write an h5ad without features: the table of cells, and obsm["X_amp"].
-
-    Args:
-        path: file to write
-        obs: table of cells, copied as it is
-        embedding: [cell, dim]
-    """
+    """Write an h5ad without features: the table of cells, and the embedding [cell, dim] as obsm["X_amp"]."""
     from anndata.io import write_elem
 
     with written_aside(path) as aside, new_hdf5(aside) as (file, _):
@@ -50,16 +44,9 @@ def write_embedding(path: Path, *, obs: pd.DataFrame, embedding: NDArray[np.floa
 def write_imputed(
     out_dir: Path, *, layout: FeatureLayout, contacts: Mapping[str, NDArray[np.float32]]
 ) -> list[Path]:
-    """Write expected contacts as imputed.scool, or, with several resolutions, imputed_<resolution>.scool
-    each.
-
-    Args:
-        out_dir: where to write
-        layout: where each stratum lies and what its anchors are
-        contacts: cell name -> [feature]
-
-    Returns:
-        the files
+    """Write expected contacts (cell name -> [feature]), and return the files: imputed.scool, or, with several
+    resolutions,
+    imputed_<resolution>.scool each.
     """
     resolutions = list(dict.fromkeys(stratum.resolution for stratum in layout.strata))
     paths = []

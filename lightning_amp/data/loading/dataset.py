@@ -1,13 +1,10 @@
 """Cells of every modality as training batches, read from h5ad files.
 
-A data set item is a whole step: the sampler says which rows of each modality the step holds (`StepIndices`),
-and the item is the batch. Counts stay sparse; at most the rows of one step are ever dense, and in modalities that are
-asked for as sparse not even these.
-
-Words: cell, feature = rows and columns of one modality's matrix.
+A data set item is the batch of a whole step, of which the sampler says the rows (`StepIndices`). Counts stay sparse; at
+most the rows of one step are ever dense, and in modalities that are asked for as sparse not even these.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from anndata.io import read_elem
 from numpy.typing import NDArray
 from scipy import sparse
 from torch.utils.data import Dataset
@@ -23,26 +21,17 @@ from lightning_amp.data.batch import Batch, CellBatch, CellRows
 from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.files.h5ad_header import read_header
 from lightning_amp.data.files.hdf5 import index_of, open_h5ad, read_strings
+from lightning_amp.data.files.raw_counts import fault_of_counts
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
-try:
-    from anndata.io import read_elem
-except ImportError:  # anndata 0.10 keeps it elsewhere
-    from anndata.experimental import read_elem
-
 COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
-CHECK_BLOCK = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndices:
-    """What one step of one rank holds.
-
-    Args:
-        rows: modality -> int64 [cell], rows of its file
-        draw_key: names the step to `draw_keys`; the same on every rank
-    """
+    """What one step of one rank holds: modality -> rows of its file, and the step's key for `draw_keys`, the same on
+    every rank."""
 
     rows: Mapping[str, NDArray[np.int64]]
     draw_key: int
@@ -92,12 +81,8 @@ class CellTable:
         return float(self.counts.nnz / (self.n_cells * self.n_features))
 
     def rows(self, indices: NDArray[np.int64], *, sparse: bool = False) -> CellRows:
-        """Return some cells as tensors, in the order asked.
-
-        Args:
-            indices: int64 [cell], rows of the file; repeats are allowed
-            sparse: give x by its entries instead of dense
-        """
+        """Return some rows of the file as tensors, in the order asked, repeats allowed; x by its entries if
+        `sparse`."""
         counts = self.counts[indices]
         return CellRows(
             x=SparseCounts.from_csr(counts) if sparse else torch.from_numpy(counts.toarray()),
@@ -108,15 +93,12 @@ class CellTable:
 
     def _check_counts(self, source: str) -> None:
         where = f"{self.path}, {source}"
-        for start in range(0, self.counts.nnz, CHECK_BLOCK):  # in blocks: the checks make temporary copies
-            values = self.counts.data[start : start + CHECK_BLOCK]
-            for problem, wrong in _problems(values, whole=self.modality in COUNT_MODALITIES):
-                if wrong.any():
-                    found = float(values[wrong.argmax()])
-                    raise DataError(
-                        f"{where}: found {problem}, e.g. {found!r}; raw counts are needed, "
-                        "store them in layers['counts']"
-                    )
+        fault = fault_of_counts(self.counts.data, whole=self.modality in COUNT_MODALITIES)
+        if fault:
+            raise DataError(
+                f"{where}: found {fault[0]} values, e.g. {fault[1]!r}; raw counts are needed, "
+                "store them in layers['counts']"
+            )
         if not self.counts.data.any():
             raise DataError(
                 f"{where}: none of its {self.counts.shape[0]!r} cells has a count; drop this modality"
@@ -124,12 +106,8 @@ class CellTable:
 
 
 class MultiModalDataset(Dataset[Batch]):
-    """Several modalities as one data set whose item is the batch of a whole step.
-
-    Args:
-        tables: modality -> its cells
-        sparse: modalities whose x is given by its entries
-    """
+    """Several modalities as one data set whose item is the batch of a whole step; x of those in `sparse` by its
+    entries."""
 
     def __init__(self, tables: Mapping[str, CellTable], *, sparse: Collection[str] = ()) -> None:
         self.tables = dict(tables)
@@ -148,10 +126,3 @@ def _as_csr(counts: Any) -> sparse.csr_matrix:
     matrix = sparse.csr_matrix(counts, dtype=np.float32)
     matrix.sum_duplicates()
     return matrix
-
-
-def _problems(values: NDArray[np.float32], *, whole: bool) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    yield "values that are not finite", ~np.isfinite(values)
-    yield "negative values", values < 0
-    if whole:
-        yield "fractional values", values != np.round(values)

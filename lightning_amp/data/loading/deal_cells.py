@@ -1,32 +1,20 @@
-"""How a global batch of cells is divided among the ranks.
+"""Divides a global batch of cells among the ranks, equally many to each and with about equal contacts.
 
 Uneven depth is what makes one rank wait for another: contacts per cell vary several-fold, so equal numbers of
-cells are unequal work. `balance` keeps the numbers equal and evens out the contacts; `imbalance` says what
-that is worth.
+cells are unequal work.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def deal(n_cells: int, n_ranks: int) -> list[NDArray[np.int64]]:
-    """Deal cells 0..n_cells-1 round-robin; equal numbers on every rank when `n_ranks` divides `n_cells`."""
-    return [np.arange(rank, n_cells, n_ranks) for rank in range(n_ranks)]
-
-
 def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int64]]:
-    """Divide cells among ranks: equally many on each and, greedily, equal sums of contacts.
+    """Divide cells with these contacts among ranks: equally many on each and, greedily, equal sums of contacts.
 
-    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are
-    swapped between the richest and the poorest rank while that helps. Deterministic; ties go to the lower
-    rank.
-
-    Args:
-        contacts: [cell]; the number of cells is a multiple of `n_ranks`
-        n_ranks: how many ranks
-
-    Returns:
-        for every rank the positions of its cells, ascending
+    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are swapped
+    between the richest and the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for
+    every
+    rank the positions of its cells, ascending.
     """
     room = len(contacts) // n_ranks
     assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"
@@ -42,31 +30,6 @@ def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int6
         if not _swap_once(parts, contacts):
             break
     return [np.sort(part) for part in parts]
-
-
-def imbalance(
-    contacts: NDArray[np.float64], num_replicas: int, batch_size: int, *, seed: int = 0, trials: int = 200
-) -> float:
-    """Estimate how unequal random splits are: mean over steps of (most contacts on a rank / their mean).
-
-    1.0 means that nothing is to be gained by balancing; 1.2 that the slowest rank has a fifth more than its
-    share.
-
-    Args:
-        contacts: [cell]
-        num_replicas: how many ranks
-        batch_size: cells per rank
-        seed: of the splits
-        trials: how many steps are drawn
-    """
-    rng = np.random.default_rng(seed)
-    size = num_replicas * batch_size
-    ratios = []
-    for _ in range(trials):
-        cells = rng.choice(len(contacts), size=size, replace=size > len(contacts))
-        sums = contacts[cells].reshape(num_replicas, batch_size).sum(axis=1)
-        ratios.append(sums.max() / sums.mean() if sums.any() else 1.0)
-    return float(np.mean(ratios))
 
 
 def _swap_once(parts: NDArray[np.int64], contacts: NDArray[np.float64]) -> bool:

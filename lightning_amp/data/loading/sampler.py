@@ -1,7 +1,7 @@
 """Which cells each rank sees in each step, and the loader that resumes in mid-epoch.
 
 Training repeats the shorter modalities, so that every global batch is full and equal on all ranks. The global
-batch of a step is a function of (seed, epoch, step) and its size alone: 2 ranks of 8 cells see the 16 cells
+batch of a step is a function of (seed, epoch, step) and its size only: 2 ranks of 8 cells see the 16 cells
 that 1 rank of 16 sees. Evaluation takes every cell once, in file order.
 """
 
@@ -16,8 +16,6 @@ from lightning_amp.data.batch import Batch
 from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.loading.deal_cells import balance as balance_cells
-from lightning_amp.data.loading.deal_cells import deal
-from lightning_amp.data.loading.deal_cells import imbalance as imbalance
 from lightning_amp.errors import DataError
 
 CellRowsOf = Mapping[str, NDArray[np.int64]]
@@ -38,8 +36,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     Args:
         contacts: modality -> contacts of every cell of its file, [cell]
         batch_size: cells per modality, rank and step
-        num_replicas: ranks that share a global batch
-        rank: which of them this is
+        num_replicas, rank: ranks that share a global batch, and which of them this is
         seed: of the permutations; must be the same on every rank
         shuffle: permute (with `cycle` only)
         balance: give the ranks equal contacts, not only equally many cells (with `cycle` only)
@@ -133,7 +130,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             return mine if len(mine) else batch[-1:]
         if self.balance:
             return batch[balance_cells(self.contacts[modality][batch], self.num_replicas)[self.rank]]
-        return batch[deal(len(batch), self.num_replicas)[self.rank]]
+        return batch[self.rank :: self.num_replicas]
 
 
 class StepLoader(DataLoader[Batch]):
@@ -141,11 +138,6 @@ class StepLoader(DataLoader[Batch]):
 
     It counts the batches handed out, not those that workers have prepared. Iteration begins with the first
     batch asked for: Lightning makes the iterator before it tells the sampler the epoch.
-
-    Args:
-        dataset: reads the batch of a step
-        sampler: says what the steps are
-        num_workers: processes that read ahead
     """
 
     def __init__(self, dataset: MultiModalDataset, sampler: StepSampler, *, num_workers: int = 0) -> None:

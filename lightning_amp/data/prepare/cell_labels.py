@@ -10,16 +10,13 @@ from lightning_amp.errors import DataError
 
 
 def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
-    """Read cell labels.
+    """Read a table (TSV with a header) of `cell`, and optionally `depth`, `batch`, `cluster` or `celltype`.
 
-    Args:
-        path: TSV with a header: `cell`, and optionally `depth`, `batch`, `cluster` or `celltype`.
-        resolution: Bin width of the contacts in base pairs; a suffix of cell names that names it is taken
-            off.
-
-    Returns:
-        Columns celltype (str, "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1
-        where absent), then all other columns of the table as text; the index holds the cells.
+    Suffixes of cell names that name the resolution, in base pairs, are taken off. Returns, indexed by cell, celltype
+    (str,
+    "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all other
+    columns of
+    the table as text.
 
     Raises:
         DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
@@ -62,13 +59,8 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
 def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Path | None) -> pd.DataFrame:
     """Return the labels of the cells in their order; without a table, the defaults of `read_labels`.
 
-    Args:
-        labels: Table from `read_labels`, or None.
-        cells: Clean names of the cells.
-        path: The table's file, for messages.
-
     Raises:
-        DataError: The table lacks some of the cells.
+        DataError: The table, of the file `path`, lacks some of the cells.
     """
     if labels is None:
         return pd.DataFrame(

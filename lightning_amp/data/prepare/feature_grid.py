@@ -39,12 +39,8 @@ class FeatureGrid:
     def locate(
         self, bin1: NDArray[np.int64], bin2: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the anchors of both bins and the column of each pair, -1 for what is not kept.
-
-        Args:
-            bin1: Bins of the file, the lower one of each pair, of shape [pixel].
-            bin2: The upper ones, of shape [pixel].
-        """
+        """Return the anchors of both bins (the lower first) and the column of each pixel, -1 for what is not kept,
+        [pixel]."""
         row1, row2 = self.row_of_bin[bin1], self.row_of_bin[bin2]
         stratum = row2 - row1
         kept = (row1 >= 0) & (row2 >= 0) & (stratum < self.n_strata)

@@ -19,9 +19,9 @@ from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.data.prepare.gene_positions import as_genes, read_genes
 from lightning_amp.data.prepare.guidance_graph import bin_names, build_graph
-from lightning_amp.data.prepare.pseudobulk import Pseudobulk
 from lightning_amp.data.prepare.rna_counts import RnaCounts, check_raw
 from lightning_amp.data.prepare.variable_genes import choose_genes
+from lightning_amp.data.prepare.write_hic import Pseudobulk
 from lightning_amp.errors import DataError
 
 BIN_COLUMNS = {"chrom": "chrom", "chromStart": "start", "chromEnd": "end"}
@@ -38,20 +38,7 @@ def write_objects(
     n_genes: int,
     loop_quantile: float,
 ) -> None:
-    """Write hic/, rna/ and graphs/ under an existing directory.
-
-    Args:
-        root: The directory.
-        rna: AnnData of raw counts [cell, gene], or None.
-        hic: AnnData of raw counts [cell, feature], or None.
-        graph: networkx graph, or None.
-        genes: Positions to build the graph with, or None.
-        n_genes: How many of the placed genes count as most variable; only with `genes`.
-        loop_quantile: Quantile above which summed contacts become edges; only with `genes`.
-
-    Raises:
-        DataError: One of the objects cannot be used as asked, or they do not go together.
-    """
+    """Write hic/, rna/ and graphs/ under an existing directory; arguments and errors as for `from_anndata`."""
     _check_question(rna=rna, hic=hic, graph=graph, genes=genes)
     objects = {
         name: _in_memory(name, data) for name, data in (("rna", rna), ("hic", hic)) if data is not None

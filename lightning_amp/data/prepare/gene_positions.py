@@ -4,7 +4,7 @@ Positions are 0-based and half-open whatever the file's own convention. A gene w
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,11 +105,7 @@ def _keep_longest(found: list[Gene]) -> pd.DataFrame:
 
 
 def promoters(genes: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and end (half-open, base pairs) of the transcription start and the 2 kb upstream of it.
-
-    Args:
-        genes: A table as `read_genes` returns it.
-    """
+    """Return start and end (half-open, base pairs) of the transcription start and the 2 kb upstream of it, [gene]."""
     start, end = genes["start"].to_numpy(np.int64), genes["end"].to_numpy(np.int64)
     minus = (genes["strand"] == "-").to_numpy()
     low = np.where(minus, end - 1, np.maximum(start - PROMOTER_BP, 0))
@@ -121,7 +117,8 @@ def _collect(path: Path, parse: Callable[[str], Gene | None]) -> list[Gene]:
     """Apply a line parser to all lines; a line that does not parse is reported with its number."""
     found = []
     with open_stream(path, what="gene annotation") as stream:
-        for number, line in enumerate(_lines(stream), start=1):
+        for number, raw in enumerate(stream, start=1):
+            line = raw.decode(errors="replace").rstrip("\r\n")
             if not line.strip() or line.startswith(("#", "track", "browser")):
                 continue
             try:
@@ -133,10 +130,6 @@ def _collect(path: Path, parse: Callable[[str], Gene | None]) -> list[Gene]:
             if gene is not None:
                 found.append(gene)
     return found
-
-
-def _lines(stream: Iterable[bytes]) -> Iterator[str]:
-    return (line.decode(errors="replace").rstrip("\r\n") for line in stream)
 
 
 def _parse_gtf(feature: str) -> Callable[[str], Gene | None]:

@@ -26,9 +26,7 @@ def bin_names(bins: pd.DataFrame) -> NDArray[Any]:
 def overlap_bins(genes: pd.DataFrame, bins: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows of genes and of bins for every pair in which the gene's promoter touches the bin.
 
-    Args:
-        genes: chrom, start, end, strand, with the chromosomes spelled as in `bins`.
-        bins: chrom, start, end; contiguous and ascending on each chromosome.
+    Chromosomes are spelled alike in both; bins are contiguous and ascending on each chromosome.
     """
     low, high = promoters(genes)
     gene_rows, bin_rows = [], []
@@ -76,14 +74,7 @@ def contact_edges(
 def build_graph(
     genes: pd.DataFrame, bins: pd.DataFrame, bulk: Any, *, loop_quantile: float
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables of vertices and edges that `write_graph` takes.
-
-    Args:
-        genes: chrom, start, end, strand, indexed by symbol.
-        bins: chrom, start, end of the anchors.
-        bulk: Contacts summed over cells, COO array of shape [bin, bin].
-        loop_quantile: Quantile above which a contact is an edge.
-    """
+    """Return the tables of vertices and edges that `write_graph` takes; `bulk` as for `contact_edges`."""
     names = bin_names(bins)
     kinds = np.repeat(["RNA", "Hi-C"], [len(genes), len(bins)])
     tables = pd.concat([genes[["chrom", "start"]], bins[["chrom", "start"]].set_index(names)])

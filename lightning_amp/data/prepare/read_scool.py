@@ -13,7 +13,8 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.files.hdf5 import open_hdf5
+from lightning_amp.data.files.hdf5 import open_hdf5, read_strings
+from lightning_amp.data.files.raw_counts import fault_of_counts
 from lightning_amp.data.files.resolution import strip_resolution
 from lightning_amp.errors import DataError
 
@@ -23,9 +24,6 @@ PIXELS = ["bin1_id", "bin2_id", "count"]
 @dataclass(frozen=True, slots=True)
 class ScoolFile:
     """A .scool file; keeps its path, no handle.
-
-    Attributes:
-        path: The file.
 
     Raises:
         DataError: The file is absent, damaged, or another kind of file.
@@ -84,10 +82,7 @@ class ScoolFile:
         return width
 
     def pixels(self, cell: str) -> pd.DataFrame:
-        """Return the contacts of one cell: bin1_id <= bin2_id and count.
-
-        Args:
-            cell: Name as the file writes it.
+        """Return the contacts, bin1_id <= bin2_id and count, of the cell that the file calls so.
 
         Raises:
             DataError: No such cell, other bins than the file's, or counts that are no counts.
@@ -145,9 +140,7 @@ def _check_kind(file: Any, path: Path) -> None:
 
 
 def _read_bins(group: Any) -> pd.DataFrame:
-    names = np.array(
-        [v.decode() if isinstance(v, bytes) else str(v) for v in group["chroms/name"][:]], dtype=object
-    )
+    names = np.array(read_strings(group["chroms/name"]), dtype=object)
     return pd.DataFrame(
         {
             "chrom": names[group["bins/chrom"][:]],
@@ -181,13 +174,10 @@ def _check_cell(group: Any, file: Any, bins: pd.DataFrame, where: str) -> None:
 
 def _check_pixels(table: pd.DataFrame, n_bins: int, where: str) -> None:
     """Refuse counts that are not whole and non-negative, and bins that do not exist."""
-    count = table["count"].to_numpy()
-    bad = np.flatnonzero(~(np.isfinite(count) & (count >= 0) & (count == np.floor(count))))
-    if len(bad):
-        value, kind = count[bad[0]].item(), _name_fault(float(count[bad[0]]))
+    fault = fault_of_counts(table["count"].to_numpy())
+    if fault:
         raise DataError(
-            f"{where} has a {kind} count {value!r} (pixel {int(bad[0])!r}); raw contact counts are needed, "
-            "not balanced or imputed ones"
+            f"{where} has a {fault[0]} count {fault[1]!r}; raw contact counts are needed, not balanced or imputed ones"
         )
     first, second = table["bin1_id"].to_numpy(), table["bin2_id"].to_numpy()
     bad = np.flatnonzero((first < 0) | (second >= n_bins) | (first > second))
@@ -196,9 +186,3 @@ def _check_pixels(table: pd.DataFrame, n_bins: int, where: str) -> None:
         raise DataError(
             f"{where} has a pixel of bins {pair!r}; bin1 <= bin2 < {n_bins!r} is needed, write it again"
         )
-
-
-def _name_fault(value: float) -> str:
-    if not np.isfinite(value):
-        return "missing or infinite"
-    return "negative" if value < 0 else "fractional"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from numpy.typing import NDArray
 
 from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.raw_counts import fault_of_counts
 from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.errors import DataError
 
@@ -25,7 +25,6 @@ class RnaCounts:
         counts: CSR array of shape [cell, gene], float32.
         obs: celltype and batch, then all other columns of the file, indexed by cell.
         genes: Symbols, of shape [gene].
-        source: Where the counts come from, for messages.
     """
 
     counts: Any
@@ -66,36 +65,24 @@ def check_raw(
 
     Args:
         counts: CSR array of shape [cell, feature].
-        cells: Names of the cells.
-        features: Names of the features.
-        where: The file or object, for messages.
-        place: Where in it the counts lie.
+        cells, features: Their names.
+        where, place: The file or object, and where in it the counts lie, for messages.
         feature: What a feature is called in messages.
 
     Raises:
         DataError: One of these.
     """
-    _check_counts(counts.data, f"{where}: {place}")
+    fault = fault_of_counts(counts.data)
+    if fault:
+        raise DataError(
+            f"{where}: {place} has {fault[0]} values (e.g. {fault[1]!r}), so it holds no raw counts; put raw "
+            "counts into layers['counts'] (scaled or normalised values cannot be used)"
+        )
     for names, what in ((cells, "cell"), (features, feature)):
         if names.has_duplicates:
             again = names[names.duplicated()].unique().tolist()
             raise DataError(
                 f"{where}: {what} names come more than once: {again[:3]!r} ({len(again)}); make them unique"
-            )
-
-
-def _check_counts(values: NDArray[Any], where: str) -> None:
-    """Refuse a matrix that does not hold raw counts, naming the first value that shows it."""
-    faults = {
-        "missing or infinite values": ~np.isfinite(values),
-        "negative values": values < 0,
-        "fractional values": values != np.floor(values),
-    }
-    for fault, mask in faults.items():
-        if mask.any():
-            raise DataError(
-                f"{where} has {fault} (e.g. {values[mask][0].item()!r}), so it holds no raw counts; put raw "
-                "counts into layers['counts'] (scaled or normalised values cannot be used)"
             )
 
 
@@ -111,11 +98,7 @@ def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
 def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: dict[str, Any]) -> None:
     """Write the RNA modality; cells without a count in the genes kept are dropped and counted.
 
-    Args:
-        path: The h5ad to write.
-        rna: Counts of the genes kept.
-        positions: chrom, start, end, strand of these genes, in the same order.
-        settings: Written to `uns["amp"]`.
+    Positions are chrom, start, end, strand of the genes in their order; settings go to `uns["amp"]`.
 
     Raises:
         DataError: No cell has a count.

@@ -5,7 +5,7 @@ between bins i and i + k fall off as 1 / (k + 1), are more frequent within a com
 bins, and strongest at loops; RNA counts of genes in active segments are higher. Number of contacts and of
 transcripts vary log-normally between cells.
 
-That contacts around active bins are more frequent is what links the modalities: products of activities alone keep no
+That contacts around active bins are more frequent is what links the modalities: products of activities keep no
 sign. It is what scores of genes in single-cell Hi-C rest on, such as the contacts within a gene's body of scGAD (Shen
 et al. 2022, doi 10.1093/bioinformatics/btac372), by which scHi-C cells are placed among RNA cells. No published number
 for its strength was found; LINK is ours, and strong: the correlation over cell types of a gene's expression and its
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
+from lightning_amp.data.prepare.prepare import write_modalities
 from lightning_amp.data.prepare.rna_counts import RnaCounts
-from lightning_amp.data.prepare.write_modalities import write_modalities
 from lightning_amp.errors import DataError
 
 LOOP_QUANTILE = 0.98
@@ -72,13 +72,9 @@ def synthesize(
 
     Args:
         out: Directory to write.
-        cells: Number of Hi-C cells.
-        rna_cells: Number of RNA cells, by default as many.
-        bins: Number of bins over all chromosomes.
-        strata: Number of strata.
-        genes: Number of genes.
-        cell_types: Number of cell types.
-        chromosomes: Number of chromosomes, of about equal length.
+        cells, rna_cells: Numbers of Hi-C and of RNA cells, by default equal.
+        bins, chromosomes: Number of bins in all, and of chromosomes of about equal length.
+        strata, genes, cell_types: Numbers of these.
         resolution: Bin width in base pairs.
         depth: Mean number of contacts a cell.
         seed: Seed of all random draws.

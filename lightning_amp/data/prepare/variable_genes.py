@@ -74,15 +74,11 @@ def choose_genes(
 
 
 def most_variable(counts: Any, *, n_genes: int) -> NDArray[np.bool_]:
-    """Mark the most variable genes.
+    """Mark the most variable genes of counts [cell, gene], CSR; all expressed ones when there are fewer.
 
     Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of
     equal size, and a gene's score is the distance of its log variance from the median of its group. Genes
     without any count are never marked; equal scores go by gene order.
-
-    Args:
-        counts: CSR array of shape [cell, gene].
-        n_genes: How many to mark; all expressed ones when there are fewer.
     """
     totals = np.maximum(counts.sum(axis=1), 1)
     logged = sp.csr_array(counts, dtype=np.float64, copy=True)

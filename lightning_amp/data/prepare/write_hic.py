@@ -6,12 +6,48 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
+from numpy.typing import NDArray
 
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.write_h5ad import MatrixWriter
 from lightning_amp.data.prepare.feature_grid import FeatureGrid
-from lightning_amp.data.prepare.pseudobulk import Pseudobulk
 from lightning_amp.errors import DataError
+
+FLUSH_AT = 4_000_000
+
+
+class Pseudobulk:
+    """Running sum of contact maps over the same bins, in memory that the genome bounds, not the number of cells.
+
+    Pixels wait in a buffer and are added to a sparse matrix when the buffer is full, so that the cost of an
+    addition is shared by many cells.
+    """
+
+    def __init__(self, n_bins: int) -> None:
+        self.n_bins = n_bins
+        self._sum: Any = sp.csr_array((n_bins, n_bins), dtype=np.float64)
+        self._waiting: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+        self._n_waiting = 0
+
+    def add(self, row: NDArray[np.int64], column: NDArray[np.int64], count: NDArray[Any]) -> None:
+        """Add the pixels of a cell: lower bin, upper bin and contacts, [pixel] each."""
+        self._waiting.append((row, column, count))
+        self._n_waiting += len(row)
+        if self._n_waiting >= FLUSH_AT:
+            self._flush()
+
+    def total(self) -> Any:
+        """Return the sum so far as a SciPy COO array of shape [bin, bin], upper triangle."""
+        self._flush()
+        return self._sum.tocoo()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            row, column, count = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+            shape = (self.n_bins, self.n_bins)
+            self._sum = self._sum + sp.csr_array((count.astype(np.float64), (row, column)), shape=shape)
+            self._waiting, self._n_waiting = [], 0
 
 
 def write_hic(
@@ -27,7 +63,9 @@ def write_hic(
     """Write the Hi-C modality, one cell in memory at a time.
 
     A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
-    or none in the strata. Dropped cells count in no sum.
+    or none in the strata. Dropped cells count in no sum. Returns the contacts within chromosomes, summed over the
+    cells
+    kept, as a SciPy COO array [anchor, anchor].
 
     Args:
         path: The h5ad to write.
@@ -37,9 +75,6 @@ def write_hic(
         min_depth: Least number of contacts of a cell.
         settings: Written to `uns["amp"]` with the number of dropped cells.
         source: Where the cells come from, for messages.
-
-    Returns:
-        Contacts within chromosomes, summed over the cells kept, as a SciPy COO array [anchor, anchor].
 
     Raises:
         DataError: No cell is left.

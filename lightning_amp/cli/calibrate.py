@@ -1,0 +1,48 @@
+"""`lightning-amp calibrate`: the rates of a device, from a step measured on it; torch is loaded late."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.errors import PlanError
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument("--out", required=True, metavar="FILE.json", help="file to write, for --rates")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--device-index", type=int, default=0, help="of several GPUs, which (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
+
+    # late: torch takes seconds to load, and mistakes are told before
+    from lightning_amp.simulation.calibrate import calibrate, calibration_report
+
+    found = calibrate(arguments.device, index=arguments.device_index)
+    with written_aside(Path(arguments.out)) as aside:
+        aside.write_text(found.after.to_json() + "\n")
+    as_json = arguments.format == "json"
+    print(json.dumps(found.to_dict(), indent=2) if as_json else calibration_report(found))
+    if not as_json:
+        print(f"\nwrote {arguments.out}: use it with --rates, or AMPStrategy(rates={arguments.out!r})")
+
+
+def check_target(option: str, name: str, example: str, *, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before the work that it would show."""
+    path, asked, suffix = Path(name), f"{option} {name!r} was asked for", Path(example).suffix
+    if path.is_dir() or path.suffix.lower() != suffix:
+        kind = suffix[1:].upper()
+        raise PlanError(f"{asked}; allowed is the name of a {kind} file, such as {example}")
+    if not path.parent.is_dir():
+        raise PlanError(f"{asked}, and its folder does not exist; make it first")
+    if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
+        raise PlanError(f"{asked}, and may not be written; choose another place")
+    if path.exists() and not overwrite:
+        raise PlanError(f"{asked} and exists; choose another name, or add --overwrite")

@@ -1,0 +1,60 @@
+"""`lightning-amp plan`: a plan, or, in plan_questions.py, answers about plans of what is not there yet."""
+
+import argparse
+
+from lightning_amp.cli.request import add_request, decoder_asked, latent_dim, rates_asked, read, request_of
+
+NOTHING_FITS = 3
+"""Exit status where nothing fits the memory that was named."""
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    add_request(parser)
+    parser.add_argument(
+        "--recommend-devices",
+        action="store_true",
+        help="say how many devices are worth having for steps of --batch-size cells in all",
+    )
+    parser.add_argument(
+        "--what-if",
+        nargs="*",
+        metavar="NAME=VALUES",
+        help="say what other data would need, auto beside paper: bin=1mb,500kb,100kb,50kb strata=10,32 batch=1,64,256"
+        " memory=8GiB,24GiB,80GiB (these are the defaults; with --shape anchors=... instead of bin)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
+    from lightning_amp.planning.plan.model_shape import reference_shape
+    from lightning_amp.planning.policies.make_plan import plan
+    from lightning_amp.planning.policies.request import check_request
+    from lightning_amp.planning.reports.plan_report import plan_report, profile_report
+
+    if arguments.what_if is not None or arguments.recommend_devices:
+        from lightning_amp.cli.plan_questions import outlook
+
+        text, fits = outlook(arguments)
+        print(text)
+        return 0 if fits else NOTHING_FITS
+    request = request_of(arguments)
+    check_request(**request)
+    decoder, rates = decoder_asked(arguments), rates_asked(arguments)
+    if decoder is not None:
+        request["batch_size"] = decoder.batch_size or request["batch_size"]
+        shape = shape_of_decoder(decoder.decoder, batch_size=request["batch_size"])
+        profile, of_data = profile_of_module(shape), ""
+    else:
+        profile = read(arguments)
+        shape = reference_shape(
+            profile,
+            batch_size=request["batch_size"],
+            latent_dim=latent_dim(arguments),
+            window=arguments.window,
+        )
+        of_data = f"{profile_report(profile)}\n\n"
+    made = plan(profile, **request, shape=shape, rates=rates)
+    print(made.to_json() if arguments.format == "json" else f"{of_data}{plan_report(made)}")
+    return NOTHING_FITS if made.fits is False else 0

@@ -1,0 +1,102 @@
+"""`lightning-amp prepare`: a data directory, and what is kept and left out of what was read."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp.planning.reports.plan_report import table
+
+if TYPE_CHECKING:
+    from lightning_amp.data.files.directory import DataDirectory
+
+NAMED = 6
+GENES = {
+    "without_position": "without a position in the annotation",
+    "on_chromosomes_left_out": "on chromosomes left out",
+    "outside_bins": "with a promoter in no bin",
+    "less_variable": "less variable",
+}
+
+
+def add_prepare(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument("--hic", required=True, help="single-cell Hi-C, .scool")
+    parser.add_argument("--rna", required=True, help="RNA, .h5ad with raw counts in X or layers['counts']")
+    parser.add_argument("--genes", required=True, help="gene positions, GTF or BED, plain or .gz")
+    parser.add_argument("--strata", required=True, type=int, help="bin distances to keep: 0 to STRATA - 1")
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--labels", help="SCORE's table: cell, depth, batch, cluster")
+    parser.add_argument("--resolution", help="check: the bin size that the file must have, such as 500kb")
+    parser.add_argument(
+        "--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)"
+    )
+    parser.add_argument(
+        "--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)"
+    )
+    parser.add_argument("--trans", action="store_true", help="keep pairs that cross a chromosome's end")
+    parser.add_argument(
+        "--chromosomes",
+        help="chromosomes to keep, separated by commas (default: all but scaffolds and the mitochondrial one)",
+    )
+    parser.add_argument(
+        "--loop-quantile", type=float, default=0.98, help="pseudobulk quantile of graph edges"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.data.prepare.prepare import prepare
+
+    directory = prepare(
+        hic=arguments.hic,
+        rna=arguments.rna,
+        genes=arguments.genes,
+        strata=arguments.strata,
+        out=arguments.out,
+        labels=arguments.labels,
+        resolution=arguments.resolution,
+        min_depth=arguments.min_depth,
+        n_genes=arguments.n_genes,
+        cis_only=not arguments.trans,
+        chromosomes=arguments.chromosomes.split(",") if arguments.chromosomes else None,
+        loop_quantile=arguments.loop_quantile,
+        overwrite=arguments.overwrite,
+    )
+    print(f"{prepared_report(directory)}\n")
+    for path in (directory.hic, directory.rna, directory.graph):
+        print(f"wrote {path}")
+
+
+def prepared_report(directory: "DataDirectory") -> str:
+    """Cells, genes and chromosomes: how many were read, are kept, and are left out for which reason."""
+    from anndata.io import read_elem
+
+    from lightning_amp.data.files.hdf5 import open_h5ad
+
+    with open_h5ad(directory.modalities["hic"]) as file:
+        hic, n_hic = read_elem(file["uns/amp"]), len(file["X/indptr"]) - 1
+        n_chroms = len(file["var/chrom/categories"])
+    with open_h5ad(directory.modalities["rna"]) as file:
+        rna, (n_rna, n_genes) = read_elem(file["uns/amp"]), file["X"].attrs["shape"].tolist()
+    n_far = int(hic["n_dropped_cells"] - hic["n_shallow_cells"])
+    few = f"with fewer than {hic['min_depth']:,} contacts"
+    left = list(hic["chromosomes_left_out"])
+    rows = [
+        _row("Hi-C cells", n_hic, {few: hic["n_shallow_cells"], "without contacts in the strata": n_far}),
+        _row("RNA cells", n_rna, {"without counts in the genes kept": rna["n_dropped_cells"]}),
+        _row("genes", n_genes, {words: rna["genes"][name] for name, words in GENES.items()}),
+        ["chromosomes", str(n_chroms + len(left)), str(n_chroms), _names(left)],
+    ]
+    return table(["", "read", "kept", "left out"], rows)
+
+
+def _row(what: str, kept: int, left_out: dict[str, Any]) -> list[str]:
+    reasons = ", ".join(f"{int(n):,} {why}" for why, n in left_out.items() if n) or "none"
+    return [what, f"{kept + int(sum(left_out.values())):,}", f"{kept:,}", reasons]
+
+
+def _names(left_out: list[str]) -> str:
+    if not left_out:
+        return "none"
+    more = f" and {len(left_out) - NAMED:,} more" if len(left_out) > NAMED else ""
+    return f"{', '.join(left_out[:NAMED])}{more}; --chromosomes names those to keep"

@@ -1,0 +1,140 @@
+"""`lightning-amp profile`, and what `plan` and `simulate` are asked: data or a decoder, devices, strategies, rates."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp.errors import PlanError
+
+if TYPE_CHECKING:
+    from lightning_amp.planning.time.device_rates import Rates
+    from lightning_amp.profiling.profile import Profile
+    from lightning_amp.simulation.parse_shape import ShapeRequest
+
+BATCH_SIZE = 64
+OF_DATA = {"--latent-dim": "latent_dim", "--window": "window", "--setting": "setting", "--keys": "keys"}
+"""Options that a decoder by itself says in its shape."""
+
+
+def add_profile(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> None:
+    """Add the flags of the command, which are among those of `plan` and `simulate`."""
+    parser.add_argument(
+        "data_dir",
+        metavar="DIR",
+        nargs=None if needs_dir else "?",
+        help="a folder written by `lightning-amp prepare` or by HiGLUE",
+    )
+    parser.add_argument("--setting", help="which files to take where the folder has several settings")
+    parser.add_argument(
+        "--keys", choices=["attention", "convolution"], help="how the decoder builds its keys"
+    )
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.reports.plan_report import profile_report
+
+    profile = read(arguments)
+    print(json.dumps(profile.to_dict(), indent=2) if arguments.format == "json" else profile_report(profile))
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    add_profile(parser, needs_dir=False)
+    parser.add_argument("--devices", type=int, help="ranks in all (default: 1)")
+    parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
+    parser.add_argument("--policy", help="auto (default) or paper")
+    parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
+    parser.add_argument("--batch-size", type=int, help=f"cells per rank and step (default: {BATCH_SIZE})")
+    parser.add_argument(
+        "--latent-dim", type=int, default=None, help="latent dimension of the model (default: 64)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=None, help="attention window in bins (default: 20 per stratum)"
+    )
+    parser.add_argument("--model-parallel-size", help='ranks of the model axis (default: "auto")')
+    parser.add_argument(
+        "--device", help="whose rates predict times, such as A100, H100 or cpu (default: one CPU core)"
+    )
+    parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured, instead")
+    parser.add_argument(
+        "--shape",
+        help="a decoder by itself instead of DIR: anchors=113505,dim=128,strata=32,batch=1"
+        "[,window=640,variant=paper,chained=yes,key=convolution,n_batches=2,features=5400]",
+    )
+
+
+def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` and `simulate` ask of the policy."""
+    size = arguments.model_parallel_size or "auto"
+    return {
+        "devices": 1 if arguments.devices is None else arguments.devices,
+        "device_memory": arguments.device_memory,
+        "policy": arguments.policy or "auto",
+        "strategies": arguments.strategies,
+        "batch_size": BATCH_SIZE if arguments.batch_size is None else arguments.batch_size,
+        "model_parallel_size": int(size) if size.isdecimal() and len(size) < 10 else size,
+    }
+
+
+def latent_dim(arguments: argparse.Namespace) -> int:
+    """The latent dimension that was asked for, else the reference model's."""
+    from lightning_amp.planning.plan.model_shape import LATENT_DIM
+
+    return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
+
+
+def rates_asked(arguments: argparse.Namespace) -> "Rates":
+    """Of the device or the file that was asked for, else of one CPU core."""
+    from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
+
+    if arguments.rates is not None and arguments.device is not None:
+        raise PlanError(
+            f"--rates {arguments.rates!r} was asked for together with --device {arguments.device!r}; give one of them"
+        )
+    if arguments.rates is not None:
+        return Rates.read(arguments.rates)
+    return CPU_CORE if arguments.device is None else rates_for(arguments.device)
+
+
+def read(arguments: argparse.Namespace) -> "Profile":
+    """The profile of the data directory that was named."""
+    from lightning_amp.profiling.read_profile import profile
+
+    keys = arguments.keys
+    return profile(
+        arguments.data_dir, setting=arguments.setting, attention=None if keys is None else keys == "attention"
+    )
+
+
+def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
+    """The decoder by itself that was asked for instead of a data directory; None where that was named."""
+    from lightning_amp.simulation.parse_shape import EXAMPLE, parse_shape
+
+    shape, data_dir = arguments.shape, arguments.data_dir
+    if (shape is None) == (data_dir is None):
+        both = f"both DIR={data_dir!r} and shape={shape!r}"
+        raise PlanError(
+            f"a model was asked for with {'neither DIR nor --shape' if shape is None else both}; give one of them: a"
+            f" data directory for the reference model, or --shape {EXAMPLE} for a decoder by itself"
+        )
+    if shape is None:
+        return None
+    refuse(
+        arguments, f"--shape {shape!r}", OF_DATA, "which go with DIR: say dim, window and key in the shape"
+    )
+    found = parse_shape(shape)
+    if None not in (found.batch_size, arguments.batch_size):
+        raise PlanError(
+            f"batch={found.batch_size!r} was asked for in --shape, and --batch-size {arguments.batch_size!r} beside"
+            " it; give one of them"
+        )
+    return found
+
+
+def refuse(arguments: argparse.Namespace, asked: str, options: dict[str, str], why: str) -> None:
+    """Refuse options that were given though they do not go with another one."""
+    given = [name for name, attribute in options.items() if getattr(arguments, attribute) is not None]
+    if given:
+        raise PlanError(f"{asked} was asked for together with {', '.join(given)}, {why}; leave them out")

@@ -1,0 +1,48 @@
+"""`lightning-amp simulate`: a training step of a plan, without values; torch is loaded late."""
+
+import argparse
+import json
+from pathlib import Path
+
+from lightning_amp.cli.calibrate import check_target
+from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, request_of
+from lightning_amp.data.files.write_aside import written_aside
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    add_request(parser)
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw memory after each stratum; replaces the file"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.policies.request import check_request
+
+    request = request_of(arguments)
+    check_request(**request)
+    decoder, rates = decoder_asked(arguments), rates_asked(arguments)
+    if arguments.plot is not None:
+        check_target("--plot", arguments.plot, "memory.png", overwrite=True)
+    profile = read(arguments) if decoder is None else None
+
+    # late: torch takes seconds to load, and mistakes are told before
+    from lightning_amp.simulation.request import request_decoder, request_reference
+    from lightning_amp.simulation.simulate import simulate_plan
+    from lightning_amp.simulation.simulation_report import draw, simulation_report
+
+    of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
+    request |= {"rates": rates}
+    if profile is None:
+        assert decoder is not None, "there is a decoder or data"
+        asked = request_decoder(decoder, **request)
+    else:
+        asked = request_reference(profile, **of_model, **request)
+    simulation = simulate_plan(asked.make, asked.plan)
+    if arguments.plot is not None:
+        with written_aside(Path(arguments.plot)) as aside:
+            draw(aside, simulation)
+    as_json = arguments.format == "json"
+    print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))

@@ -1,0 +1,27 @@
+"""Tells raw counts from normalised, scaled, balanced or damaged values."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 2**24
+"""Values that are looked at together: the checks make temporary copies."""
+
+
+def fault_of_counts(values: NDArray[Any], *, whole: bool = True) -> tuple[str, Any] | None:
+    """Return the kind and an example of values that no raw count has, None where there are none.
+
+    Args:
+        values: Of any type, [value].
+        whole: Whether fractions are a fault.
+    """
+    for start in range(0, len(values), BLOCK):
+        block = values[start : start + BLOCK]
+        faults = {"missing or infinite": ~np.isfinite(block), "negative": block < 0}
+        if whole:
+            faults["fractional"] = block != np.floor(block)
+        for fault, wrong in faults.items():
+            if wrong.any():
+                return fault, block[wrong.argmax()].item()
+    return None
