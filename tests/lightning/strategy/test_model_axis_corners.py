@@ -224,7 +224,7 @@ REFUSED: dict[type[Corner], str] = {
     TiedEncoders: "but another layer that is to be split has it too",
     HookedAttention: "'decoder.strata.1.key.attention' was to be replaced and has forward_hooks",
     HookedNorm: "'decoder.strata.1.key.prenorm' was to be replaced and has forward_hooks",
-    HookedWeight: "S2 was asked for on a layer that has weight._backward_hooks",
+    HookedWeight: "S2 was asked for on a layer that has weight.backward_hooks",
 }
 OTHER_CELLS: dict[str, tuple[type[Corner], Callable[[Batch, int], Any]]] = {
     "coo": (SparseCells, lambda batch, rank: {"x": batch["x"].roll(rank, 0).to_sparse()}),
