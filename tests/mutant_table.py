@@ -16,7 +16,7 @@ class Mutant:
     tests: str
 
 
-P, M = "lightning_amp/parallel", "lightning_amp/models"
+P, M, L = "lightning_amp/parallel", "lightning_amp/models", "lightning_amp/lightning"
 S2 = "tests/parallel/s2_features/test_s2.py tests/parallel/s2_features/test_wide_linear.py"
 S3 = "tests/parallel/attention/test_s3_chunked.py tests/models/test_local_attention.py"
 S4 = "tests/parallel/scores/test_s4_key_first.py"
@@ -27,6 +27,7 @@ STRATA = "tests/parallel/strata/test_strata_parallel.py"
 NODES = "tests/parallel/nodes/test_nodes.py"
 FUSED = "tests/parallel/attention/test_fused.py"
 SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
+RACE = "tests/lightning/strategy/test_race.py"
 
 MUTANTS = [
     Mutant(
@@ -404,5 +405,45 @@ MUTANTS = [
         "_into(of_theta, n.mul_(p).sub_(of_mu))",
         "_into(of_theta, n.mul_(p))",
         SPARSE,
+    ),
+    Mutant(
+        "race",
+        "missing: time of the slowest rank",
+        f"{L}/steps/race_of_plans.py",
+        "dist.all_reduce(box, op=dist.ReduceOp.MAX)",
+        "pass",
+        RACE,
+    ),
+    Mutant(
+        "race",
+        "switch: on one rank only",
+        f"{L}/strategy/install_plan.py",
+        "on_some_rank = bool(largest(float(bool(refused)), self._here.device))",
+        "on_some_rank = bool(refused)",
+        RACE,
+    ),
+    Mutant(
+        "race",
+        "missing: what was installed, after a refusal",
+        f"{L}/strategy/install_plan.py",
+        "self._installed.redo(swaps)",
+        "pass",
+        RACE,
+    ),
+    Mutant(
+        "race",
+        "budget: not looked at",
+        f"{L}/strategy/install_plan.py",
+        "and (plan.budget_bytes is None or c.peak_bytes <= plan.budget_bytes)",
+        "and c.peak_bytes >= 0",
+        RACE,
+    ),
+    Mutant(
+        "race",
+        "state: no plan in the checkpoint",
+        f"{L}/steps/race_of_plans.py",
+        "return {**checkpoint, IN_CHECKPOINT: plan.to_json()}",
+        "return checkpoint",
+        RACE,
     ),
 ]

@@ -150,6 +150,12 @@ class Installed:
             swap = self.swaps.pop()
             swap.parent._modules[swap.name] = swap.old
 
+    def redo(self, swaps: Sequence[Swap]) -> None:
+        """Put the modules in again that were undone."""
+        for swap in swaps:
+            swap.parent._modules[swap.name] = swap.new
+        self.swaps = list(swaps)
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The modules that were there before, for as long as the block lasts."""

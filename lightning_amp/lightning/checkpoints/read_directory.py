@@ -164,6 +164,22 @@ def open_directory(
     return checkpoint
 
 
+def load_either(
+    path: str | Path, load_file: ReadFile, read_part: ReadFile, *, weights_only: bool | None
+) -> dict[str, Any]:
+    """A checkpoint that is a file, read by `load_file`, or a directory of shards, whichever is there.
+
+    Raises:
+        DataError: As `refuse_interrupted` and `load_directory`.
+    """
+    place = Path(path)
+    refuse_interrupted(place)
+    if place.is_dir():
+        return load_directory(place, read_part, weights_only=weights_only)
+    # as it was given: it may be the address of a file elsewhere
+    return load_file(path, weights_only=weights_only)
+
+
 def load_directory(path: Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
     """A checkpoint with the module's tensors; optimiser states are read when the optimisers load them.
 

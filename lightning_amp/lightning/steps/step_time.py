@@ -66,12 +66,16 @@ class StepTimer(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the time of the step."""
-        if self._begin is not None:
-            self._seconds.append(self._now(pl_module) - self._begin)
+        if self._begin is None:
+            return
+        plan = getattr(trainer.strategy, "plan", None) or self._plan
+        if plan is not self._plan:
+            # steps under another plan are not what this one predicts
+            self._plan, self._seconds = plan, []
+        self._seconds.append(self._now(pl_module) - self._begin)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the measured beside the predicted time; the plan may have been made anew."""
-        self._plan = getattr(trainer.strategy, "plan", None) or self._plan
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds
         if measured is not None and predicted is not None:
             rank_zero_info(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,8 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.adapters.adapt import adapt
+from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
+from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
 from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
@@ -29,6 +33,11 @@ from lightning_amp.lightning.strategy.refusals import check_callbacks, check_com
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.install import Installed, install, lies_in
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.policies.build_rules import BY_USER
+from lightning_amp.planning.policies.race import Result, Strategies
+from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.quantities import format_seconds
 
 
 class InstalledPlan:
@@ -38,6 +47,7 @@ class InstalledPlan:
         request, here, trainer: What is asked, by which rank, in which run.
         model: The module to install in.
         changed: Called with the plan, and with every plan that is made anew.
+        resumed: The plan that a race had ended with where the run goes on from a checkpoint.
     """
 
     def __init__(
@@ -48,9 +58,10 @@ class InstalledPlan:
         model: nn.Module,
         *,
         changed: Callable[[Plan], None],
+        resumed: Plan | None = None,
     ) -> None:
         self._request, self._here, self._trainer = request, here, trainer
-        self._model, self._changed = model, changed
+        self._model, self._changed, self._resumed = model, changed, resumed
         self._foreign = adapt(model)
         self._installed = Installed()
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
@@ -59,6 +70,8 @@ class InstalledPlan:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
         notes = self._foreign.notes
         plan = plan_in_force(self._request, self._here, self._trainer, notes=notes)
+        if self._goes_on(plan):
+            plan = plan_in_force(self._request, self._here, self._trainer, notes=notes, given=self._resumed)
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
@@ -69,7 +82,89 @@ class InstalledPlan:
         check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
         shards = Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
+        if self._trainer.state.fn == TrainerFn.FITTING and self._may_race():
+            self._race()
         return shards
+
+    def _goes_on(self, plan: Plan) -> bool:
+        """Whether the plan of a checkpoint takes the place of one that was just made: it is one of its candidates."""
+        resumed = self._resumed
+        return (
+            resumed is not None
+            and self._request.races
+            and resumed.mesh == plan.mesh
+            and resumed.strategies in _entered(plan)
+        )
+
+    def _may_race(self) -> bool:
+        """Whether plans may change between steps: nothing that ranks have parts of, and no order of sums to keep."""
+        return (
+            self._request.races
+            and self._plan.mesh.model == 1
+            and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
+            and not torch.are_deterministic_algorithms_enabled()
+            and not getattr(self._trainer, "fast_dev_run", False)
+        )
+
+    def _race(self) -> None:
+        plan = self._plan
+        entered = _entered(plan)
+        if not entered - {plan.strategies}:
+            return
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        callback = RaceOfPlans(plan.strategies, entered, switch=self.switch, tell=self._tell_result)
+        # first, so that what other callbacks do at the end of a step is not counted
+        callbacks.insert(0, callback)
+        self._undo.append(lambda: callbacks.remove(callback) if callback in callbacks else None)
+
+    def switch(self, strategies: Strategies) -> None:
+        """Put the modules of another plan in the place of those that are installed; all ranks call it between steps.
+
+        Raises:
+            PlanError: A technique refuses a module on some rank; what was installed still is, on all of them.
+        """
+        before, swaps, refused = self._plan, list(self._installed.swaps), ""
+        with _as_in_setup(self._here.device):
+            self._installed.undo()
+            self._foreign.stand_in()
+            try:
+                plan = self._plan_of(strategies)
+                self._installed = self._made(plan)
+                check_precision(self._installed, self._trainer.precision_plugin)
+            except AmpError as error:
+                refused = str(error)
+            # no collective above is called by some ranks only: a plan that cannot be made is refused on all of them
+            on_some_rank = bool(largest(float(bool(refused)), self._here.device))
+            if on_some_rank:
+                self._installed.undo()
+                self._installed.redo(swaps)
+            self._foreign.keep(swap.fqn for swap in self._installed.swaps)
+        if on_some_rank:
+            raise PlanError(refused or "refused on another rank")
+        self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
+
+    def _plan_of(self, strategies: Strategies) -> Plan:
+        request = replace(self._request, strategies=list(strategies) or ["S1"])
+        cells = (self._plan.batch_size, "")
+        plan = plan_in_force(request, self._here, self._trainer, notes=self._foreign.notes, cells=cells)
+        # what is asked for has S1 always, what is compared on one device never
+        rules = tuple(rule for rule in plan.rules if rule.strategy in strategies)
+        return replace(plan, strategies=strategies, rules=rules)
+
+    def _tell_result(self, result: Result) -> None:
+        """Say who has won, and write the times into the plan."""
+        seconds = result.seconds
+        rows = sorted(seconds, key=seconds.__getitem__)
+        told = ", ".join(f"{techniques(row)} {format_seconds(seconds[row])}" for row in rows)
+        rank_zero_info(f"a race of {len(rows)} plans, least time of a step: {told}")
+        plan, why = self._plan, "part of the plan that has won a race on this device"
+        ended = replace(
+            plan,
+            rules=tuple(replace(r, why=why) if r.why.startswith(BY_USER) else r for r in plan.rules),
+            candidates=tuple(replace(c, measured_seconds=seconds.get(c.strategies)) for c in plan.candidates),
+            measured_step_seconds=seconds[plan.strategies],
+        )
+        self._keep(ended)
 
     def undo(self) -> None:
         """Put the modules back that were there before."""
@@ -126,6 +221,16 @@ class InstalledPlan:
     def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:
         check_compiled(self._model, plan)
         return install(self._model, plan, self._mesh, within=within)
+
+
+def _entered(plan: Plan) -> set[Strategies]:
+    """Strategies of the candidates for the plan's mesh that fit."""
+    return {
+        c.strategies
+        for c in plan.candidates
+        if (c.data, c.model) == (plan.mesh.data, plan.mesh.model)
+        and (plan.budget_bytes is None or c.peak_bytes <= plan.budget_bytes)
+    }
 
 
 def _split(plan: Plan) -> tuple[object, ...]:

@@ -24,6 +24,10 @@ class MeshStrategy(DDPStrategy):
 
     _meshes: dict[tuple[int, int], DeviceMesh]
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: object) -> None:
+        """Nothing: registration.py adds the names when lightning_amp is imported."""
+
     @property
     def is_distributed(self) -> bool:
         """Lightning gives a distributed sampler to strategies that have this."""

@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "share_batch_statistics": (True, False),
     "save_distributed_checkpoint": (True, False),
     "check_finite": (True, False),
+    "race": (True, False),
 }
 
 
@@ -33,6 +34,7 @@ class Request:
     device_memory: str | int | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
+    race: bool = True
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
     balance_cells: bool | Literal["auto"] = "auto"
@@ -63,6 +65,12 @@ class Request:
     def if_unfit(self) -> str:
         """What becomes of a plan that is predicted not to fit: "refuse" or "train"."""
         return self.unfit or ("train" if self.device_memory is None else "refuse")
+
+    @property
+    def races(self) -> bool:
+        """Whether the policy's choice may be changed by a race; hooks that look for NaN keep modules where they are."""
+        chooses = self.policy == "auto" and self.plan is None and self.strategies is None
+        return self.race and chooses and not self.check_finite
 
     def data_dir_or(self, data: object) -> str | Path | None:
         """The data directory that was asked for, else the data module's; None without either."""

@@ -35,7 +35,7 @@ from lightning_amp.lightning._compat import (
     trainer_of,
 )
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
-from lightning_amp.lightning.checkpoints.read_directory import load_directory, refuse_interrupted
+from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
@@ -50,6 +50,7 @@ from lightning_amp.lightning.same_on_ranks.replicas import (
 )
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
 from lightning_amp.lightning.steps.cell_order import CellOrder
+from lightning_amp.lightning.steps.race_of_plans import raced_plan, with_raced_plan
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
@@ -86,6 +87,7 @@ class AMPStrategy(MeshStrategy):
         device_memory: str | int | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
+        race: bool = True,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
         balance_cells: bool | Literal["auto"] = "auto",
@@ -111,6 +113,7 @@ class AMPStrategy(MeshStrategy):
             unfit: Whether to "refuse" or to "train" a plan that is predicted not to fit; None refuses where
                 `device_memory` is given, and trains where the device was asked.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
+            race: Whether the first steps under policy "auto" try the plans that fit, and the fastest stays.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
@@ -134,6 +137,7 @@ class AMPStrategy(MeshStrategy):
             device_memory=device_memory,
             unfit=unfit,
             rates=rates,
+            race=race,
             model_parallel_size=model_parallel_size,
             data_dir=data_dir,
             balance_cells=balance_cells,
@@ -159,15 +163,12 @@ class AMPStrategy(MeshStrategy):
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
         self.plan: Plan | None = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
+        self._resumed: Plan | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._shards = Shards()
         # the training step of a fit, None otherwise
         self._step: TrainingStep | None = None
         self._undo: list[Callable[[], None]] = []
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: object) -> None:
-        """Nothing: registration.py adds the names when lightning_amp is imported."""
 
     @property
     def _model_ranks(self) -> int:
@@ -179,9 +180,8 @@ class AMPStrategy(MeshStrategy):
     @property
     def balance_cells(self) -> bool:
         """Whether the sampler is to balance contacts over the ranks."""
-        if self.request.balance_cells != "auto":
-            return self.request.balance_cells
-        return self.plan is not None and self.plan.balance_cells
+        asked, planned = self.request.balance_cells, self.plan is not None and self.plan.balance_cells
+        return planned if asked == "auto" else asked
 
     # --- life-cycle ---
 
@@ -240,8 +240,9 @@ class AMPStrategy(MeshStrategy):
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
         self.plan = None
+        changed = partial(setattr, self, "plan")
         planned = InstalledPlan(
-            self.request, self._here, trainer, model, changed=partial(setattr, self, "plan")
+            self.request, self._here, trainer, model, changed=changed, resumed=self._resumed
         )
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
@@ -352,8 +353,8 @@ class AMPStrategy(MeshStrategy):
         With `save_distributed_checkpoint` a sharded tensor is this rank's `Part` instead.
         """
         trainer = trainer_of(self.lightning_module)
-        failed = trainer is not None and trainer.interrupted
         with self._failures.saving():
+            failed = trainer is not None and trainer.interrupted
             wait_for_all(rank=self.global_rank, ranks=self.world_size, failed=failed)
             state = super().lightning_module_state_dict()
             state = self._shards.saved_state(state, in_parts=self.request.save_distributed_checkpoint)
@@ -380,6 +381,7 @@ class AMPStrategy(MeshStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save a file on rank 0, or a directory of shards, a collective."""
+        checkpoint = with_raced_plan(checkpoint, self.plan)
         if self.request.save_distributed_checkpoint:
             write_directory(
                 checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast
@@ -392,8 +394,7 @@ class AMPStrategy(MeshStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a file or a directory of shards, whichever this strategy would write."""
-        path = Path(checkpoint_path)
-        refuse_interrupted(path)
-        if not path.is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return load_directory(path, self.checkpoint_io.load_checkpoint, weights_only=weights_only)
+        load_file, load_part = super().load_checkpoint, self.checkpoint_io.load_checkpoint
+        found = load_either(checkpoint_path, load_file, load_part, weights_only=weights_only)
+        self._resumed = raced_plan(found)
+        return found

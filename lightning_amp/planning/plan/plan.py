@@ -49,6 +49,7 @@ class Candidate:
         step_seconds: Predicted time of the decoder's part of a step.
         cell_seconds: The same by cell, over all ranks: what candidates are compared by.
         verdict: The word chosen, or why it was not.
+        measured_seconds: Least time of a whole step in a race on this device, None where it did not run.
     """
 
     strategies: tuple[str, ...]
@@ -58,6 +59,7 @@ class Candidate:
     step_seconds: float
     cell_seconds: float
     verdict: str = ""
+    measured_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +86,7 @@ class Plan:
         predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.
         rates_device: Whose rates that time is predicted with, "" without a decoder.
         candidates: What policy "auto" has compared, the chosen one first.
+        measured_step_seconds: Least time of a whole step that a race has measured, None without one.
     """
 
     policy: str
@@ -105,6 +108,7 @@ class Plan:
     predicted_rest_seconds: float | None = None
     rates_device: str = ""
     candidates: tuple[Candidate, ...] = ()
+    measured_step_seconds: float | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -224,7 +228,8 @@ def _kinds(plan: Plan) -> Iterator[str]:
         if type(value) is not int or value < 0:
             yield f"{name}={value!r} is not a whole number of 0 or more"
     seconds = [c.step_seconds for c in plan.candidates] + [c.cell_seconds for c in plan.candidates]
-    seconds += [n for n in (plan.predicted_step_seconds, plan.predicted_rest_seconds) if n is not None]
+    known = [plan.predicted_step_seconds, plan.predicted_rest_seconds, plan.measured_step_seconds]
+    seconds += [n for n in (*known, *(c.measured_seconds for c in plan.candidates)) if n is not None]
     yield from (f"a time of {n!r} is not a number above 0" for n in seconds if not _is_time(n))
     if type(plan.balance_cells) is not bool:
         yield f"balance_cells={plan.balance_cells!r} is neither true nor false"

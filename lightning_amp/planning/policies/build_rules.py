@@ -26,6 +26,9 @@ _SHARED = Rule(
 )
 
 
+BY_USER = "asked for by the user"
+
+
 def build_rules(
     chosen: tuple[str, ...],
     shape: ModelShape,
@@ -62,7 +65,7 @@ def build_rules(
                     fqn=fqn,
                     spec=settle(spec, shape, axes, mesh),
                     strategy=strategy,
-                    why=f"asked for by the user ({why})" if policy == "strategies" else why,
+                    why=f"{BY_USER} ({why})" if policy == "strategies" else why,
                     # of the strategy as a whole, shown once
                     saves_bytes=0 if n else saved,
                 )
@@ -88,7 +91,7 @@ def with_balance(plan: Plan, *, balance: bool) -> Plan:
         return plan
     rules = tuple(rule for rule in plan.rules if not isinstance(rule.spec, BalanceCells))
     if balance and "S1" in plan.strategies:
-        rules = (*rules, Rule(fqn="", spec=BalanceCells(), strategy="S1", why="asked for by the user"))
+        rules = (*rules, Rule(fqn="", spec=BalanceCells(), strategy="S1", why=BY_USER))
     return replace(plan, rules=rules, balance_cells=balance and "S1" in plan.strategies)
 
 

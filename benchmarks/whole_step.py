@@ -1,0 +1,157 @@
+"""Whole training steps of the reference model under the Trainer: plain Lightning, ddp, and plans of `strategy="amp"`.
+
+    python -m benchmarks.whole_step [--quick] [--data DIR] [--ranks 1] [--threads 1]
+
+A run is one process per method and round, rounds interleaved; a step is the time from the end of one batch to the end
+of the next, loading included, after `WARM_UP` batches. Printed are medians over all rounds, and their ratio to that of
+the first method. Without `--data` the cells are synthetic.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.progress import track
+from lightning_amp.quantities import format_seconds
+
+WARM_UP, STEPS, ROUNDS = 4, 12, 3
+RACE_STEPS = 60
+"""Batches after which a race has ended."""
+ONE: dict[str, dict[str, Any] | str] = {
+    "plain Lightning": "auto",
+    "amp, S1": {"strategies": "S1"},
+    "amp, sparse": {"strategies": "S1,sparse"},
+    "amp, S4 sparse": {"strategies": "S1,S4,sparse"},
+    "amp, S4 sparse stream": {"strategies": "S1,S4,sparse,stream"},
+    "amp, S4 fused sparse stream": {"strategies": "S1,S4,fused,sparse,stream"},
+    "amp, fused sparse": {"strategies": "S1,fused,sparse"},
+    "amp, fused": {"strategies": "S1,fused"},
+    "amp, S3 S4": {"strategies": "S1,S3,S4"},
+    "amp, auto without race": {"race": False},
+    "amp, auto": {},
+}
+TWO: dict[str, dict[str, Any] | str] = {
+    "ddp": "ddp_find_unused_parameters_true",
+    "amp, S1": {"strategies": "S1"},
+    "amp, S1, own batch statistics": {"strategies": "S1", "share_batch_statistics": False},
+    "amp, auto without race": {"race": False},
+    "amp, auto": {},
+}
+QUICK = ("plain Lightning", "ddp", "amp, S1", "amp, auto")
+
+
+def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, threads: int, out: str) -> None:
+    """Train in this process and write the seconds of every step."""
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+    import lightning_amp
+
+    class Clock(Callback):
+        """Notes when batches end."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            self.ends.append(time.perf_counter())
+            raced = isinstance(method, dict) and "strategies" not in method and method.get("race", True)
+            if len(self.ends) > WARM_UP + STEPS + (RACE_STEPS if raced else 0):
+                trainer.should_stop = True
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.is_global_zero:
+                plan = getattr(trainer.strategy, "plan", None)
+                steps = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
+                strategies = "" if plan is None else ",".join(plan.strategies)
+                Path(out).write_text(json.dumps({"steps": steps[-STEPS:], "plan": strategies}))
+
+    torch.set_num_threads(threads)
+    seed_everything(0, verbose=False)
+    module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
+    loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
+    strategy = method if isinstance(method, str) else lightning_amp.AMPStrategy(**method)
+    Trainer(
+        strategy=strategy,
+        devices=ranks,
+        accelerator="cpu",
+        max_epochs=-1,
+        callbacks=[Clock()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    ).fit(module, datamodule=loader)
+
+
+def measure(method: dict[str, Any] | str, request: dict[str, Any]) -> dict[str, Any]:
+    """Steps of one process."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        words = json.dumps({**request, "method": method, "out": file.name})
+        environment = {**os.environ, "OMP_NUM_THREADS": str(request["threads"])}
+        command = [sys.executable, "-m", "benchmarks.whole_step", "--one", words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{method!r} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(Path(file.name).read_text())
+        return found
+
+
+def main() -> None:
+    """Measure all methods by turns, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few methods, one round")
+    parser.add_argument("--data", help="a data directory; synthetic cells without")
+    parser.add_argument("--cells", type=int, default=64, help="of a step, over all ranks")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        fit(**json.loads(arguments.one))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = arguments.data
+        if data is None:
+            from lightning_amp.data.prepare.synthetic import synthesize
+
+            data = folder
+            synthesize(folder, cells=256, bins=250, strata=32, genes=300)
+        methods = ONE if arguments.ranks == 1 else TWO
+        chosen = {name: methods[name] for name in methods if not arguments.quick or name in QUICK}
+        request = {
+            "data": data,
+            "cells": arguments.cells // arguments.ranks,
+            "ranks": arguments.ranks,
+            "threads": arguments.threads,
+        }
+        found: dict[str, list[float]] = {name: [] for name in chosen}
+        plans: dict[str, str] = {}
+        rounds = 1 if arguments.quick else ROUNDS
+        turns = [name for _ in range(rounds) for name in chosen]
+        for name in track(turns, description="training", total=len(turns)):
+            run = measure(chosen[name], request)
+            found[name] += run["steps"]
+            plans[name] = run["plan"]
+    first = median(next(iter(found.values())))
+    rows = [
+        [name, format_seconds(median(steps)), f"{median(steps) / first:.2f}", plans[name]]
+        for name, steps in found.items()
+    ]
+    print(table(["method", "step", "ratio", "plan"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A race of plans in the first steps of a fit: each of them trains, the fastest stays.
+
+Between two steps all ranks put the modules of one plan in the place of those of another; parameters, gradients,
+optimisers, the order of cells and random numbers are not touched. A step counts with the time of its slowest rank. A
+plan that a technique refuses on any rank does not run on any.
+"""
+
+import time
+from collections.abc import Callable, Collection
+from math import inf
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from lightning_amp.errors import AmpError
+from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.race import Result, Strategies, race
+
+IN_CHECKPOINT = "lightning_amp_plan"
+"""Key of the plan in a checkpoint, beside those that every Trainer writes."""
+
+
+class RaceOfPlans(pl.Callback):
+    """Times the training batches of a fit, and changes the plan between them until the race is over.
+
+    Args:
+        first: Strategies of the plan that is installed.
+        entered: Those of every plan that may run.
+        switch: Installs a plan, or raises AmpError and leaves the one before, on all ranks alike.
+        tell: Called with the result.
+    """
+
+    def __init__(
+        self,
+        first: Strategies,
+        entered: Collection[Strategies],
+        *,
+        switch: Callable[[Strategies], None],
+        tell: Callable[[Result], None],
+    ) -> None:
+        self._steps = race(first, entered)
+        self._running = self._wanted = next(self._steps)
+        self._switch, self._tell = switch, tell
+        self._over = False
+        self._begin: float | None = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to time a batch."""
+        self._begin = None if self._over else _now(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell the race what the batch took, and install the plan for the next one; all ranks."""
+        if self._begin is None:
+            return
+        seconds = largest(_now(pl_module.device) - self._begin, pl_module.device)
+        try:
+            self._wanted = self._steps.send(seconds)
+            while not self._runs():
+                self._wanted = self._steps.send(inf)
+        except StopIteration as end:
+            self._over, result = True, end.value
+            self._wanted = result.winner
+            self._runs()
+            self._tell(result)
+
+    def _runs(self) -> bool:
+        """Whether the wanted plan is installed now, on every rank; if not, the one before is."""
+        if self._wanted == self._running:
+            return True
+        try:
+            self._switch(self._wanted)
+        except AmpError as error:
+            rank_zero_info(f"{','.join(self._wanted) or 'no technique'} does not race: {error}")
+            return False
+        self._running = self._wanted
+        return True
+
+
+def with_raced_plan(checkpoint: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+    """The checkpoint, with the plan that has won a race, so that a resumed run starts with it."""
+    if plan is None or plan.measured_step_seconds is None:
+        return checkpoint
+    return {**checkpoint, IN_CHECKPOINT: plan.to_json()}
+
+
+def raced_plan(checkpoint: dict[str, Any]) -> Plan | None:
+    """The plan that `with_raced_plan` has put into a checkpoint; None where there is none that this version reads."""
+    text = checkpoint.get(IN_CHECKPOINT)
+    try:
+        return None if text is None else Plan.from_json(text)
+    except AmpError as error:
+        rank_zero_info(f"the plan in the checkpoint is not used, and plans race again: {error}")
+        return None
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest value of all ranks, a collective."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    box = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return float(box)

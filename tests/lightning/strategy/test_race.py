@@ -1,0 +1,278 @@
+"""Claim: a fit that races its plans trains what one plan trains, on one and two ranks, and ends with the fastest.
+
+A step's time is replaced by one that a plan is given, so that the winner is known; everything else is as in a real run.
+Double precision, plain descent: parameters of all runs are compared to 1e-12.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_avg_fn
+
+from lightning_amp.errors import InstallError
+from lightning_amp.lightning.steps import race_of_plans
+from lightning_amp.lightning.strategy.install_plan import InstalledPlan
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from tests.lightning.conformance.cases import Batch, Outcome, Site, Tiny, fit, trained
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+]
+EPOCHS = 9
+"""Of 4 batches each: a race takes at most 24 of them here."""
+WINNER = ("fused", "sparse")
+SECONDS = {WINNER: 1.0, ("fused",): 1.1}
+"""Of a step under these plans, so that the winner follows on a plan with modules of its own; 1.2 under others."""
+KINDS = {
+    "recompute": "RecomputedStrata",
+    "stream": "StreamedStrata",
+    "fused": "FusedAttention",
+    "S4": "KeyFirstDecode",
+    "sparse": "SparseLikelihood",
+}
+"""Class of a module that a strategy installs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Racing(Site):
+    """A place where policy "auto" races, or does not."""
+
+    race: bool = True
+
+    def strategy(self) -> Any:
+        return AMPStrategy(race=self.race) if self.strategies else "auto"
+
+
+class Seen(Callback):
+    """The strategies of the plan of every batch."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[str, ...]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.plans.append(tuple(s for s in trainer.strategy.plan.strategies if s != "S1"))
+
+
+class Installed(Callback):
+    """Whether in every batch the modules are those of its plan, told by the decoder's loop and leaves."""
+
+    def __init__(self) -> None:
+        self.wrong: list[tuple[str, ...]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:  # type: ignore[override]
+        found = {type(part).__name__ for part in module.decoder.modules()}
+        strategies = trainer.strategy.plan.strategies
+        if any((kind in found) != (strategy in strategies) for strategy, kind in KINDS.items()):
+            self.wrong.append(strategies)
+
+
+class Average(WeightAveraging):
+    """An exponential average of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__(avg_fn=get_ema_avg_fn(0.9))
+
+
+class Manual(Tiny):
+    """The same under manual optimisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@contextmanager
+def known_times(strategies_now: Any, rank: int) -> Iterator[None]:
+    """Let a step take the least time under the plan that is to win; ranks after the first are faster than that one."""
+    clock, real = [0.0], race_of_plans._now
+
+    def now(device: torch.device) -> float:
+        strategies = tuple(s for s in strategies_now() if s != "S1")
+        if rank:
+            clock[0] += 0.1 if "stream" in strategies else 0.5
+        else:
+            clock[0] += SECONDS.get(strategies, 1.2)
+        return clock[0]
+
+    race_of_plans._now = now
+    try:
+        yield
+    finally:
+        race_of_plans._now = real
+
+
+def run(site: Racing, module: Tiny | None = None, **options: Any) -> Outcome:
+    """Train; what was trained, the plans of all steps, and the last plan."""
+    module, seen, installed = module or Tiny(), Seen(), Installed()
+    callbacks = [*options.pop("callbacks", []), seen, installed]
+    with known_times(lambda: module.trainer.strategy.plan.strategies, site.rank):
+        found = fit(site, module, **{"max_epochs": EPOCHS, "callbacks": callbacks, **options})
+    assert not installed.wrong
+    found |= {"plans": seen.plans, "plan": seen_plan(module).to_json()}
+    return found
+
+
+def seen_plan(module: Tiny) -> Plan:
+    plan = module.trainer.strategy.plan
+    assert isinstance(plan, Plan)
+    return plan
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "automatic": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "clipped": {"gradient_clip_val": 0.5},
+    "averaged weights": {"callbacks": "average"},
+    "validated between": {"limit_val_batches": 2, "val_check_interval": 2},
+    "manual": {"module": "manual"},
+}
+
+
+def both(rank: int, ranks: int, name: str, folder: Path) -> tuple[Outcome, Outcome]:
+    """With a race and without."""
+
+    def once(race: bool) -> Outcome:
+        options = dict(CASES[name])
+        if options.get("callbacks"):
+            options["callbacks"] = [Average()]
+        module = Manual() if options.pop("module", None) else None
+        return run(
+            Racing(strategies="amp", rank=rank, ranks=ranks, folder=folder, race=race), module, **options
+        )
+
+    return once(True), once(False)
+
+
+def compare(raced: Outcome, plain: Outcome) -> None:
+    assert len(set(raced["plans"])) >= 4, raced["plans"]
+    assert len(set(plain["plans"])) == 1
+    assert raced["plans"][-1] == WINNER
+    ended = Plan.from_json(raced["plan"])
+    assert ended.measured_step_seconds == 1.0
+    for name, value in plain.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(raced[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_device_trains_what_one_plan_trains(name: str, tmp_path: Path) -> None:
+    compare(*both(0, 1, name, tmp_path))
+
+
+def all_cases(rank: int, ranks: int, folder: Path) -> dict[str, tuple[Outcome, Outcome]]:
+    return {name: both(rank, ranks, name, folder) for name in CASES}
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_what_one_plan_trains_and_switch_together(tmp_path: Path) -> None:
+    results = run_ranks(all_cases, 2, tmp_path, tmp_path, timeout=120)
+    for name in CASES:
+        for result in results:
+            compare(*result[name])
+        assert results[0][name][0]["plans"] == results[1][name][0]["plans"], name
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"fast_dev_run": True}])
+def test_no_race_where_sums_are_to_keep_their_order(options: dict[str, Any], tmp_path: Path) -> None:
+    try:
+        found = run(Racing(strategies="amp", folder=tmp_path), **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(set(found["plans"])) == 1
+    assert Plan.from_json(found["plan"]).measured_step_seconds is None
+
+
+def test_a_resumed_run_starts_with_the_plan_that_has_won(tmp_path: Path) -> None:
+    site = Racing(strategies="amp", folder=tmp_path)
+    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = run(site, max_epochs=EPOCHS + 2, callbacks=[checkpoint], enable_checkpointing=True)
+    # weights are loaded before the module is made double
+    module, seen = Tiny().double(), Seen()
+    again = site.trainer(max_epochs=EPOCHS + 2, callbacks=[seen])
+    again.fit(module, site.loader(), ckpt_path=tmp_path / f"epoch={EPOCHS - 1}.ckpt")
+    assert set(seen.plans) == {WINNER}
+    assert seen_plan(module).measured_step_seconds == 1.0
+    for name, value in trained(site, module).items():
+        if name != "losses":
+            torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12, msg=name)
+    # one that was saved during the race begins a new one
+    module, seen = Tiny(), Seen()
+    early = site.trainer(max_epochs=4, callbacks=[seen])
+    early.fit(module, site.loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert len(set(seen.plans)) > 1
+    # a Trainer without this package reads the checkpoint too
+    plain = replace(site, strategies="").trainer(max_epochs=EPOCHS + 2)
+    plain.fit(Tiny(), site.loader(), ckpt_path=tmp_path / f"epoch={EPOCHS - 1}.ckpt", weights_only=False)
+
+
+def test_plans_that_need_more_memory_than_there_is_do_not_run(tmp_path: Path) -> None:
+    site = Racing(strategies="amp", folder=tmp_path)
+    free = Plan.from_json(run(site)["plan"])
+    peaks = sorted({c.peak_bytes for c in free.candidates})
+    budget = (peaks[0] + peaks[-1]) // 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Tight(Racing):
+        def strategy(self) -> Any:
+            return AMPStrategy(device_memory=f"{budget}B")
+
+    found = run(Tight(strategies="amp", folder=tmp_path))
+    over = {tuple(s for s in c.strategies if s != "S1") for c in free.candidates if c.peak_bytes > budget}
+    assert over
+    assert not over & set(found["plans"])
+    assert len(set(found["plans"])) > 1
+
+
+def refused_on_one(rank: int, ranks: int, folder: Path) -> tuple[Outcome, Outcome]:
+    """The last rank refuses what comes last, so that what was installed before stays."""
+    made = InstalledPlan._made
+
+    def refusing(self: InstalledPlan, plan: Plan, **options: Any) -> Any:
+        if rank == ranks - 1 and {"sparse", "S4"} & set(plan.strategies):
+            raise InstallError("not here")
+        return made(self, plan, **options)
+
+    InstalledPlan._made = refusing  # type: ignore[method-assign]
+    try:
+        return both(rank, ranks, "automatic", folder)
+    finally:
+        InstalledPlan._made = made  # type: ignore[method-assign]
+
+
+@pytest.mark.ranks
+def test_what_one_rank_refuses_runs_on_none(tmp_path: Path) -> None:
+    results = run_ranks(refused_on_one, 2, tmp_path, tmp_path, timeout=40)
+    for raced, plain in results:
+        assert WINNER not in raced["plans"]
+        assert raced["plans"] == results[0][0]["plans"]
+        assert len(set(raced["plans"])) >= 3
+        for name, value in plain.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(raced[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_plan_keeps_its_times_in_its_json(tmp_path: Path) -> None:
+    found = Plan.from_json(run(Racing(strategies="amp", folder=tmp_path))["plan"])
+    assert Plan.from_json(found.to_json()) == found
+    measured = {c.strategies for c in found.candidates if c.measured_seconds is not None}
+    assert found.strategies in measured
+    assert len(measured) >= 4
+    assert replace(found, measured_step_seconds=None) != found
