@@ -17,13 +17,12 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from lightning_amp.planning.plan.conflicts import conflicts
 
 from benchmarks.side_by_side.cases import Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.strategies import in_order
+from lightning_amp.planning.plan.strategies import conflicts, in_order
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.progress import track

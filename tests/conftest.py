@@ -57,6 +57,10 @@ def _leave_no_trace() -> Iterator[None]:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.are_deterministic_algorithms_enabled():
+        # Trainer(deterministic=True) leaves it on
+        torch.use_deterministic_algorithms(False)
     os.environ.clear()
     os.environ.update(before)
 

@@ -6,6 +6,8 @@ import json
 import logging
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -193,10 +195,11 @@ def test_the_median_leaves_out_the_first_steps_and_those_after_many(monkeypatch)
     monkeypatch.setattr(step_time.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(step_time, "MOST", 3)
     timer = StepTimer(None)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(plan=None))
     assert timer.median_seconds is None
     for _ in range(7):
-        timer.on_train_batch_start(None, Module, None, 0)  # type: ignore[arg-type]
-        timer.on_train_batch_end(None, Module, None, None, 0)  # type: ignore[arg-type]
+        timer.on_train_batch_start(trainer, Module, None, 0)  # type: ignore[arg-type]
+        timer.on_train_batch_end(trainer, Module, None, None, 0)  # type: ignore[arg-type]
     assert WARM_UP == 2
     assert timer.median_seconds == pytest.approx(0.6)
     assert next(times, None) is None
@@ -206,7 +209,7 @@ def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog
     synthesize(tmp_path / "data", cells=40, bins=30, strata=3, genes=20, seed=1)
     slow = replace(CPU_CORE, overhead_seconds=1.0, device="a snail")
     (tmp_path / "rates.json").write_text(slow.to_json())
-    strategy = AMPStrategy(rates=tmp_path / "rates.json")
+    strategy = AMPStrategy(rates=tmp_path / "rates.json", race=False)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",

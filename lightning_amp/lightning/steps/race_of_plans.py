@@ -47,6 +47,10 @@ class RaceOfPlans(pl.Callback):
         self._over = False
         self._begin: float | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, as `deepcopy(trainer)` makes: the race stays the original's."""
+        return {**vars(self), "_steps": None, "_switch": None, "_tell": None, "_over": True, "_begin": None}
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
