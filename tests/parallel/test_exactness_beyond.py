@@ -71,7 +71,8 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_every_combination_over_ranks(world_size: int, tmp_path) -> None:
     results = run_ranks(compare_all, world_size, tmp_path, timeout=280)
     expected = sum(legal(case, chosen) for case in CASES.values() for chosen in SHARDED)
