@@ -434,8 +434,8 @@ MUTANTS = [
         "race",
         "budget: not looked at",
         f"{L}/strategy/install_plan.py",
-        "and (plan.budget_bytes is None or c.peak_bytes <= plan.budget_bytes)",
-        "and c.peak_bytes >= 0",
+        "most = inf if plan.budget_bytes is None else max(plan.predicted_peak_bytes, SPARE * plan.budget_bytes)",
+        "most = inf",
         RACE,
     ),
     Mutant(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,6 +35,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.install import Installed, install, lies_in
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.planning.policies.race import Result, Strategies
 from lightning_amp.planning.reports.plan_report import techniques
@@ -224,12 +226,15 @@ class InstalledPlan:
 
 
 def _entered(plan: Plan) -> set[Strategies]:
-    """Strategies of the candidates for the plan's mesh that fit."""
+    """Strategies of the candidates for the plan's mesh that leave memory to spare, or need no more than the plan does.
+
+    A prediction can be too low, and a plan that is only tried may not end a run.
+    """
+    most = inf if plan.budget_bytes is None else max(plan.predicted_peak_bytes, SPARE * plan.budget_bytes)
     return {
         c.strategies
         for c in plan.candidates
-        if (c.data, c.model) == (plan.mesh.data, plan.mesh.model)
-        and (plan.budget_bytes is None or c.peak_bytes <= plan.budget_bytes)
+        if (c.data, c.model) == (plan.mesh.data, plan.mesh.model) and c.peak_bytes <= most
     }
 
 
