@@ -51,7 +51,7 @@ wheel:
 	$(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(WHEEL)/bin/python -m pip install --quiet dist/*.whl --constraint constraints.txt
 	cd $(WHEEL) && bin/lightning-amp demo --out demo
-	test -s $(WHEEL)/demo/embedding.png
+	test -s $(WHEEL)/demo/predictions/embedding.png
 
 # the package scglue, whose imports warn of much, joins the environment for its own tests only
 scglue: $(STAMP)
