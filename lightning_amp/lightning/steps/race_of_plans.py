@@ -5,7 +5,6 @@ optimisers, the order of cells and random numbers are not touched. A step counts
 plan that a technique refuses on any rank does not run on any.
 """
 
-import time
 from collections.abc import Callable, Collection
 from math import inf
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.lightning.steps.step_time import now
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.race import Result, Strategies, race
 
@@ -42,7 +42,7 @@ class RaceOfPlans(pl.Callback):
         tell: Callable[[Result], None],
     ) -> None:
         self._steps = race(first, entered)
-        self._running = self._wanted = next(self._steps)
+        self._running = next(self._steps)
         self._switch, self._tell = switch, tell
         self._over = False
         self._begin: float | None = None
@@ -55,7 +55,7 @@ class RaceOfPlans(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to time a batch."""
-        self._begin = None if self._over else _now(pl_module.device)
+        self._begin = None if self._over else now(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -63,27 +63,26 @@ class RaceOfPlans(pl.Callback):
         """Tell the race what the batch took, and install the plan for the next one; all ranks."""
         if self._begin is None:
             return
-        seconds = largest(_now(pl_module.device) - self._begin, pl_module.device)
+        seconds = largest(now(pl_module.device) - self._begin, pl_module.device)
         try:
-            self._wanted = self._steps.send(seconds)
-            while not self._runs():
-                self._wanted = self._steps.send(inf)
+            wanted = self._steps.send(seconds)
+            while not self._runs(wanted):
+                wanted = self._steps.send(inf)
         except StopIteration as end:
             self._over, result = True, end.value
-            self._wanted = result.winner
-            self._runs()
+            self._runs(result.winner)
             self._tell(result)
 
-    def _runs(self) -> bool:
+    def _runs(self, wanted: Strategies) -> bool:
         """Whether the wanted plan is installed now, on every rank; if not, the one before is."""
-        if self._wanted == self._running:
+        if wanted == self._running:
             return True
         try:
-            self._switch(self._wanted)
+            self._switch(wanted)
         except AmpError as error:
-            rank_zero_info(f"{','.join(self._wanted) or 'no technique'} does not race: {error}")
+            rank_zero_info(f"{','.join(wanted) or 'no technique'} does not race: {error}")
             return False
-        self._running = self._wanted
+        self._running = wanted
         return True
 
 
@@ -102,12 +101,6 @@ def raced_plan(checkpoint: dict[str, Any]) -> Plan | None:
     except AmpError as error:
         rank_zero_info(f"the plan in the checkpoint is not used, and plans race again: {error}")
         return None
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def largest(value: float, device: torch.device) -> float:

@@ -31,16 +31,26 @@ def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
     """Time the steps of a fit on rank 0; returns what ends it."""
     if plan is None or plan.predicted_step_seconds is None or not trainer.is_global_zero:
         return lambda: None
-    timer = StepTimer(plan)
+    return put_first(trainer, StepTimer(plan))
+
+
+def put_first(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
+    """Add a callback that times steps: what others do at the end of a step is not counted; returns what removes it."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    # first, so that what other callbacks do at the end of a step is not counted
-    callbacks.insert(0, timer)
+    callbacks.insert(0, callback)
 
     def end() -> None:
-        if timer in callbacks:
-            callbacks.remove(timer)
+        if callback in callbacks:
+            callbacks.remove(callback)
 
     return end
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class StepTimer(pl.Callback):
@@ -60,7 +70,7 @@ class StepTimer(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin."""
-        self._begin = self._now(pl_module) if len(self._seconds) < WARM_UP + MOST else None
+        self._begin = now(pl_module.device) if len(self._seconds) < WARM_UP + MOST else None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,7 +82,7 @@ class StepTimer(pl.Callback):
         if plan is not self._plan:
             # steps under another plan are not what this one predicts
             self._plan, self._seconds = plan, []
-        self._seconds.append(self._now(pl_module) - self._begin)
+        self._seconds.append(now(pl_module.device) - self._begin)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the measured beside the predicted time; the plan may have been made anew."""
@@ -83,8 +93,3 @@ class StepTimer(pl.Callback):
                 f" {self._plan.rates_device or 'an unnamed device'}); measured {format_seconds(measured)} for all of it"
                 f" (median of {len(self._seconds) - WARM_UP})"
             )
-
-    def _now(self, module: pl.LightningModule) -> float:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
-        return time.perf_counter()

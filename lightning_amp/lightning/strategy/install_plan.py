@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +26,7 @@ from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
+from lightning_amp.lightning.steps.step_time import put_first
 from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
@@ -66,7 +66,12 @@ class InstalledPlan:
         self._model, self._changed, self._resumed = model, changed, resumed
         self._foreign = adapt(model)
         self._installed = Installed()
-        self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
+        self._end_race: Callable[[], None] = lambda: None
+        self._undo: list[Callable[[], None]] = [
+            self._foreign.undo,
+            lambda: self._installed.undo(),
+            lambda: self._end_race(),
+        ]
 
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
@@ -84,8 +89,7 @@ class InstalledPlan:
         check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
         shards = Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
-        if self._trainer.state.fn == TrainerFn.FITTING and self._may_race():
-            self._race()
+        self._race()
         return shards
 
     def _goes_on(self, plan: Plan) -> bool:
@@ -101,7 +105,8 @@ class InstalledPlan:
     def _may_race(self) -> bool:
         """Whether plans may change between steps: nothing that ranks have parts of, and no order of sums to keep."""
         return (
-            self._request.races
+            self._trainer.state.fn == TrainerFn.FITTING
+            and self._request.races
             and self._plan.mesh.model == 1
             and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
             and not torch.are_deterministic_algorithms_enabled()
@@ -109,15 +114,12 @@ class InstalledPlan:
         )
 
     def _race(self) -> None:
-        plan = self._plan
-        entered = _entered(plan)
-        if not entered - {plan.strategies}:
-            return
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        callback = RaceOfPlans(plan.strategies, entered, switch=self.switch, tell=self._tell_result)
-        # first, so that what other callbacks do at the end of a step is not counted
-        callbacks.insert(0, callback)
-        self._undo.append(lambda: callbacks.remove(callback) if callback in callbacks else None)
+        """Let the plans that may run race from the next batch on, in the place of a race that has begun."""
+        self._end_race()
+        first, entered = self._plan.strategies, _entered(self._plan)
+        if self._may_race() and entered - {first}:
+            callback = RaceOfPlans(first, entered, switch=self.switch, tell=self._tell_result)
+            self._end_race = put_first(self._trainer, callback)
 
     def switch(self, strategies: Strategies) -> None:
         """Put the modules of another plan in the place of those that are installed; all ranks call it between steps.
@@ -192,6 +194,8 @@ class InstalledPlan:
             self._keep(plan)
             announce(plan, if_unfit=self._request.if_unfit)
             self._renew(plan)
+            # peaks, and maybe the plan, are others than those of the race that has begun
+            self._race()
 
     def _plan_again(self) -> Plan:
         before, notes = self._plan, self._foreign.notes
