@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
+from lightning_amp.lightning.strategy.measured_rates import measured_rates
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
 
 
@@ -39,10 +40,15 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 
-def device_rates(device: torch.device) -> tuple[Rates, str]:
-    """Rates of a device, and a sentence that says whose they are where it is not a known one; else ""."""
+def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates, str]:
+    """Rates of a device, and a sentence that says whose they are where it is not a known one; else "".
+
+    Args:
+        device: The device.
+        measure: Whether those of a CPU are measured; else they are those of one known core.
+    """
     if device.type != "cuda":
-        return CPU_CORE, ""
+        return measured_rates(torch.get_num_threads()) if measure else CPU_CORE, ""
     found = torch.cuda.get_device_properties(device)
     return nearest_rates(
         found.name,

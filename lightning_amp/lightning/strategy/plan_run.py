@@ -195,10 +195,14 @@ def _read(
 
 
 def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
-    """Of the file that was asked for, else of the device, with a note where it is not known."""
+    """Of the file that was asked for, else of the device, with a note where it is not known.
+
+    A CPU is measured where plans may race, which makes the choice one of this machine at this time anyway; without a
+    race the same request gets the same plan.
+    """
     if request.rates is not None:
         return Rates.read(request.rates).on_nodes_of(here.node_ranks), []
-    found, note = device_rates(here.device)
+    found, note = device_rates(here.device, measure=request.races)
     return found.on_nodes_of(here.node_ranks), [note] if note else []
 
 

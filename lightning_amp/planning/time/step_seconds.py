@@ -1,8 +1,8 @@
 """What a training step of a decoder takes: operations, bytes, kernels and collectives, and from these its seconds.
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
-    seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, its collectives
-                           (collectives.py)
+    seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, what keeping less takes
+                           in Python (`PYTHON`), its collectives (collectives.py)
     seconds of a step      those of all strata that the slowest rank has, the region's and the parameters' collectives
 
 Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
@@ -31,6 +31,9 @@ from lightning_amp.planning.time.collectives import (
 )
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
+
+PYTHON = {"retain": 0, "recompute": 180, "stream": 130}
+"""Kernels that take as long as a stratum's own backward pass, started from Python, and what it saves and restores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,12 @@ COMPUTING: tuple[Term[TimedSizes, float], ...] = tuple(
         of_features=term.of_features,
     )
     for name, term in PARTS.items()
+) + (
+    Term(
+        lambda s: PYTHON[s.axes.activations] * s.rates.overhead_seconds,
+        "activations",
+        of_features=False,
+    ),
 )
 PASSING: Term[TimedSizes, float] = Term(
     lambda s: _seconds("spine", spine(s), s), "placement", of_features=False
