@@ -75,6 +75,6 @@ def _overhead() -> float:
             last = first.clone().requires_grad_()
             for _ in range(CHAIN):
                 last = last * 1.01
-            last.sum().backward()
+            torch.autograd.backward(last.sum())
 
     return _best(chain) / (2 * CHAIN)

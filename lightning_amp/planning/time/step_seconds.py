@@ -116,20 +116,20 @@ def _sending_seconds(s: TimedSizes) -> float:
     return sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s))
 
 
-COMPUTING: tuple[Term[TimedSizes, float], ...] = tuple(
-    # activations say whether the forward pass is run twice
-    Term(
-        partial(_part_seconds, name),
-        *dict.fromkeys((*term.reads, "activations")),
-        of_features=term.of_features,
-    )
-    for name, term in PARTS.items()
-) + (
-    Term(
-        lambda s: PYTHON[s.axes.activations] * s.rates.overhead_seconds,
-        "activations",
-        of_features=False,
+IN_PYTHON: Term[TimedSizes, float] = Term(
+    lambda s: PYTHON[s.axes.activations] * s.rates.overhead_seconds, "activations", of_features=False
+)
+COMPUTING: tuple[Term[TimedSizes, float], ...] = (
+    *(
+        # activations say whether the forward pass is run twice
+        Term(
+            partial(_part_seconds, name),
+            *dict.fromkeys((*term.reads, "activations")),
+            of_features=term.of_features,
+        )
+        for name, term in PARTS.items()
     ),
+    IN_PYTHON,
 )
 PASSING: Term[TimedSizes, float] = Term(
     lambda s: _seconds("spine", spine(s), s), "placement", of_features=False
