@@ -20,7 +20,7 @@ def run_of(request, method):
     """Two ranks are faster where there is much to do, auto where there are many bins."""
     work = request["cells"] * request["ranks"] * 1e-3
     seconds = 0.02 * request["ranks"] + work / request["ranks"] / request["threads"]
-    return {"steps": [seconds] * whole_step.STEPS, "plan": "S1,sparse" if method == {} else ""}
+    return {"steps": [seconds] * whole_step.STEPS, "plan": "S1,sparse" if method == {} else "", "first": 2.5}
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_tables_of_whole_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_step, "measure", lambda method, request: run_of(request, method))
     whole_step.write(page, {"Some cells": "nowhere"}, cells=64, quick=True)
     text = "\n".join(read_part(page, "whole_step"))
-    assert text.count("| method | step | ratio | plan |") == len(whole_step.PLACES)
+    assert text.count("| method | step | ratio | plan | fit to first batch |") == len(whole_step.PLACES)
     assert "Some cells, 64 cells a step, one process, 2 threads each:" in text
-    assert "| plain Lightning | 84.0 ms | 1.00 |  |" in text
-    assert "| ddp | 72.0 ms | 1.00 |  |" in text
+    assert "| plain Lightning | 84.0 ms | 1.00 |  | 2.50 s |" in text
+    assert "| ddp | 72.0 ms | 1.00 |  | 2.50 s |" in text
     assert str(Path.home()) not in text
