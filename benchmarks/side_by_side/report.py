@@ -170,6 +170,8 @@ def _peak(results: Results, case: Case) -> str:
 def _whole_steps() -> Iterator[str]:
     yield "## Whole training steps"
     yield ""
+    yield "How these times grow with cells, bins, strata and ranks: [Growth](growth.md)."
+    yield ""
     yield from empty_part("whole_step")
 
 
