@@ -79,10 +79,9 @@ class SparseCounts:
         found.eliminate_zeros()
         column = np.repeat(np.arange(found.shape[1], dtype=np.int64), np.diff(found.indptr))
         row = found.indices.astype(np.int64)
-        entries = (torch.from_numpy(part) for part in (row, column, found.data))
-        return cls(
-            *entries, found.shape, host=(row, column)
-        )  # in order, as made; to see that again takes longer
+        entries = [torch.from_numpy(part) for part in (row, column, found.data)]
+        # in order, as they are made: to see that again takes longer than to make them
+        return cls(entries[0], entries[1], entries[2], found.shape, host=(row, column))
 
     @classmethod
     def from_dense(cls, counts: Num[Tensor, "cell feature"]) -> "SparseCounts":
