@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from benchmarks.side_by_side.report import machine
+from benchmarks.page import machine
 from lightning_amp import GLUE, SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.prepare.prepare import prepare

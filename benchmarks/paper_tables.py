@@ -8,11 +8,11 @@ document.
 """
 
 import argparse
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from benchmarks.page import paragraph, table
 from benchmarks.paper_runs import (
     ALL,
     COARSE,
@@ -37,20 +37,6 @@ from lightning_amp.simulation.measured_step import RankResult
 GATHERED = Form(retain=True, gather=True)
 FIGURE = "paper_figure4.png"
 run = cache(simulate_once)
-
-
-def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Markdown."""
-    yield f"| {' | '.join(header)} |"
-    yield "|" + "---|" * len(header)
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""
-
-
-def paragraph(text: str) -> Iterator[str]:
-    """Text of several lines as one paragraph."""
-    yield from textwrap.wrap(" ".join(text.split()), 110)
-    yield ""
 
 
 def introduction() -> Iterator[str]:

@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.page import read_part, write_part
 from benchmarks.side_by_side.fresh_process import matmul_rate, measure_all
 from benchmarks.side_by_side.goals import Goal, Results, goals
 from benchmarks.side_by_side.pictures import draw_all
@@ -50,9 +51,12 @@ def main() -> None:
     results = results_of(QUICK if arguments.quick else FULL)
     print("\n".join(["", *map(show, goals(results))]))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / DOCUMENT).write_text(document(results, quick=arguments.quick))
+    page = arguments.out / DOCUMENT
+    whole_steps = read_part(page, "whole_step")
+    page.write_text(document(results, quick=arguments.quick))
+    write_part(page, "whole_step", whole_steps)
     draw_all(arguments.out, results)
-    print(f"\nwrote {arguments.out / DOCUMENT} and its pictures")
+    print(f"\nwrote {page} and its pictures")
     wrong = [case.method.name for case in results.wrong()]
     if wrong:
         sys.exit(f"these should be exact and are not: {', '.join(wrong)}")

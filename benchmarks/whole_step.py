@@ -1,10 +1,15 @@
 """Whole training steps of the reference model under the Trainer: plain Lightning, ddp, and plans of `strategy="amp"`.
 
     python -m benchmarks.whole_step [--quick] [--data DIR] [--ranks 1] [--threads 1]
+    python -m benchmarks.whole_step --write [--quick] [--data DIR]
 
 A run is one process per method and round, rounds interleaved; a step is the time from the end of one batch to the end
 of the next, loading included, after `WARM_UP` batches. Printed are medians over all rounds, and their ratio to that of
-the first method. Without `--data` the cells are synthetic.
+the first method. The last column is what comes before: from the call of `fit` to the end of its first batch, in which
+processes are started, the plan is made and installed, and a kernel runs for the first time; it is a median too. Without
+`--data` the cells are synthetic. `--write` measures one rank with one and two threads and two ranks of one thread, on
+synthetic cells and on those of `--data`, and puts the tables into docs/benchmarks.md; about 25 minutes for each kind of
+cells on two quiet cores, with --quick 3.
 """
 
 import argparse
@@ -18,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
+from benchmarks.page import table as markdown
 from lightning_amp.planning.reports.plan_report import table
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
@@ -46,6 +53,15 @@ TWO: dict[str, dict[str, Any] | str] = {
     "amp, auto": {},
 }
 QUICK = ("plain Lightning", "ddp", "amp, S1", "amp, auto")
+HEADER = ["method", "step", "ratio", "plan", "fit to first batch"]
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLACES = ((1, 1), (1, 2), (2, 1))
+"""Ranks and threads of each, of the tables that are written."""
+SYNTHETIC = "Synthetic cells (250 bins, 32 strata, 300 genes)"
+ABOUT = f"""Whole training steps of the reference model under the Trainer, loading included: the median of {STEPS} steps
+of each round, its ratio to that of the first row, and the time from the call of `fit` to the end of its first batch.
+Methods of a table take turns, each in new processes. *auto* has raced, its plan is the one that won. All rows train to
+the same numbers, save that ranks with their own batch statistics (ddp, and where it is said) are another model."""
 
 
 def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, threads: int, out: str) -> None:
@@ -72,14 +88,15 @@ def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, thre
                 plan = getattr(trainer.strategy, "plan", None)
                 steps = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
                 strategies = "" if plan is None else ",".join(plan.strategies)
-                Path(out).write_text(json.dumps({"steps": steps[-STEPS:], "plan": strategies}))
+                found = {"steps": steps[-STEPS:], "plan": strategies, "first": self.ends[0] - begin}
+                Path(out).write_text(json.dumps(found))
 
     torch.set_num_threads(threads)
     seed_everything(0, verbose=False)
     module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
     loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
     strategy = method if isinstance(method, str) else lightning_amp.AMPStrategy(**method)
-    Trainer(
+    trainer = Trainer(
         strategy=strategy,
         devices=ranks,
         accelerator="cpu",
@@ -91,7 +108,9 @@ def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, thre
         enable_model_summary=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
-    ).fit(module, datamodule=loader)
+    )
+    begin = time.perf_counter()
+    trainer.fit(module, datamodule=loader)
 
 
 def measure(method: dict[str, Any] | str, request: dict[str, Any]) -> dict[str, Any]:
@@ -107,50 +126,100 @@ def measure(method: dict[str, Any] | str, request: dict[str, Any]) -> dict[str, 
         return found
 
 
+def take_turns(
+    methods: dict[str, dict[str, Any] | str], request: dict[str, Any], *, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """The runs of every method, one of each in every round."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    turns = [name for _ in range(rounds) for name in methods]
+    for name in track(turns, description="training", total=len(turns)):
+        found[name].append(measure(methods[name], request))
+    return found
+
+
+def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """A row of the table of `HEADER` for every method."""
+    medians = {name: median(step for run in runs for step in run["steps"]) for name, runs in found.items()}
+    first = next(iter(medians.values()))
+    return [
+        [
+            name,
+            format_seconds(seconds),
+            f"{seconds / first:.2f}",
+            found[name][-1]["plan"],
+            format_seconds(median(run["first"] for run in found[name])),
+        ]
+        for name, seconds in medians.items()
+    ]
+
+
+def compare(data: str, *, cells: int, ranks: int, threads: int, quick: bool) -> list[list[str]]:
+    """Rows of all methods that are for so many ranks, measured by turns."""
+    methods = ONE if ranks == 1 else TWO
+    chosen = {name: methods[name] for name in methods if not quick or name in QUICK}
+    request = {"data": data, "cells": cells // ranks, "ranks": ranks, "threads": threads}
+    return rows_of(take_turns(chosen, request, rounds=1 if quick else ROUNDS))
+
+
+def write(page: Path, data: dict[str, str], *, cells: int, quick: bool) -> None:
+    """Measure all tables, and put them into the page; what is finished is written at once.
+
+    Args:
+        page: has the markers of `page.write_part`
+        data: heading -> data directory
+        cells: of a step, over all ranks
+        quick: few methods, one round
+    """
+    lines = [*paragraph(f"{origin('python -m benchmarks.whole_step --write' + ' --quick' * quick)} {ABOUT}")]
+    for heading, directory in data.items():
+        for ranks, threads in PLACES:
+            count = "one process" if ranks == 1 else f"{ranks} ranks"
+            lines += [
+                f"{heading}, {cells} cells a step, {count}, {threads} thread{'s' * (threads > 1)} each:",
+                "",
+            ]
+            rows = compare(directory, cells=cells, ranks=ranks, threads=threads, quick=quick)
+            lines += markdown(HEADER, rows)
+            write_part(page, "whole_step", lines)
+
+
 def main() -> None:
-    """Measure all methods by turns, and print the table."""
+    """Measure all methods by turns, and print or write the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few methods, one round")
     parser.add_argument("--data", help="a data directory; synthetic cells without")
+    parser.add_argument("--name", default="real cells", help="how --write calls the cells of --data")
     parser.add_argument("--cells", type=int, default=64, help="of a step, over all ranks")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="put all tables into docs/benchmarks.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         fit(**json.loads(arguments.one))
         return
+    if arguments.write:
+        read_part(PAGE, "whole_step")  # a page without markers is refused before anything is measured
     with tempfile.TemporaryDirectory() as folder:
-        data = arguments.data
-        if data is None:
+        data = {} if arguments.data is None else {arguments.name: arguments.data}
+        if arguments.write or not data:
             from lightning_amp.data.prepare.synthetic import synthesize
 
-            data = folder
             synthesize(folder, cells=256, bins=250, strata=32, genes=300)
-        methods = ONE if arguments.ranks == 1 else TWO
-        chosen = {name: methods[name] for name in methods if not arguments.quick or name in QUICK}
-        request = {
-            "data": data,
-            "cells": arguments.cells // arguments.ranks,
-            "ranks": arguments.ranks,
-            "threads": arguments.threads,
-        }
-        found: dict[str, list[float]] = {name: [] for name in chosen}
-        plans: dict[str, str] = {}
-        rounds = 1 if arguments.quick else ROUNDS
-        turns = [name for _ in range(rounds) for name in chosen]
-        for name in track(turns, description="training", total=len(turns)):
-            run = measure(chosen[name], request)
-            found[name] += run["steps"]
-            plans[name] = run["plan"]
-    first = median(next(iter(found.values())))
-    rows = [
-        [name, format_seconds(median(steps)), f"{median(steps) / first:.2f}", plans[name]]
-        for name, steps in found.items()
-    ]
-    print(table(["method", "step", "ratio", "plan"], rows))
+            data = {SYNTHETIC: folder, **data}
+        if arguments.write:
+            write(PAGE, data, cells=arguments.cells, quick=arguments.quick)
+            return
+        rows = compare(
+            next(iter(data.values())),
+            cells=arguments.cells,
+            ranks=arguments.ranks,
+            threads=arguments.threads,
+            quick=arguments.quick,
+        )
+    print(table(HEADER, rows))
 
 
 if __name__ == "__main__":

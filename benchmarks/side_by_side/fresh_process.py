@@ -13,11 +13,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.page import ROOT
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.plans import plan_of
 from lightning_amp.quantities import format_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
 
 

@@ -1,18 +1,13 @@
 """The comparison as a document: goals, tables, pictures, and how all of it was found."""
 
-import platform
-import subprocess
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date
-from pathlib import Path
 
-import torch
-
-from benchmarks.paper_tables import paragraph, table
+from benchmarks.page import empty_part, machine, paragraph, table, version
 from benchmarks.side_by_side import pictures
 from benchmarks.side_by_side.cases import EAGER, OURS, OURS_ALONE, Case, Size
-from benchmarks.side_by_side.fresh_process import ROOT, Measured
+from benchmarks.side_by_side.fresh_process import Measured
 from benchmarks.side_by_side.goals import Results, goals
 from benchmarks.side_by_side.simulated import Simulated
 from benchmarks.side_by_side.suite import ALONE, SPLIT, TWO_RANKS
@@ -30,7 +25,7 @@ def document(results: Results, *, quick: bool) -> str:
         quick: Whether sizes are the small ones.
     """
     lines = [*_introduction(results, quick=quick), *_goals(results), *_alone(results), *_ranks(results)]
-    lines += [*_measured_growth(results), *_simulated_growth(results), *_method()]
+    lines += [*_measured_growth(results), *_simulated_growth(results), *_whole_steps(), *_method()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -39,7 +34,7 @@ def _introduction(results: Results, *, quick: bool) -> Iterator[str]:
     yield ""
     command = f"python -m benchmarks.run{' --quick' if quick else ''}"
     yield from paragraph(
-        f"""Written by `{command}` on {date.today().isoformat()}, version {_version()}; {machine()}. *Ours* is
+        f"""Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}. *Ours* is
         {" + ".join(OURS)}, with `strata` or `nodes` on several ranks: one stratum alive at a time, forward and
         backward pass inside the loss."""
     )
@@ -172,6 +167,14 @@ def _peak(results: Results, case: Case) -> str:
     return "" if found is None else f"failed: {found}"
 
 
+def _whole_steps() -> Iterator[str]:
+    yield "## Whole training steps"
+    yield ""
+    yield "How these times grow with cells, bins, strata and ranks: [Growth](growth.md)."
+    yield ""
+    yield from empty_part("whole_step")
+
+
 def _method() -> Iterator[str]:
     yield "## How it was found"
     yield ""
@@ -223,22 +226,3 @@ def _off_by(results: Results, case: Case) -> str:
 def _failure(results: Results, case: Case) -> str:
     found = results.measured.get(case, "not run")
     return f"failed: {found}" if isinstance(found, str) else ""
-
-
-def _version() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine() -> str:
-    names = _after_colon(Path("/proc/cpuinfo"), "model name")
-    memory = int(_after_colon(Path("/proc/meminfo"), "MemTotal")[0].split()[0]) * 1024
-    kind = f"{len(names)} x {names[0] if names else platform.machine()}"
-    return f"{kind}, {format_bytes(memory)} of memory, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def _after_colon(path: Path, name: str) -> Sequence[str]:
-    return [line.split(":")[1].strip() for line in path.read_text().splitlines() if line.startswith(name)]

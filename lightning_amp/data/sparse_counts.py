@@ -79,7 +79,9 @@ class SparseCounts:
         found.eliminate_zeros()
         column = np.repeat(np.arange(found.shape[1], dtype=np.int64), np.diff(found.indptr))
         row = found.indices.astype(np.int64)
-        return cls(torch.from_numpy(row), torch.from_numpy(column), torch.from_numpy(found.data), found.shape)
+        entries = [torch.from_numpy(part) for part in (row, column, found.data)]
+        # in order, as they are made: to see that again takes longer than to make them
+        return cls(entries[0], entries[1], entries[2], found.shape, host=(row, column))
 
     @classmethod
     def from_dense(cls, counts: Num[Tensor, "cell feature"]) -> "SparseCounts":
@@ -96,6 +98,10 @@ class SparseCounts:
     def dtype(self) -> torch.dtype:
         """Of the counts."""
         return self.value.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, as a loader's worker sends it: the host's places are the tensors once more."""
+        return {name: value for name, value in vars(self).items() if name != "_host"}
 
     def __len__(self) -> int:
         return self.shape[0]

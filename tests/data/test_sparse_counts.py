@@ -125,13 +125,19 @@ def test_counts_of_a_file_are_taken_as_they_are() -> None:
         before = given.nnz
         same(SparseCounts.from_csr(given), torch.from_numpy(expected))
         assert given.nnz == before, "the file's matrix is left alone"
+        made = SparseCounts.from_csr(given)
+        checked = SparseCounts(*made.tensors(), made.shape)
+        for place, expected_place in zip(made._host, checked._host, strict=True):
+            np.testing.assert_array_equal(place, expected_place)
     same(SparseCounts.from_csr(matrix[[3, 3, 0]]), torch.from_numpy(x[[3, 3, 0]]))
 
 
 def test_travels_as_a_tensor_does() -> None:
     x = counts()
     found = SparseCounts.from_dense(x)
+    assert len(found._host) == 2
     again = pickle.loads(pickle.dumps(found))
+    assert "_host" not in vars(again), "places travel once"
     same(again, x)
     single = found.to("cpu", torch.float32)
     assert single.dtype == single.to_dense().dtype == torch.float32

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.page import empty_part
 from benchmarks.run import show
 from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_STRATA, SUBSAMPLE, Case, Size
 from benchmarks.side_by_side.fresh_process import CaseFailed, Measured, measure_all, median_of, run_ranks
@@ -91,6 +92,7 @@ def test_document_and_pictures(tmp_path):
     assert all(f"]({name})" in text for name in names)
     assert f"| {SUBSAMPLE.name} | 100 MiB | 1/1.0 | 1.00 s | 1.00 |  | not exact |" in text
     assert "| eager | 100 MiB | 1/1.0 | 1.00 s | 1.00 | 50 % | 0e+00 |" in text
+    assert "\n".join(empty_part("whole_step")) in text, "what another command writes is put there"
     assert "These are the small sizes" not in text
     assert "These are the small sizes" in document(results(QUICK), quick=True)
 

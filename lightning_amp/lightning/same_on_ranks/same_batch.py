@@ -3,10 +3,10 @@
 Both are compared before every batch. Other cells stop the run: the ranks would add up parts of different losses. Other
 random numbers are put right, for rank 0 may have drawn some, as for a picture.
 
-Collectives per batch, over the model axis, and only where it has more than one rank: one all-reduce of four integers,
-and one broadcast where random numbers differ. Known limits: of a large tensor some thousand entries are compared, and
-of a batch nothing but its tensors and arrays of numbers; what a step draws from other
-generators, or from those of differing devices, is not compared.
+Collectives per batch, over the model axis, which the strategy asks for only where it has more than one rank: one
+all-reduce of four integers, and one broadcast where random numbers differ. Known limits: of a large tensor some
+thousand entries are compared, and of a batch nothing but its tensors and arrays of numbers; what a step draws from
+other generators, or from those of differing devices, is not compared.
 """
 
 import random
@@ -34,8 +34,6 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
     Raises:
         DataError: The ranks of the group hold different batches; on all of them.
     """
-    if mesh.size() == 1:
-        return
     prints = [_print_of(batch), _print_of_generators(device)]
     both = torch.tensor([*prints, *(-p for p in prints)], device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())

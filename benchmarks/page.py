@@ -1,0 +1,106 @@
+"""Markdown, and parts of pages that a command writes between two markers; the rest is written by hand or by another
+command.
+
+    <!-- written by benchmarks.NAME -->
+    ...
+    <!-- end of benchmarks.NAME -->
+"""
+
+import platform
+import subprocess
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from lightning_amp.quantities import format_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """Markdown."""
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
+
+
+def paragraph(text: str) -> Iterator[str]:
+    """Text of several lines as one paragraph."""
+    yield from textwrap.wrap(" ".join(text.split()), 110)
+    yield ""
+
+
+def empty_part(name: str) -> list[str]:
+    """The two markers, for a page that is written anew."""
+    begin, end = _markers(name)
+    return [begin, "", end, ""]
+
+
+def write_part(page: Path, name: str, lines: Iterable[str]) -> None:
+    """Put lines in the place of those between the markers.
+
+    Raises:
+        SystemExit: the page is not there, or has not both markers once and in order
+    """
+    before, _, after = _cut(page, name)
+    page.write_text("\n".join([before, "", *lines]).rstrip() + f"\n\n{after}")
+
+
+def read_part(page: Path, name: str) -> list[str]:
+    """The lines between the markers; none where there is no such page.
+
+    Raises:
+        SystemExit: the page has not both markers once and in order
+    """
+    return _cut(page, name)[1].strip("\n").splitlines() if page.exists() else []
+
+
+def origin(command: str) -> str:
+    """What wrote a part: command, day, version and machine."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    return (
+        f"Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}, {device}."
+    )
+
+
+def version() -> str:
+    """Of the sources, by git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> str:
+    """Processors, memory, and versions of Python and torch."""
+    names = _after_colon(Path("/proc/cpuinfo"), "model name")
+    memory = int(_after_colon(Path("/proc/meminfo"), "MemTotal")[0].split()[0]) * 1024
+    kind = f"{len(names)} x {names[0] if names else platform.machine()}"
+    return f"{kind}, {format_bytes(memory)} of memory, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def _after_colon(path: Path, name: str) -> Sequence[str]:
+    return [line.split(":")[1].strip() for line in path.read_text().splitlines() if line.startswith(name)]
+
+
+def _markers(name: str) -> tuple[str, str]:
+    return f"<!-- written by benchmarks.{name} -->", f"<!-- end of benchmarks.{name} -->"
+
+
+def _cut(page: Path, name: str) -> tuple[str, str, str]:
+    """The page up to the first marker, what is between the two, and from the second one on."""
+    begin, end = _markers(name)
+    text = page.read_text() if page.exists() else ""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise SystemExit(
+            f"{page}: a page with the lines {begin!r} and {end!r}, once each and in this order, was asked for, found"
+            f" {text.count(begin)!r} and {text.count(end)!r} of them; write them where the part is to stand"
+        )
+    before, rest = text.split(begin)
+    between, after = rest.split(end)
+    return before + begin, between, end + after
