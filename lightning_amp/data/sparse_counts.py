@@ -123,9 +123,16 @@ class SparseCounts:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        non_blocking: bool = False,
+        non_blocking: bool | None = None,
     ) -> "SparseCounts":
-        """The counts on a device, or of a type; the host keeps its copy of the places."""
+        """The counts on a device, or of a type; the host keeps its copy of the places.
+
+        Args:
+            non_blocking: As torch has it for tensors; None where the counts are in pinned memory, as a loader gives
+                them, for Lightning asks it of tensors only.
+        """
+        if non_blocking is None:
+            non_blocking = device is not None and _copies_by_itself(self.value, torch.device(device))
         value = self.value.to(device=device, dtype=dtype, non_blocking=non_blocking)
         row, column = (part.to(value.device, non_blocking=non_blocking) for part in (self.row, self.column))
         return SparseCounts(row, column, value, self.shape, host=None if self._is_meta else self._host)
@@ -250,13 +257,24 @@ class SparseCounts:
 
     def _taken(self, own: Places, row: Places, column: Places, shape: tuple[int, int]) -> "SparseCounts":
         """Some of the entries, at new places."""
-        which, rows, columns = (torch.from_numpy(part).to(self.device) for part in (own, row, column))
+        which, rows, columns = (_sent(part, self.device) for part in (own, row, column))
         return SparseCounts(rows, columns, self.value[which], shape, host=(row, column))
 
     def _share(self, shape: tuple[int, int]) -> "SparseCounts":
         """As many entries without values as a part of the matrix would have."""
         n = len(self.value) * shape[0] * shape[1] // max(self.numel(), 1)
         return SparseCounts(self.row[:n], self.column[:n], self.value[:n], shape)
+
+
+def _copies_by_itself(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a device can copy a tensor while the processor goes on."""
+    return device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def _sent(places: Places, device: torch.device) -> Tensor:
+    """Places on a device, for which a GPU is not waited for."""
+    found = torch.from_numpy(places)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def _linear(

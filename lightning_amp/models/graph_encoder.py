@@ -112,7 +112,7 @@ class GraphEncoder(nn.Module):
             negatives: negative edges for each positive one.
             generator: of the draws; the default one when None.
         """
-        cumulative = self.weight.cumsum(0, dtype=torch.float64)
+        cumulative = self._cumulative()
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
         edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(
             len(cumulative) - 1
@@ -124,3 +124,10 @@ class GraphEncoder(nn.Module):
         positive = F.logsigmoid(sign * (source * target).sum(-1))
         negative = F.logsigmoid(-sign[:, None] * (others @ source[:, :, None]).squeeze(-1))
         return -(positive.mean() + negative.mean()) / 2
+
+    def _cumulative(self) -> Float[Tensor, " edge"]:
+        """Sums of the weights up to each edge."""
+        # torch sums so on a GPU in an order that may change, and refuses to where runs are to be equal
+        on_host = self.weight.is_cuda and torch.are_deterministic_algorithms_enabled()
+        weight = self.weight.cpu() if on_host else self.weight
+        return weight.cumsum(0, dtype=torch.float64).to(self.weight.device)

@@ -46,6 +46,8 @@ class SingleCellDataModule(pl.LightningDataModule):
         setting: which preparation to take when the directory holds several
         balance: give the ranks equal contacts, not only equally many cells; None leaves it to the strategy
         num_workers: processes that read ahead
+        pin_memory: keep batches in memory from which a GPU copies by itself; "auto" does so where the Trainer runs on
+            CUDA
         seed: of order, held-out cells and random draws; must be the same on every rank
         modalities: which of the directory's modalities to take, by default all
         val_fraction: share of each modality's cells that is held out for validation, in [0, 1)
@@ -65,6 +67,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         setting: str | None = None,
         balance: bool | None = None,
         num_workers: int = 0,
+        pin_memory: bool | Literal["auto"] = "auto",
         seed: int = 0,
         modalities: list[str] | None = None,
         val_fraction: float = 0.1,
@@ -79,13 +82,15 @@ class SingleCellDataModule(pl.LightningDataModule):
             raise DataError(
                 f"val_fraction={val_fraction!r} was asked; it is a share of the cells in [0, 1), 0 to hold none out"
             )
-        if not isinstance(sparse, bool) and sparse != "auto":
-            raise DataError(f"sparse={sparse!r} was asked; allowed are True, False and 'auto'")
+        for name, asked in (("sparse", sparse), ("pin_memory", pin_memory)):
+            if not isinstance(asked, bool) and asked != "auto":
+                raise DataError(f"{name}={asked!r} was asked; allowed are True, False and 'auto'")
         self.data_dir = Path(data_dir)
         self.batch_size = batch_size
         self.setting = setting
         self.balance = balance
         self.num_workers = num_workers
+        self.pin_memory = pin_memory
         self.seed = seed
         self.modalities = modalities
         self.val_fraction = val_fraction
@@ -188,7 +193,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         """Cycle through the cells that are not held out; Lightning saves and restores the position."""
         overfit = bool(getattr(self.trainer, "overfit_batches", 0))
         sampler = self._sampler(self._split()[0], cycle=True, shuffle=not overfit)
-        return StepLoader(self._dataset(), sampler, num_workers=self.num_workers)
+        return StepLoader(self._dataset(), sampler, **self._reading())
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Take every held-out cell once, or every cell when none is held out."""
@@ -266,8 +271,16 @@ class SingleCellDataModule(pl.LightningDataModule):
             self._dataset(),
             batch_size=None,
             sampler=self._sampler(cells, cycle=False, shuffle=False),
-            num_workers=self.num_workers,
+            **self._reading(),
         )
+
+    def _reading(self) -> dict[str, Any]:
+        """How a loader reads, as torch's options."""
+        pins = self.pin_memory
+        if pins == "auto":
+            device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
+            pins = getattr(device, "type", "") == "cuda"
+        return {"num_workers": self.num_workers, "pin_memory": bool(pins)}
 
     def _dataset(self) -> MultiModalDataset:
         return MultiModalDataset(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from anndata.io import read_elem
 from numpy.typing import NDArray
 from scipy import sparse
 from torch.utils.data import Dataset
@@ -51,6 +50,9 @@ class CellTable:
     def __init__(self, path: Path, modality: str) -> None:
         self.path = Path(path)
         self.modality = modality
+        # late: cells that are made in memory need no reader of files
+        from anndata.io import read_elem
+
         source = "layers/counts" if read_header(self.path).has_counts_layer else "X"
         with open_h5ad(self.path) as file:
             self.counts = _as_csr(read_elem(file[source]))
@@ -66,6 +68,8 @@ class CellTable:
 
     def read_obs(self) -> pd.DataFrame:
         """Read the table of cells; not kept."""
+        from anndata.io import read_elem
+
         with open_h5ad(self.path) as file:
             obs: pd.DataFrame = read_elem(file["obs"])
         return obs

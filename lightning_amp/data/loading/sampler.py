@@ -140,8 +140,9 @@ class StepLoader(DataLoader[Batch]):
     batch asked for: Lightning makes the iterator before it tells the sampler the epoch.
     """
 
-    def __init__(self, dataset: MultiModalDataset, sampler: StepSampler, *, num_workers: int = 0) -> None:
-        super().__init__(dataset, batch_size=None, sampler=sampler, num_workers=num_workers)
+    def __init__(self, dataset: MultiModalDataset, sampler: StepSampler, **options: Any) -> None:
+        """Load the sampler's steps; options are torch's, such as num_workers."""
+        super().__init__(dataset, batch_size=None, sampler=sampler, **options)
         self.steps = sampler
         self._position = (0, 0)
 

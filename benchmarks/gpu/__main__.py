@@ -1,0 +1,85 @@
+"""Everything that a device can prove or correct, in one command of less than nine minutes.
+
+    python -m benchmarks.gpu --out DIR [--tiny] [--device cpu] [--only exactness,speed]
+
+Needs one CUDA device, torch, lightning and what importing lightning_amp needs; runs from a source tree on PYTHONPATH.
+Every part runs in a process of its own with its own clock, and a part that fails or runs out of its time does not keep
+the next one from running. Results are written as they come: report.md, and JSON files of a few parts each; rates.json
+is for AMPStrategy(rates=...). The exit status is 0 when all parts ran, 1 when one failed, 130 when interrupted.
+
+`--tiny --device cpu` runs all of it with small sizes in less than a minute.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from benchmarks.gpu import (
+    calibration,
+    device_part,
+    exactness,
+    kernels,
+    loading,
+    memory,
+    one_trainer,
+    speed,
+)
+from benchmarks.gpu.report import FILE, write_report
+from benchmarks.gpu.run_parts import Part, Runner
+
+SECONDS = 525.0
+"""For all parts; what is left of nine minutes is the start's."""
+INTERRUPTED = 130
+PARTS = (
+    Part(name="device", title="The device", file="checks", seconds=20, run=device_part.run),
+    Part(
+        name="exactness", title="Exactness of every technique", file="checks", seconds=90, run=exactness.run
+    ),
+    Part(name="speed", title="Time and peak of heavy decoders", file="speed", seconds=170, run=speed.run),
+    Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
+    Part(
+        name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=one_trainer.one_rank
+    ),
+    Part(name="kernels", title="Kernels and gaps", file="kernels", seconds=30, run=kernels.run),
+    Part(name="calibrate", title="Rates of the device", file="calibration", seconds=30, run=calibration.run),
+    Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=one_trainer.determinism),
+    Part(name="monitor", title="The memory monitor", file="trainer", seconds=25, run=one_trainer.monitor),
+    Part(name="loading", title="Waiting for cells", file="trainer", seconds=60, run=loading.run),
+)
+
+
+def main() -> None:
+    """Run the parts, print what becomes of them, and exit by that."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    parser.add_argument("--only", help=f"some of the parts: {','.join(part.name for part in PARTS)}")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else [part.name for part in PARTS]
+    unknown = sorted(set(names) - {part.name for part in PARTS})
+    if unknown:
+        parser.error(f"--only {unknown!r} was asked for; parts are {[part.name for part in PARTS]!r}")
+    parts = [part for part in PARTS if part.name in names]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    # a time limit from outside ends the run as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def after() -> None:
+        write_report(arguments.out, parts, device=arguments.device, tiny=arguments.tiny)
+
+    runner = Runner(arguments.out, device=arguments.device, tiny=arguments.tiny, seconds=SECONDS, after=after)
+    try:
+        ran = runner.run(parts)
+    except KeyboardInterrupt:
+        print(f"interrupted; what there is lies in {arguments.out / FILE}")
+        sys.exit(INTERRUPTED)
+    print(f"wrote {arguments.out / FILE}")
+    sys.exit(0 if ran else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the device is, and what it reaches by itself: products, memory, and the launch of an operator."""
+
+import os
+import platform
+import sys
+
+import lightning
+import torch
+
+from benchmarks.gpu.device import BF16, FLOAT32, TF32, free_bytes, matmul_rate, median_seconds
+from benchmarks.gpu.run_parts import Work
+from lightning_amp.lightning.strategy.hardware import device_rates
+
+OPERATORS = 1000
+
+
+def run(work: Work) -> None:
+    """Facts about the machine, then a row for each rate."""
+    device, record = work.device, work.record
+    record.fact(
+        device=device_name(device),
+        torch=torch.__version__,
+        lightning=lightning.__version__,
+        python=sys.version.split()[0],
+        processors=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+    )
+    if device.type == "cuda":
+        _cuda_facts(work)
+    n = 256 if work.tiny else 8192 if device.type == "cuda" else 2048
+    rates, note = device_rates(device)
+    for precision in (FLOAT32, TF32, BF16):
+        rate = matmul_rate(precision, device, n=n)
+        record.row(rate=f"products, {precision.name}", n=n, per_second_flops=rate)
+    _memory_rate(work)
+    x = torch.zeros(1, device=device)
+    seconds = median_seconds(lambda: [x.add_(1) for _ in range(OPERATORS)], device, most=5, within=1.0)
+    record.row(rate="an operator, launched and done", operator_seconds=seconds / OPERATORS)
+    record.note(
+        f"Predicted with the rates of {rates.device}: {rates.matmul_flops / 1e12:.3g} TFLOP/s in products,"
+        f" {rates.memory_bytes / 1e9:.4g} GB/s, {1e6 * rates.overhead_seconds:.3g} us an operator. {note}".strip()
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As a person knows it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+
+
+def _cuda_facts(work: Work) -> None:
+    """Memory that is gone before any tensor: the context, with the libraries' kernels, and what others use."""
+    device, found = work.device, torch.cuda.get_device_properties(work.device)
+    total, before = int(found.total_memory), free_bytes(device) or 0
+    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+    torch.cuda.synchronize(device)
+    reserved = torch.cuda.memory_reserved(device)
+    work.record.fact(
+        cuda=torch.version.cuda,
+        compute_capability=f"{found.major}.{found.minor}",
+        total_bytes=total,
+        free_at_start_bytes=before,
+        context_and_others_bytes=total - torch.cuda.mem_get_info(device)[0] - reserved,
+    )
+
+
+def _memory_rate(work: Work) -> None:
+    """Bytes that an elementwise operator reads and writes; its result has its memory already."""
+    n = 2**16 if work.tiny else 2**28 if work.device.type == "cuda" else 2**24
+    x, out = torch.ones(n, device=work.device), torch.empty(n, device=work.device)
+    seconds = median_seconds(lambda: torch.add(x, 1.0, out=out), work.device, most=10, within=1.0)
+    work.record.row(rate="memory, x + 1", n=n, per_second_bytes=2 * x.nbytes / seconds)

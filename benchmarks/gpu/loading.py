@@ -1,0 +1,67 @@
+"""The whole model's step with the data module: how long it waits for cells, by workers and pinned memory.
+
+wait     from the end of a batch to the start of the next one: the loader, and the copy to the device
+step     from there to its end; the device is waited for at both
+"""
+
+import time
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+
+from benchmarks.gpu.device import wait
+from benchmarks.gpu.one_trainer import data, fit
+from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.subject import OURS
+
+WARM_UP = 3
+TRIALS: tuple[tuple[int, bool], ...] = ((0, False), (0, True), (4, True), (4, False), (8, True))
+"""Workers, and whether memory is pinned."""
+
+
+class Clock(pl.Callback):
+    """Seconds of waiting and of steps."""
+
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+        self.worked: list[float] = []
+        self._last: float | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """The batch is there."""
+        wait(pl_module.device)
+        now = time.perf_counter()
+        if self._last is not None:
+            self.waited.append(now - self._last)
+        self._last = now
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """The step is done."""
+        wait(pl_module.device)
+        now = time.perf_counter()
+        assert self._last is not None, "a batch has begun before it ends"
+        self.worked.append(now - self._last)
+        self._last = now
+
+
+def run(work: Work) -> None:
+    """A row for each number of workers."""
+    batch_size, cells, steps = (4, 40, 6) if work.tiny else (256, 4096, 14)
+    for workers, pinned in TRIALS[::2] if work.tiny else TRIALS:
+        if work.clock.left < 5:
+            work.record.note(f"{workers} workers, pinned {pinned}: not reached, the time was over.")
+            continue
+        pins = pinned and work.device.type == "cuda"
+        clock = Clock()
+        own = data(tiny=work.tiny, cells=cells, batch_size=batch_size, num_workers=workers, pin_memory=pins)
+        fit(work, own, strategies=OURS, steps=steps, callbacks=[clock], window=640)
+        waited, worked = (median(found[WARM_UP:]) for found in (clock.waited, clock.worked))
+        work.record.row(
+            workers=workers,
+            pinned=pins,
+            cells=batch_size,
+            wait_seconds=waited,
+            step_seconds=worked,
+            share_of_waiting=waited / (waited + worked),
+        )

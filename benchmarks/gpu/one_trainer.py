@@ -1,0 +1,201 @@
+"""What the Trainer does on one device: a process group of one rank, two equal runs, and the memory monitor.
+
+The model is the reference model, on cells made in memory.
+"""
+
+import tempfile
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.gpu.cells import CellsInMemory, decoder_batch
+from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.subject import EAGER, OURS
+from benchmarks.side_by_side.cases import Size
+from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.models.glue import GLUE
+from lightning_amp.simulation.models_without_values import DecoderAlone
+
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def data(*, tiny: bool, **options: Any) -> CellsInMemory:
+    """Cells of about 500 kb bins; of few ones if tiny."""
+    sizes = {"bins": 60, "strata": 3, "genes": 10} if tiny else {"bins": 5400, "strata": 32, "genes": 2000}
+    return CellsInMemory(**sizes, **options)
+
+
+def fit(
+    work: Work,
+    cells: CellsInMemory,
+    *,
+    strategies: tuple[str, ...] | None,
+    steps: int,
+    callbacks: list[pl.Callback] | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> tuple[GLUE, pl.Trainer, AMPStrategy]:
+    """Train the reference model for some steps; options are the Trainer's, no strategies mean policy "auto"."""
+    pl.seed_everything(0, verbose=False)
+    module = GLUE(16 if work.tiny else 128, window=16 if work.tiny else window)
+    # the reference model's discriminator steps too
+    trainer, strategy = trainer_for(
+        work, strategies=strategies, steps=2 * steps, callbacks=callbacks, **options
+    )
+    trainer.fit(module, datamodule=cells)
+    return module, trainer, strategy
+
+
+def trainer_for(
+    work: Work, *, strategies: tuple[str, ...] | None, steps: int, **options: Any
+) -> tuple[pl.Trainer, AMPStrategy]:
+    """A quiet Trainer on the one device, for so many steps of optimisers."""
+    strategy = AMPStrategy(strategies=None if strategies is None else list(strategies), unfit="train")
+    place = work.device
+    trainer = pl.Trainer(
+        **QUIET,
+        strategy=strategy,
+        accelerator="gpu" if place.type == "cuda" else "cpu",
+        devices=[place.index or 0] if place.type == "cuda" else 1,
+        max_epochs=-1,
+        max_steps=steps,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    return trainer, strategy
+
+
+class Backend(pl.Callback):
+    """Looks which process group there is, and keeps the losses."""
+
+    def __init__(self) -> None:
+        self.backend, self.ranks = "none", 0
+        self.losses: list[Tensor] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Of the ranks that the strategy has connected."""
+        if dist.is_initialized():
+            self.backend, self.ranks = dist.get_backend(), dist.get_world_size()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """The loss that the step has logged."""
+        self.losses.append(trainer.callback_metrics["loss"].detach().clone())
+
+
+def one_rank(work: Work) -> None:
+    """A fit through Trainer(strategy="amp") in every precision: finite losses, and the right process group."""
+    wanted, wrong = BACKENDS[work.device.type], []
+    for strategies, precision in (
+        (OURS, "32-true"),
+        (None, "32-true"),
+        (OURS, "bf16-mixed"),
+        (OURS, "16-mixed"),
+    ):
+        if precision == "16-mixed" and work.device.type == "cpu":
+            work.record.note("16-mixed scales the loss, which Lightning does on a GPU only.")
+            continue
+        seen = Backend()
+        cells = data(tiny=work.tiny, cells=32, batch_size=8)
+        _, _, strategy = fit(work, cells, strategies=strategies, steps=4, callbacks=[seen], precision=precision)
+        assert strategy.plan is not None, "there is a plan after a fit"
+        losses = torch.stack(seen.losses).double().cpu()
+        good = seen.backend == wanted and bool(losses.isfinite().all())
+        wrong += [] if good else [precision]
+        work.record.row(
+            precision=precision,
+            backend=seen.backend,
+            ranks=seen.ranks,
+            first_loss=float(losses[0]),
+            last_loss=float(losses[-1]),
+            policy=strategy.plan.policy,
+            plan=",".join(strategy.plan.strategies),
+        )
+    if wrong:
+        raise AssertionError(f"losses are not finite, or the process group is not {wanted!r}, with {wrong!r}")
+
+
+def determinism(work: Work) -> None:
+    """Two runs with one seed: equal to the last bit where Trainer(deterministic=True); else how far apart."""
+    differ = []
+    for deterministic in (True, False):
+        for strategies in (OURS, EAGER):
+            runs = [_state(work, strategies, deterministic=deterministic) for _ in range(2)]
+            pairs = [(one, other) for one, other in zip(*runs, strict=True) if one.is_floating_point()]
+            far = max(float((one - other).abs().max()) for one, other in pairs)
+            equal = all(torch.equal(one, other) for one, other in pairs)
+            differ += [",".join(strategies)] if deterministic and not equal else []
+            work.record.row(
+                strategies=",".join(strategies),
+                deterministic=deterministic,
+                equal=equal,
+                largest_difference=far,
+            )
+    if differ:
+        raise AssertionError(f"two runs with deterministic=True differ with {differ!r}")
+
+
+def _state(work: Work, strategies: tuple[str, ...], *, deterministic: bool) -> list[Tensor]:
+    cells = CellsInMemory(cells=16, bins=60 if work.tiny else 600, strata=3, genes=50, batch_size=8)
+    module, _, _ = fit(work, cells, strategies=strategies, steps=3, deterministic=deterministic)
+    return [tensor.detach().cpu().clone() for tensor in module.state_dict().values()]
+
+
+class TrainedDecoder(pl.LightningModule):
+    """A decoder and the latents of its anchors: all that it needs is what the memory model predicts."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        shape = size.decoder()
+        self.batch_size = size.cells
+        self.alone = DecoderAlone(shape)
+        # dense counts, as the memory model has them
+        self._cells = decoder_batch(shape, size.cells, sparse=False, dtype=torch.float32)
+        self.v = torch.nn.Parameter(self._cells.pop("v").detach())
+        self._cells["u"].requires_grad_(False)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The same cells again and again."""
+        return DataLoader([self._cells] * 4, batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The decoder's loss."""
+        cells = {name: batch[name] for name in ("batch", "library", "x")}
+        loss: Tensor = self.alone.decoder(batch["u"], self.v, **cells)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam, which the prediction takes for granted."""
+        return torch.optim.Adam(self.parameters())
+
+
+def monitor(work: Work) -> None:
+    """The memory monitor's table of a measured step: predicted beside measured, for every stratum."""
+    sizes = Size(anchors=5400, strata=32, cells=64)
+    size = Size(anchors=300, strata=3, cells=8, dim=16, window=20) if work.tiny else sizes
+    for strategies in (OURS, EAGER):
+        with tempfile.TemporaryDirectory() as folder:
+            watch = StratumMemoryMonitor(every_n_steps=2, dirpath=folder, plot=False)
+            trainer, _ = trainer_for(work, strategies=strategies, steps=4, callbacks=[watch])
+            trainer.fit(TrainedDecoder(size))
+            names = sorted(path.name for path in watch.written)
+        rows = watch.table()
+        ratios = [row["ratio"] for row in rows if row["stratum"] != WHOLE_STEP]
+        (peak,) = [row for row in rows if row["stratum"] == WHOLE_STEP]
+        work.record.row(
+            strategies=",".join(strategies),
+            files=", ".join(names),
+            measured_bytes=peak["measured"],
+            predicted_bytes=peak["predicted"],
+            ratio=peak["ratio"],
+            least_ratio_of_strata=min(ratios),
+            largest_ratio_of_strata=max(ratios),
+        )

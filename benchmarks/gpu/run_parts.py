@@ -1,0 +1,162 @@
+"""Parts of the run, each in a process of its own with a clock: what one breaks or uses up, the next does not see.
+
+Processes are forked from one that has imported everything and asked nothing of CUDA; where a forked one cannot use the
+device, they are spawned.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.record import FAILED, OK, RUNNING, SKIPPED, Clock, Record, SkipPart
+
+GRACE_S = 5.0
+"""What a part may take longer than its clock says, before it is ended."""
+LINES = 6
+"""Of an error's traceback."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a part is given.
+
+    Attributes:
+        tiny: Whether sizes are those that a CPU runs in seconds.
+        out: Folder of the results.
+    """
+
+    device: torch.device
+    tiny: bool
+    clock: Clock
+    record: Record
+    out: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One part.
+
+    Attributes:
+        file: Its results lie in `file`.json.
+        seconds: Its budget.
+        run: Raises SkipPart where it cannot run here, and any other error where it fails.
+    """
+
+    name: str
+    title: str
+    file: str
+    seconds: float
+    run: Callable[[Work], None]
+
+
+class Runner:
+    """Runs parts, one after the other, within a time for all of them.
+
+    Args:
+        out: Folder of the results.
+        device: As torch names it.
+        seconds: For all parts.
+        after: Called after every part.
+    """
+
+    def __init__(
+        self, out: Path, *, device: str, tiny: bool, seconds: float, after: Callable[[], None]
+    ) -> None:
+        self._out, self._device, self._tiny, self._after = out, device, tiny, after
+        self._clock, self._method = Clock(seconds), "fork"
+
+    def run(self, parts: Sequence[Part]) -> bool:
+        """Whether no part has failed; an interrupt leaves what is written."""
+        ran = [self._run(part) for part in parts]
+        return all(ran)
+
+    def _run(self, part: Part) -> bool:
+        seconds = min(part.seconds, self._clock.left - GRACE_S)
+        record, begin = Record(self._out / f"{part.file}.json", part.name), time.monotonic()
+        record.begin()
+        print(f"{part.title} ...", flush=True)
+        try:
+            if seconds > 0:
+                self._in_process(part, record, seconds)
+            else:
+                record.end(FAILED, error="no time was left for it")
+        except KeyboardInterrupt:
+            record.end(FAILED, error="interrupted", seconds=time.monotonic() - begin)
+            raise
+        finally:
+            self._after()
+        entry = record.entry
+        print(f"    {entry['status']} {entry['error']}".rstrip(), flush=True)
+        return entry["status"] in (OK, SKIPPED)
+
+    def _in_process(self, part: Part, record: Record, seconds: float) -> None:
+        begin = time.monotonic()
+        process = self._started(part, seconds)
+        if process.exitcode is None:
+            _end(process)
+            error = f"it was ended after its {seconds:.0f} s; what is kept of it came before"
+            record.end(FAILED, error=error, seconds=time.monotonic() - begin)
+        elif self._method == "fork" and "forked subprocess" in record.entry["error"]:
+            # something that was imported has asked for the device
+            self._method = "spawn"
+            record.begin()
+            self._in_process(part, record, seconds)
+        elif record.entry["status"] == RUNNING:
+            error = f"its process ended with {process.exitcode}, without a word"
+            record.end(FAILED, error=error, seconds=time.monotonic() - begin)
+
+    def _started(self, part: Part, seconds: float) -> BaseProcess:
+        """The process, once it has ended or its time is over."""
+        sys.stdout.flush()
+        context = multiprocessing.get_context(self._method)
+        arguments = (part, self._out, self._device, self._tiny, seconds)
+        process = context.Process(target=_carry_out, args=arguments)
+        process.start()
+        try:
+            process.join(seconds + GRACE_S)
+        except BaseException:
+            _end(process)
+            raise
+        return process
+
+
+def _end(process: BaseProcess) -> None:
+    # with the workers that it has started, which are of its group
+    assert process.pid, "it was started"
+    process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _carry_out(part: Part, out: Path, device: str, tiny: bool, seconds: float) -> None:
+    os.setpgid(0, 0)
+    record, begin = Record(out / f"{part.file}.json", part.name), time.monotonic()
+    place = torch.device(device)
+    warnings.simplefilter("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        part.run(Work(device=place, tiny=tiny, clock=Clock(seconds), record=record, out=out))
+        record.end(OK, seconds=time.monotonic() - begin)
+    except SkipPart as why:
+        record.end(SKIPPED, error=str(why), seconds=time.monotonic() - begin)
+    except BaseException as error:
+        lines = "".join(traceback.format_exception(error)).strip().splitlines()
+        record.fact(traceback=lines[-LINES:])
+        record.end(FAILED, error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - begin)
+    sys.stdout.flush()
