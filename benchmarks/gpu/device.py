@@ -75,7 +75,7 @@ def median_seconds(step: Callable[[], object], device: torch.device, *, most: in
     """Median of some calls after a first one that does not count.
 
     Args:
-        most: Calls that count, two at least.
+        most: Calls that count; two at least where there may be more.
         within: Seconds for all of them.
     """
     first = seconds_of(step, device)

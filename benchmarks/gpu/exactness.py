@@ -144,15 +144,14 @@ def _row(
     values: tuple[Values, Values],
     plain: float,
 ) -> tuple[float, int]:
-    """Record a comparison; returns the plain form's largest error, and whether this one is wrong."""
+    """Record a comparison; returns the largest error of the plain form, which comes first, and if this is wrong."""
     found, expected = ({name: value for name, value in side.items() if name != "loss"} for side in values)
     off = errors(found, expected)
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"))
     loss = float((values[0]["loss"] - values[1]["loss"]).abs() / values[1]["loss"].abs())
-    largest = max(loss, off[worst])
-    plain = plain or largest
-    # not a number is wrong too
-    wrong = not largest <= max(precision.allowed, TIMES * plain)
+    most = max(precision.allowed, TIMES * plain)
+    # not a number is wrong too, which is no more than anything
+    wrong = not (loss <= most and off[worst] <= most)
     work.record.row(
         decoder=what,
         form=form,
@@ -162,7 +161,7 @@ def _row(
         of=worst,
         answer="**wrong**" if wrong else "exact",
     )
-    return plain, int(wrong)
+    return plain or max(loss, off[worst]), int(wrong)
 
 
 def _compare_model(work: Work, precision: Precision) -> int:

@@ -105,7 +105,9 @@ def one_rank(work: Work) -> None:
             continue
         seen = Backend()
         cells = data(tiny=work.tiny, cells=32, batch_size=8)
-        _, _, strategy = fit(work, cells, strategies=strategies, steps=4, callbacks=[seen], precision=precision)
+        _, _, strategy = fit(
+            work, cells, strategies=strategies, steps=4, callbacks=[seen], precision=precision
+        )
         assert strategy.plan is not None, "there is a plan after a fit"
         losses = torch.stack(seen.losses).double().cpu()
         good = seen.backend == wanted and bool(losses.isfinite().all())

@@ -138,7 +138,7 @@ def _measure(work: Work, case: Case, useful: int, rate: float, what: str) -> Non
     subject = Subject(one.size, made, device=device, precision=precision, sparse=True)
     subject.step()
     within = max(0.1, min(WITHIN_S, work.clock.left / 4))
-    seconds = median_seconds(subject.step, device, most=STEPS, within=within)
+    seconds = median_seconds(subject.step, device, most=1 if work.tiny else STEPS, within=within)
     peak = allocated.peak_of(subject.step, subject.held)
     work.record.row(
         size=str(one.size),

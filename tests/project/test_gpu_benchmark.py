@@ -1,0 +1,220 @@
+"""Claim: the command for a device runs all its parts on a CPU too, tells what is wrong, and keeps what was written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpu import memory, speed
+from benchmarks.gpu.__main__ import PARTS, SECONDS
+from benchmarks.gpu.calibration import FILE as RATES
+from benchmarks.gpu.cells import NONZERO, CellsInMemory, batch_bytes, decoder_batch, moved
+from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
+from benchmarks.gpu.exactness import FORMS, _row, decoders
+from benchmarks.gpu.kernels import covered
+from benchmarks.gpu.record import Clock, Record, read
+from benchmarks.gpu.report import FILE as REPORT
+from benchmarks.gpu.report import shown, table
+from benchmarks.side_by_side.fresh_process import ROOT
+from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.time.device_rates import Rates
+
+NINE_MINUTES = 540
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20
+BUSY = "something else keeps it busy"
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from benchmarks.gpu import run_parts
+from benchmarks.gpu.record import SkipPart
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.run_parts import Part, Runner
+
+def wrong(work): raise ValueError("out of luck")
+def hang(work): work.record.row(before=1); time.sleep(100)
+def die(work): os.kill(os.getpid(), 9)
+def leave(work): raise SkipPart("nothing to do here")
+def fine(work): work.record.row(n=2); work.record.note("as it should be")
+
+run_parts.GRACE_S = 0.5
+out = Path(sys.argv[1])
+parts = [Part(name=f.__name__, title=f.__name__, file="all", seconds=1, run=f) for f in (wrong, hang, die, leave, fine)]
+after = lambda: write_report(out, parts, device="cpu", tiny=True)
+runner = Runner(out, device="cpu", tiny=True, seconds=60, after=after)
+sys.exit(0 if runner.run(parts) else 1)
+"""
+
+
+def start(*words: object) -> "subprocess.Popen[str]":
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+@pytest.mark.ranks
+def test_every_part_runs_on_a_cpu(tmp_path):
+    process = start("-m", "benchmarks.gpu", "--out", tmp_path, "--tiny", "--device", "cpu")
+    printed, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, printed
+    entries = {part.name: read(tmp_path / f"{part.file}.json")[part.name] for part in PARTS}
+    busy = entries["calibrate"]["error"]
+    # rates are fitted on an idle machine only, which tests side by side are not
+    wanted = dict.fromkeys(entries, "ok") | ({"calibrate": "skipped"} if BUSY in busy else {})
+    assert {name: entry["status"] for name, entry in entries.items()} == wanted
+    silent = [name for name, entry in entries.items() if not entry["rows"] and wanted[name] == "ok"]
+    assert not silent
+    files = list(tmp_path.iterdir())
+    assert len(files) <= MOST_FILES
+    assert all(file.stat().st_size <= MOST_BYTES for file in files)
+    assert all(f"## {part.title}" in (tmp_path / REPORT).read_text() for part in PARTS)
+    if wanted["calibrate"] == "ok":
+        assert Rates.read(tmp_path / RATES).device.endswith("calibrated")
+    assert len(entries["memory"]["rows"]) == 12
+    assert {row["precision"] for row in entries["exactness"]["rows"]} == {p.name for p in PRECISIONS}
+
+
+@pytest.mark.ranks
+def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
+    process = start("-c", SCRIPT, tmp_path)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, printed
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert {name: entry["status"] for name, entry in found.items()} == {
+        "wrong": "failed",
+        "hang": "failed",
+        "die": "failed",
+        "leave": "skipped",
+        "fine": "ok",
+    }
+    assert found["wrong"]["error"] == "ValueError: out of luck"
+    assert any("in wrong" in line for line in found["wrong"]["facts"]["traceback"])
+    assert "ended after its 1 s" in found["hang"]["error"]
+    assert found["hang"]["rows"] == [{"before": 1}]
+    assert "ended with -9" in found["die"]["error"]
+    text = (tmp_path / REPORT).read_text()
+    assert "| fine | ok |" in text
+    assert "as it should be" in text
+    assert "nothing to do here" in text
+
+
+@pytest.mark.ranks
+def test_an_interrupt_keeps_what_was_written(tmp_path):
+    words = ("--out", tmp_path, "--tiny", "--device", "cpu", "--only", "exactness,memory")
+    process = start("-m", "benchmarks.gpu", *words)
+    until = time.monotonic() + 200
+    while not read(tmp_path / "checks.json").get("exactness", {}).get("rows") and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    entry = read(tmp_path / "checks.json")["exactness"]
+    assert entry["error"] == "interrupted"
+    assert entry["rows"]
+    assert "| Exactness of every technique | failed |" in (tmp_path / REPORT).read_text()
+    assert not (tmp_path / "memory.json").exists()
+
+
+def test_all_parts_have_less_than_nine_minutes_and_few_files():
+    assert sum(part.seconds for part in PARTS) > SECONDS > 0
+    assert SECONDS < NINE_MINUTES
+    # rates and the report beside them
+    assert len({part.file for part in PARTS}) + 2 <= MOST_FILES
+
+
+def test_exactness_covers_every_technique_of_one_device():
+    one_device = {name for name, info in STRATEGIES.items() if not info.model_axis}
+    assert {name for form in FORMS for name in form.strategies} == one_device
+    kinds = [shape for _, shape in decoders(tiny=False)]
+    assert {(shape.attention, shape.variant, shape.chained) for shape in kinds} == {
+        (True, "higlue", False),
+        (True, "paper", True),
+        (False, "higlue", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "off", "plain", "wrong"),
+    [
+        (FLOAT64, 1e-9, 0.0, 1),
+        (FLOAT64, 1e-11, 0.0, 0),
+        (FLOAT32, 1e-2, 1e-6, 1),
+        (FLOAT32, 1e-2, 5e-3, 0),
+        (FLOAT32, float("nan"), 1e-6, 1),
+    ],
+)
+def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off, plain, wrong):
+    record = Record(tmp_path / "checks.json", "exactness")
+    record.begin()
+    expected = {"loss": torch.tensor(2.0).double(), "u": torch.ones(3).double()}
+    found = {"loss": expected["loss"], "u": expected["u"] * (1 + off)}
+    values = found, expected
+    assert _row(SimpleNamespace(record=record), "d", "f", precision, values, plain)[1] == wrong
+    assert record.entry["rows"][0]["answer"] == ("**wrong**" if wrong else "exact")
+
+
+def test_time_in_which_the_device_works():
+    assert covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+
+
+def test_heavy_cases_come_once_and_ours_first():
+    found = [(one.size, strategies, p.name) for one, strategies, p in speed.cases(speed.HEAVY)]
+    assert len(set(found)) == len(found)
+    assert [case[1:] for case in found[:3]] == [(speed.OURS, "float32")] * 3
+    assert {case[0].anchors for case in found} == {5400, 27_000, 113_505}
+    chosen = speed.choices()
+    assert ("S1", "S3", "S4", "sparse", "stream") in chosen
+    assert not any({"S3", "recompute"} <= set(names) for names in chosen)
+    assert len(chosen) == 16
+
+
+def test_twelve_shapes_of_memory_keep_their_plans_when_tiny():
+    assert len(memory.CASES) == 12
+    assert [memory.tiny(case)[1] for case in memory.CASES] == [case[1] for case in memory.CASES]
+
+
+def test_counts_by_entries_and_dense_ones_are_the_same():
+    shape = memory.CASES[0][0].decoder()
+    small = next(decoders(tiny=True))[1]
+    entries, dense = (decoder_batch(small, 5, sparse=s, dtype=torch.float64) for s in (True, False))
+    assert torch.equal(entries["x"].to_dense(), dense["x"])
+    assert torch.equal(entries["library"], dense["x"].sum(1, keepdim=True) + 1)
+    there = moved(entries, torch.device("cpu"))
+    assert there["u"].is_leaf
+    assert there["u"].requires_grad
+    batch = decoder_batch(shape, 2, sparse=True, dtype=torch.float32)
+    n_bytes = sum(t.nbytes for t in tensors_in(batch))
+    assert batch_bytes(shape, 2, sparse=True) == pytest.approx(n_bytes, rel=2 * NONZERO)
+
+
+def test_cells_in_memory_are_read_like_those_of_files():
+    data = CellsInMemory(cells=9, bins=20, strata=2, genes=4, batch_size=4, sparse=True)
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert len(batches) == 3
+    assert {name: tuple(cells["x"].shape) for name, cells in batches[0].items()} == {
+        "hic": (4, 39),
+        "rna": (4, 4),
+    }
+    assert data.vertices("rna").tolist() == [20, 21, 22, 23]
+
+
+def test_values_are_shown_in_their_units():
+    lines = table(
+        [{"peak_bytes": 2**30, "step_seconds": 0.25, "rate_flops": 5e12, "share_of_gaps": 0.125, "a": "x|y"}]
+    )
+    assert lines[0] == "| peak | step | rate | share of gaps | a |"
+    assert lines[2] == "| 1.00 GiB | 250 ms | 5 TFLOP/s | 12% | x\\|y |"
+    assert shown("per_second_bytes", 3e12) == "3000 GB/s"
+    assert table([]) == []
+
+
+def test_a_clock_runs_out():
+    assert Clock(0.0).left <= 0 < Clock(5.0).left
