@@ -37,6 +37,7 @@ __all__ = [
     "functional_collectives",
     "is_compiled",
     "is_watched",
+    "multiplies_in_tf32",
     "tree_leaves",
 ]
 
@@ -52,3 +53,13 @@ def is_compiled(module: nn.Module) -> bool:
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was asked for."""
+    # from torch 2.9 on the older question is an error where the newer setting was used
+    asked = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if asked is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    # "none" leaves it to the setting of all backends
+    return bool((torch.backends.fp32_precision if asked == "none" else asked) == "tf32")

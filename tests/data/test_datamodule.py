@@ -287,3 +287,20 @@ def test_a_modality_without_counts_is_refused(tmp_path: Path) -> None:
         del file["X"]
     with pytest.raises(DataError, match=r"neither X nor layers\['counts'\] found"):
         CellTable(tmp_path / "b.h5ad", "hic")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "pins"),
+    [("auto", "cuda", True), ("auto", "cpu", False), (False, "cuda", False), (True, "cpu", True)],
+)
+def test_batches_are_pinned_where_a_gpu_reads_them(root: Path, asked: Any, device: str, pins: bool) -> None:
+    data = as_rank(module(root, batch_size=4, pin_memory=asked), 0, 1)
+    data.trainer.strategy.root_device = torch.device(device)  # type: ignore[union-attr]
+    loaders = (data.train_dataloader(), data.val_dataloader(), data.predict_dataloader())
+    assert [loader.pin_memory for loader in loaders] == [pins] * 3
+    assert not module(root).train_dataloader().pin_memory
+
+
+def test_pinning_is_yes_no_or_auto(root: Path) -> None:
+    with pytest.raises(DataError, match="pin_memory='yes' was asked; allowed are True, False and 'auto'"):
+        SingleCellDataModule(root, pin_memory="yes")  # type: ignore[arg-type]

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_amp.data import sparse_product
+from lightning_amp.data import sparse_counts, sparse_product
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.data.sparse_counts import SparseCounts, _copies_by_itself
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
 from lightning_amp.lightning.same_on_ranks.same_batch import _print_of, make_sure_of_same_batch
@@ -520,3 +520,24 @@ def test_rows_of_a_table_are_dense_unless_asked(root: Path) -> None:
     table = CellTable(module(root).directory.modalities["hic"], "hic")  # type: ignore[union-attr]
     rows = np.array([2, 0, 2])
     same(table.rows(rows, sparse=True)["x"], table.rows(rows)["x"])  # type: ignore[arg-type]
+
+
+def test_pinned_counts_are_copied_beside_the_processor(monkeypatch) -> None:
+    pinned = SimpleNamespace(device=torch.device("cpu"), is_pinned=lambda: True)
+    plain = SimpleNamespace(device=torch.device("cpu"), is_pinned=lambda: False)
+    gpu = torch.device("cuda", 0)
+    assert _copies_by_itself(pinned, gpu)
+    assert not _copies_by_itself(pinned, torch.device("cpu"))
+    assert not _copies_by_itself(plain, gpu)
+    counts = SparseCounts.from_dense(torch.eye(3))
+    asked = []
+    to = Tensor.to
+
+    def copied(self: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        asked.append(non_blocking)
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(sparse_counts, "_copies_by_itself", lambda tensor, device: True)
+    monkeypatch.setattr(Tensor, "to", copied)
+    assert torch.equal(counts.to("cpu").row, counts.row)
+    assert asked == [True] * 3

@@ -4,6 +4,7 @@ tells the measured beside the predicted time.
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.cli.main import main
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -167,23 +169,46 @@ class Properties:
         self.name, self.total_memory = name, gib * 2**30
 
 
+@pytest.fixture
+def products() -> Iterator[Any]:
+    """Torch's setting of products on CUDA, which is set back afterwards."""
+    setting: Any = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    yield setting
+    setting.fp32_precision = before
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "flops", "noted"),
     [
-        ("NVIDIA A100-SXM4-40GB", "highest", DEVICES["A100"].matmul_flops, False),
-        ("NVIDIA A100-SXM4-40GB", "high", 156e12, False),
-        ("NVIDIA GeForce RTX 4090", "highest", DEVICES["RTX 3090"].matmul_flops, True),
+        ("NVIDIA A100-SXM4-40GB", "ieee", DEVICES["A100"].matmul_flops, False),
+        ("NVIDIA A100-SXM4-40GB", "tf32", 156e12, False),
+        ("NVIDIA GeForce RTX 4090", "ieee", DEVICES["RTX 3090"].matmul_flops, True),
     ],
 )
-def test_rates_are_those_of_the_gpu_or_the_nearest(monkeypatch, name, precision, flops, noted) -> None:
+def test_rates_are_those_of_the_gpu_or_the_nearest(
+    monkeypatch, products, name, precision, flops, noted
+) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: Properties(name, 24 if noted else 40)
     )
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    products.fp32_precision = precision
     rates, note = hardware.device_rates(torch.device("cuda", 0))
     assert rates.matmul_flops == flops
     assert bool(note) is noted
     assert hardware.device_rates(torch.device("cpu")) == (CPU_CORE, "")
+
+
+@pytest.mark.parametrize(("asked", "tf32"), [("highest", False), ("high", True)])
+def test_tf32_is_known_from_the_older_setting_too(products, asked, tf32) -> None:
+    torch.set_float32_matmul_precision(asked)
+    assert multiplies_in_tf32() is tf32
+
+
+def test_a_gpu_has_what_is_free_and_what_torch_keeps_for_itself(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 40 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
+    assert hardware.device_budget(torch.device("cuda", 0), node_ranks=4) == 32 * 2**30
 
 
 class Module:

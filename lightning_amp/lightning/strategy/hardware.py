@@ -7,6 +7,7 @@ import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.measured_rates import measured_rates
@@ -36,7 +37,8 @@ class ThisRank:
 def device_budget(device: torch.device, *, node_ranks: int) -> int:
     """Bytes that one rank may use; on CPU the ranks of a node share its memory."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        # without the context and what other processes have: half a gigabyte and more, which no tensor can have
+        return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 
@@ -53,7 +55,7 @@ def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates,
     return nearest_rates(
         found.name,
         memory_bytes=int(found.total_memory),
-        tf32=torch.get_float32_matmul_precision() != "highest",
+        tf32=multiplies_in_tf32(),
     )
 
 

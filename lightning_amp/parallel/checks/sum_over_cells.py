@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor
+from lightning_amp._torch import FakeTensor, multiplies_in_tf32
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.05
-"""Relative to the losses; where products are rounded to 16 bits."""
+"""Relative to the losses; where products are rounded to 16 bits, or to TF32."""
 
 
 def check_sum(
@@ -41,7 +41,8 @@ def check_sum(
         both, first, second = (float(nll(key, u[part], **rows(part))) for part in parts)
         if not all(map(torch.equal, drawn, _random_states(u.device))):
             return
-    half = u.dtype.itemsize < 4 or torch.is_autocast_enabled(u.device.type)
+    tf32 = u.is_cuda and multiplies_in_tf32()
+    half = u.dtype.itemsize < 4 or tf32 or torch.is_autocast_enabled(u.device.type)
     room = (HALF_TOLERANCE if half else TOLERANCE) * (abs(both) + abs(first) + abs(second))
     if not abs(both - (first + second)) > room:
         return
