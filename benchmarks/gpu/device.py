@@ -90,9 +90,7 @@ class Allocated:
         self._device = device
         gc.collect()
         if device.type == "cuda":
-            # the workspace of the library of products comes with the first product, and is no tensor's memory
-            torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
-            wait(device)
+            take_workspaces(device)
             torch.cuda.empty_cache()
             self._before = torch.cuda.memory_allocated(device)
 
@@ -107,6 +105,16 @@ class Allocated:
             meter.watch(held)
             step()
         return meter.peak
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Let the library of products take its own memory, which torch's allocator gives out and no tensor has.
+
+    It does so at the first product of a thread, and autograd's backward pass is another thread.
+    """
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    wait(device)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -7,7 +7,15 @@ import sys
 import lightning
 import torch
 
-from benchmarks.gpu.device import BF16, FLOAT32, TF32, free_bytes, matmul_rate, median_seconds
+from benchmarks.gpu.device import (
+    BF16,
+    FLOAT32,
+    TF32,
+    free_bytes,
+    matmul_rate,
+    median_seconds,
+    take_workspaces,
+)
 from benchmarks.gpu.run_parts import Work
 from lightning_amp.lightning.strategy.hardware import device_rates
 
@@ -52,14 +60,14 @@ def _cuda_facts(work: Work) -> None:
     """Memory that is gone before any tensor: the context, with the libraries' kernels, and what others use."""
     device, found = work.device, torch.cuda.get_device_properties(work.device)
     total, before = int(found.total_memory), free_bytes(device) or 0
-    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
-    torch.cuda.synchronize(device)
+    take_workspaces(device)
     reserved = torch.cuda.memory_reserved(device)
     work.record.fact(
         cuda=torch.version.cuda,
         compute_capability=f"{found.major}.{found.minor}",
         total_bytes=total,
         free_at_start_bytes=before,
+        workspaces_bytes=torch.cuda.memory_allocated(device),
         context_and_others_bytes=total - torch.cuda.mem_get_info(device)[0] - reserved,
     )
 

@@ -11,6 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.device import BF16, FLOAT32, Precision, free_bytes, wait
+from benchmarks.gpu.record import SkipPart
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.speed import SPARE
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
@@ -68,6 +69,8 @@ def _kernel_rows(work: Work, events: Iterable[Any], name: str, strata: int) -> l
     for kernel in kernels:
         seconds[kernel.name] += 1e-6 * (kernel.time_range.end - kernel.time_range.start)
         times[kernel.name] += 1
+    if not kernels:
+        raise SkipPart("torch's profiler saw no kernels here: it may not read the device's counters")
     spans = sorted((k.time_range.start, k.time_range.end) for k in kernels)
     busy, span = covered(spans), spans[-1][1] - spans[0][0]
     copies = sum(n for kind, n in times.items() if kind.startswith(("Memcpy", "Memset")))

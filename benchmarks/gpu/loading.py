@@ -48,18 +48,18 @@ class Clock(pl.Callback):
 def run(work: Work) -> None:
     """A row for each number of workers."""
     batch_size, cells, steps = (4, 40, 6) if work.tiny else (256, 4096, 14)
+    own = data(tiny=work.tiny, cells=cells, batch_size=batch_size)
     for workers, pinned in TRIALS[::2] if work.tiny else TRIALS:
         if work.clock.left < 5:
             work.record.note(f"{workers} workers, pinned {pinned}: not reached, the time was over.")
             continue
-        pins = pinned and work.device.type == "cuda"
+        own.num_workers, own.pin_memory = workers, pinned and work.device.type == "cuda"
         clock = Clock()
-        own = data(tiny=work.tiny, cells=cells, batch_size=batch_size, num_workers=workers, pin_memory=pins)
-        fit(work, own, strategies=OURS, steps=steps, callbacks=[clock], window=640)
+        fit(work, own, strategies=OURS, steps=steps, callbacks=[clock])
         waited, worked = (median(found[WARM_UP:]) for found in (clock.waited, clock.worked))
         work.record.row(
             workers=workers,
-            pinned=pins,
+            pinned=own.pin_memory,
             cells=batch_size,
             wait_seconds=waited,
             step_seconds=worked,

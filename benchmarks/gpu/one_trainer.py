@@ -40,12 +40,11 @@ def fit(
     strategies: tuple[str, ...] | None,
     steps: int,
     callbacks: list[pl.Callback] | None = None,
-    window: int | None = None,
     **options: Any,
 ) -> tuple[GLUE, pl.Trainer, AMPStrategy]:
     """Train the reference model for some steps; options are the Trainer's, no strategies mean policy "auto"."""
     pl.seed_everything(0, verbose=False)
-    module = GLUE(16 if work.tiny else 128, window=16 if work.tiny else window)
+    module = GLUE(16 if work.tiny else 128, window=16 if work.tiny else None)
     # the reference model's discriminator steps too
     trainer, strategy = trainer_for(
         work, strategies=strategies, steps=2 * steps, callbacks=callbacks, **options
