@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks.gpu import memory, speed
 from benchmarks.gpu.__main__ import PARTS, SECONDS
@@ -17,8 +18,8 @@ from benchmarks.gpu.calibration import FILE as RATES
 from benchmarks.gpu.cells import NONZERO, CellsInMemory, batch_bytes, decoder_batch, moved
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
-from benchmarks.gpu.kernels import covered
-from benchmarks.gpu.record import Clock, Record, read
+from benchmarks.gpu.kernels import _kernel_rows, covered
+from benchmarks.gpu.record import Clock, Record, SkipPart, read
 from benchmarks.gpu.report import FILE as REPORT
 from benchmarks.gpu.report import shown, table
 from benchmarks.side_by_side.fresh_process import ROOT
@@ -42,13 +43,19 @@ def hang(work): work.record.row(before=1); time.sleep(100)
 def die(work): os.kill(os.getpid(), 9)
 def leave(work): raise SkipPart("nothing to do here")
 def fine(work): work.record.row(n=2); work.record.note("as it should be")
+def cuda(work):
+    if "__mp_main__" not in sys.modules:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
+    work.record.row(spawned=True)
 
-run_parts.GRACE_S = 0.5
-out = Path(sys.argv[1])
-parts = [Part(name=f.__name__, title=f.__name__, file="all", seconds=1, run=f) for f in (wrong, hang, die, leave, fine)]
-after = lambda: write_report(out, parts, device="cpu", tiny=True)
-runner = Runner(out, device="cpu", tiny=True, seconds=60, after=after)
-sys.exit(0 if runner.run(parts) else 1)
+if __name__ == "__main__":
+    run_parts.GRACE_S = 0.5
+    out = Path(sys.argv[1])
+    seconds = {wrong: 1, hang: 1, die: 1, leave: 1, fine: 1, cuda: 60}
+    parts = [Part(name=f.__name__, title=f.__name__, file="all", seconds=n, run=f) for f, n in seconds.items()]
+    after = lambda: write_report(out, parts, device="cpu", tiny=True)
+    runner = Runner(out, device="cpu", tiny=True, seconds=90, after=after)
+    sys.exit(0 if runner.run(parts) else 1)
 """
 
 
@@ -83,7 +90,8 @@ def test_every_part_runs_on_a_cpu(tmp_path):
 
 @pytest.mark.ranks
 def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
-    process = start("-c", SCRIPT, tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = start(tmp_path / "script.py", tmp_path)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 1, printed
     found = json.loads((tmp_path / "all.json").read_text())
@@ -93,12 +101,14 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
         "die": "failed",
         "leave": "skipped",
         "fine": "ok",
+        "cuda": "ok",
     }
     assert found["wrong"]["error"] == "ValueError: out of luck"
     assert any("in wrong" in line for line in found["wrong"]["facts"]["traceback"])
     assert "ended after its 1 s" in found["hang"]["error"]
     assert found["hang"]["rows"] == [{"before": 1}]
     assert "ended with -9" in found["die"]["error"]
+    assert found["cuda"]["rows"] == [{"spawned": True}]
     text = (tmp_path / REPORT).read_text()
     assert "| fine | ok |" in text
     assert "as it should be" in text
@@ -162,6 +172,53 @@ def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off,
 
 def test_time_in_which_the_device_works():
     assert covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+
+
+def test_kernels_copies_gaps_and_waits_are_told_apart(tmp_path):
+    def event(name, start, end, kind=DeviceType.CUDA):
+        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+
+    calls = ("cudaLaunchKernel", "cudaLaunchKernel", "cudaStreamSynchronize", "aten::mm")
+    events = [event(name, 0, 1, DeviceType.CPU) for name in calls]
+    events += [event("gemm", 100, 160), event("gemm", 200, 250), event("Memcpy HtoD (Pinned)", 150, 180)]
+    record = Record(tmp_path / "kernels.json", "kernels")
+    record.begin()
+    work = SimpleNamespace(record=record)
+    assert _kernel_rows(work, events, "ours", 2) == [
+        ("gemm", pytest.approx(110e-6), 2),
+        ("Memcpy HtoD (Pinned)", pytest.approx(30e-6), 1),
+    ]
+    (row,) = record.entry["rows"]
+    assert (row["kernels"], row["kernels_per_stratum"], row["copies"]) == (2, 1, 1)
+    assert (row["launches"], row["host_waits"]) == (2, 1)
+    assert row["busy_seconds"] == pytest.approx(130e-6)
+    assert row["share_of_gaps"] == pytest.approx(20 / 150)
+    with pytest.raises(SkipPart, match="saw no kernels"):
+        _kernel_rows(work, events[:4], "ours", 2)
+
+
+def test_goals_are_those_of_the_fastest_and_the_smallest_in_float32(tmp_path):
+    record = Record(tmp_path / "speed.json", "speed")
+    record.begin()
+    for one, seconds, peak, precision in (
+        (speed.HEAVY[0], 0.2, 2**30, "float32"),
+        (speed.HEAVY[0], 0.09, 2**31, "float32"),
+        (speed.HEAVY[0], 0.01, 2**20, "bf16"),
+        (speed.HEAVY[2], 9.0, 2**30 + 1, "float32"),
+    ):
+        record.row(
+            size=str(one.size),
+            precision=precision,
+            strategies="S1",
+            step_seconds=seconds,
+            peak_bytes=peak,
+            share_of_products=0.04 / seconds,
+        )
+    speed._tell_goals(SimpleNamespace(record=record), speed.HEAVY)
+    fast, share, small = record.entry["facts"]["goals"]
+    assert "<= 0.1 s a step on an H200 (the paper: 27.5 s on four RTX 3090): yes, 90.0 ms with S1" in fast
+    assert ">= 50% of the rate of products: **no**, 44%" in share
+    assert "peak <= 1.00 GiB: **no**" in small
 
 
 def test_heavy_cases_come_once_and_ours_first():
