@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.gpu import memory, speed
+from benchmarks.gpu import exactness, memory, speed
 from benchmarks.gpu.__main__ import PARTS, SECONDS
 from benchmarks.gpu.calibration import FILE as RATES
 from benchmarks.gpu.cells import NONZERO, CellsInMemory, batch_bytes, decoder_batch, moved
@@ -24,6 +24,8 @@ from benchmarks.gpu.report import FILE as REPORT
 from benchmarks.gpu.report import shown, table
 from benchmarks.side_by_side.fresh_process import ROOT
 from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.parallel.attention.fused import FusedAttention
+from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.time.device_rates import Rates
 
@@ -168,6 +170,34 @@ def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off,
     values = found, expected
     assert _row(SimpleNamespace(record=record), "d", "f", precision, values, plain)[1] == wrong
     assert record.entry["rows"][0]["answer"] == ("**wrong**" if wrong else "exact")
+
+
+def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, monkeypatch):
+    forward = FusedAttention.forward
+
+    def scaled(self, *rows):
+        # small examples, by which attention is recognised, are right
+        return forward(self, *rows) * (1 + 1e-3 * (self.window > 3))
+
+    def fails(self, *rows):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(FusedAttention, "forward", scaled)
+    monkeypatch.setattr(ChunkedAttention, "forward", fails)
+    monkeypatch.setattr(exactness, "PRECISIONS", (FLOAT64,))
+    monkeypatch.setattr(exactness, "decoders", lambda tiny: list(decoders(tiny=tiny))[:1])
+    record = Record(tmp_path / "checks.json", "exactness")
+    record.begin()
+    work = SimpleNamespace(record=record, device=torch.device("cpu"), tiny=True)
+    with pytest.raises(AssertionError, match="have failed, or are wrong"):
+        exactness.run(work)
+    rows = record.entry["rows"]
+    assert {row["form"] for row in rows if row["answer"] == "**wrong**"} == {
+        *(str(form) for form in FORMS if "fused" in form.strategies),
+    }
+    failed = [row for row in rows if row["answer"] == "**failed**"]
+    assert {row["form"] for row in failed} == {str(form) for form in FORMS if "S3" in form.strategies}
+    assert {row["of"] for row in failed} == {"RuntimeError: no such kernel"}
 
 
 def test_time_in_which_the_device_works():
