@@ -27,12 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_leaves as tree_leaves
 
+# tensors into tensors, in one operator
+copy_all = torch._foreach_copy_
+
 __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
     "FakeStore",
     "FakeTensor",
     "TorchDispatchMode",
+    "copy_all",
     "default_store",
     "functional_collectives",
     "is_compiled",

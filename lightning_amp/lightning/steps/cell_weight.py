@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed import all_reduce
+from torch.distributed import Work, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.batch_parts import parts_in
@@ -46,31 +46,34 @@ def _sizes(batch: object) -> set[int]:
 
 
 class CellWeight:
-    """The weight of this rank's loss in the current training step, agreed on at the step's first backward."""
+    """The weight of this rank's loss in the current training step, agreed on during the step's forward."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Weigh over the ranks of `mesh`, the data axis; a mesh can be deep-copied, a process group cannot."""
         self._mesh = mesh
         self._device = device
         self._cells: int | None = None
-        self._weight: float | None = 1.0
+        self._counts = torch.empty(0)
+        self._travelling: Work | None = None
+        self._weight = 1.0
         self._warned = False
 
     def start(self, batch: object) -> None:
-        """A new training step begins; its weight is not known yet."""
-        self._cells = count_cells(batch)
-        self._weight = 1.0 if self._mesh.size() == 1 else None
+        """A new training step begins: a collective, which is not waited for before the weight is asked for."""
+        if self._mesh.size() > 1:
+            n = self._cells = count_cells(batch)
+            self._counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
+            self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)
 
     def value(self) -> float:
-        """The weight; a collective at the first call of a step. Exactly 1.0 where ranks hold equally many."""
-        if self._weight is None:
-            self._weight = self._agree(self._cells)
+        """The weight. Exactly 1.0 where ranks hold equally many."""
+        if self._travelling is not None:
+            self._travelling.wait()
+            self._travelling, self._weight = None, self._of(self._cells)
         return self._weight
 
-    def _agree(self, n: int | None) -> float:
-        counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
-        all_reduce(counts, group=self._mesh.get_group())
-        total, unknown = counts.tolist()
+    def _of(self, n: int | None) -> float:
+        total, unknown = self._counts.tolist()
         if unknown and not self._warned:
             self._warned = True
             rank_zero_warn(

@@ -30,7 +30,7 @@ from lightning_amp.lightning.steps.step_time import put_first
 from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.keep_freed_memory import keep_freed_memory
-from lightning_amp.lightning.strategy.plan_run import announce, plan_in_force
+from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
 from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.install import Installed, install, lies_in
@@ -77,9 +77,10 @@ class InstalledPlan:
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
         notes = self._foreign.notes
-        plan = plan_in_force(self._request, self._here, self._trainer, notes=notes)
+        self._facts = Facts(self._request, self._here, self._trainer)
+        plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
-            plan = plan_in_force(self._request, self._here, self._trainer, notes=notes, given=self._resumed)
+            plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
@@ -150,9 +151,7 @@ class InstalledPlan:
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
 
     def _plan_of(self, strategies: Strategies) -> Plan:
-        request = replace(self._request, strategies=list(strategies) or ["S1"])
-        cells = (self._plan.batch_size, "")
-        plan = plan_in_force(request, self._here, self._trainer, notes=self._foreign.notes, cells=cells)
+        plan = plan_in_force(self._facts, notes=self._foreign.notes, strategies=strategies or ["S1"])
         # what is asked for has S1 always, what is compared on one device never
         rules = tuple(rule for rule in plan.rules if rule.strategy in strategies)
         return replace(plan, strategies=strategies, rules=rules)
@@ -203,9 +202,8 @@ class InstalledPlan:
         before, notes = self._plan, self._foreign.notes
         unknown = any(note.startswith(UNKNOWN) for note in before.notes)
         cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
-        plan_again = partial(
-            plan_in_force, self._request, self._here, self._trainer, notes=notes, cells=cells
-        )
+        self._facts = Facts(self._request, self._here, self._trainer, cells=cells)
+        plan_again = partial(plan_in_force, self._facts, notes=notes)
         wanted = plan_again()
         if _split(wanted) == _split(before):
             return wanted

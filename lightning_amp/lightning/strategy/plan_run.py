@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 
 import lightning.pytorch as pl
 import torch
@@ -46,41 +47,75 @@ ADAM_SLOTS = 2
 RMSPROP_SLOTS = 1
 
 
+class Facts:
+    """What the plans of one run are made of: read when the first one is made, on rank 0, and kept for the others.
+
+    Args:
+        request, here, trainer: What is asked, by which rank, in which run.
+        cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
+    """
+
+    def __init__(
+        self, request: Request, here: ThisRank, trainer: pl.Trainer, *, cells: Cells | None = None
+    ) -> None:
+        self.request, self.here, self.trainer = request, here, trainer
+        self._cells = cells_per_step(trainer) if cells is None else cells
+        self._compared = cells is not None
+
+    @cached_property
+    def read(self) -> tuple[Profile, ModelShape, list[str]]:
+        """Profile and shape of the run, and what a prediction leaves out."""
+        return _read(self.request, self.here, self.trainer, self._cells)
+
+    @cached_property
+    def rates(self) -> tuple[Rates, list[str]]:
+        """What a device reaches, and a note where it is not known."""
+        return _rates(self.request, self.here)
+
+    @cached_property
+    def budget(self) -> int:
+        """Bytes of one device."""
+        return _budget(self.request, self.here)
+
+    def compare(self) -> None:
+        """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
+        if not self._compared:
+            make_sure_of_same_plan(self.request, self.here, getattr(self.trainer, "datamodule", None))
+        self._compared = True
+
+
 def plan_in_force(
-    request: Request,
-    here: ThisRank,
-    trainer: pl.Trainer,
+    facts: Facts,
     *,
     notes: Sequence[str] = (),
     given: Plan | None = None,
-    cells: Cells | None = None,
+    strategies: Sequence[str] | None = None,
 ) -> Plan:
     """The plan of one run, the same on every rank: the one that was asked for, or one made on rank 0.
 
     Args:
-        request, here, trainer: What is asked, by which rank, in which run.
+        facts: What it is made of.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
         given: A plan to carry out instead of the one that was asked for.
-        cells: What `cells_per_step` gave, where it was called already.
+        strategies: To make a plan of, instead of what was asked for.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
-    known = cells_per_step(trainer) if cells is None else cells
+    request, here = facts.request, facts.here
 
     def decide() -> Plan:
         asked = request.plan if given is None else given
-        if asked is None:
-            return plan_run(request, here, trainer, known)
-        read = asked if isinstance(asked, Plan) else Plan.read(asked)
-        return predict_anew(read, request, here, trainer, known)
+        if asked is None or strategies is not None:
+            return plan_run(facts, strategies)
+        return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
 
     try:
         plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
-    make_sure_of_same_plan(request, here, getattr(trainer, "datamodule", None))
+    facts.compare()
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if plan.mesh.data * plan.mesh.model != here.n_ranks:
         raise PlanError(
@@ -89,7 +124,7 @@ def plan_in_force(
         )
     if not request.share_batch_statistics:
         plan = without_shared_statistics(plan)
-    balance = getattr(getattr(trainer, "datamodule", None), "balance", None)
+    balance = getattr(getattr(facts.trainer, "datamodule", None), "balance", None)
     balance = request.balance_cells if balance is None else balance
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
 
@@ -110,21 +145,25 @@ def announce(plan: Plan, *, if_unfit: str) -> None:
     rank_zero_warn(shortfall(plan))
 
 
-def plan_run(request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells) -> Plan:
+def plan_run(facts: Facts, strategies: Sequence[str] | None = None) -> Plan:
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
+
+    Args:
+        facts: What it is made of.
+        strategies: To make it of, instead of what was asked for.
 
     Raises:
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    profile, shape, notes = _read(request, here, trainer, cells)
-    rates, note = _rates(request, here)
+    request, here = facts.request, facts.here
+    (profile, shape, notes), (rates, note) = facts.read, facts.rates
     made = make_plan(
         profile,
         devices=here.n_ranks,
-        device_memory=_budget(request, here),
+        device_memory=facts.budget,
         policy=request.policy,
-        strategies=request.strategies,
+        strategies=request.strategies if strategies is None else list(strategies),
         batch_size=shape.batch_size,
         model_parallel_size=request.model_parallel_size,
         shape=shape,
@@ -134,11 +173,10 @@ def plan_run(request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells
     return replace(made, notes=(*made.notes, *note, *notes))
 
 
-def predict_anew(plan: Plan, request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells) -> Plan:
+def predict_anew(plan: Plan, facts: Facts) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
-    profile, shape, notes = _read(request, here, trainer, cells)
-    rates, note = _rates(request, here)
-    notes += note + too_few_cells(profile, plan.mesh, shape.batch_size)
+    (profile, shape, notes), (rates, note) = facts.read, facts.rates
+    notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
@@ -150,7 +188,7 @@ def predict_anew(plan: Plan, request: Request, here: ThisRank, trainer: pl.Train
         predicted_stratum_bytes=predicted.mean_stratum_bytes,
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
-        budget_bytes=_budget(request, here),
+        budget_bytes=facts.budget,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
         predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),

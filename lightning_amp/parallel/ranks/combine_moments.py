@@ -5,6 +5,7 @@
 Sums of squares would lose the digits that the mean has in common with every value.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,4 +18,4 @@ def union_moments(
     """Mean, sum of squared deviations and number of the union; a part may be empty."""
     count = counts.sum()
     mean = (counts * means).sum(dim=0) / count
-    return mean, m2s.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0), count
+    return mean, torch.addcmul(m2s, counts, (means - mean).square()).sum(dim=0), count

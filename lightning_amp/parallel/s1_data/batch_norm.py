@@ -8,7 +8,9 @@ Exact up to rounding for any cells per rank, zero included. Gradients of weight 
 part: the reducer averages them over ranks like all others, while dx belongs to the sum of all ranks' losses.
 So an average of parameter gradients is the gradient of the average of the ranks' losses.
 
-Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode.
+Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode. What the
+sums of all ranks are not needed for is computed while they travel: backward, the gradients of weight and bias and the
+part of dx that is the rank's own. Forward there is nothing of this kind.
 Legend: C channels, n_r values per channel on rank r (cells times positions).
 Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
@@ -21,12 +23,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup, all_gather, all_reduce, get_world_size
+from torch.distributed import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import batch_norm
 
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.combine_moments import union_moments
 from lightning_amp.shapes import Scalar
 
@@ -101,11 +105,10 @@ class SharedBatchNorm(AnyBatchNorm):
         if not self.training or self.mesh.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        group = self.mesh.get_group()
-        mean, m2, count = _union_statistics(input, group)
+        mean, m2, count = _union_statistics(input, self.mesh)
         self._track(mean, m2, count)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, m2 / count, count, self.eps, group
+            input, self.weight, self.bias, mean, m2 / count, count, self.eps, self.mesh
         )
         return output
 
@@ -126,23 +129,23 @@ class SharedBatchNorm(AnyBatchNorm):
             momentum = 1 / float(self.num_batches_tracked) if momentum is None else momentum
         assert momentum is not None, "a layer that tracks statistics counts its batches"
         for running, new in ((self.running_mean, mean), (self.running_var, m2 / (count - 1))):
-            running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+            running.lerp_(new.to(running.dtype), momentum)
 
 
 @torch.no_grad()
 def _union_statistics(
-    x: Float[Tensor, "cell channel *position"], group: ProcessGroup
+    x: Float[Tensor, "cell channel *position"], mesh: DeviceMesh
 ) -> tuple[Float[Tensor, " channel"], Float[Tensor, " channel"], Scalar]:
     """Mean, sum of squared deviations and number of values per channel over all ranks, by Chan's formula."""
     x = x.to(_precise(x.dtype))
     channels, n = x.shape[1], x.numel() // x.shape[1]
-    packed = x.new_zeros(2 * channels + 1)
     if n:
         var, mean = torch.var_mean(x, dim=_all_but_channel(x), correction=0)
-        packed = torch.cat([mean, var * n, packed.new_full((1,), n)])
-    rows = packed.new_empty(get_world_size(group), len(packed))
-    all_gather(list(rows.unbind()), packed, group=group)
-    return union_moments(rows[:, :channels], rows[:, channels:-1], rows[:, -1:])
+        packed = torch.cat([mean, var * n, x.new_full((1,), n)])
+    else:
+        packed = x.new_zeros(2 * channels + 1)
+    means, m2s, counts = torch.split(collectives.all_gather(mesh, packed), [channels, channels, 1], dim=1)
+    return union_moments(means, m2s, counts)
 
 
 class _Normalize(torch.autograd.Function):
@@ -158,35 +161,37 @@ class _Normalize(torch.autograd.Function):
         var: Tensor,
         count: Tensor,
         eps: float,
-        group: ProcessGroup,
+        mesh: DeviceMesh,
     ) -> Tensor:
-        scale = torch.rsqrt(var + eps)
-        ctx.save_for_backward(x, weight, mean, scale, count)
-        ctx.group = group
-        y = (x.to(mean.dtype) - _along(mean, x)).mul_(_along(scale if weight is None else scale * weight, x))
-        if bias is not None:
-            y.add_(_along(bias, x))
-        return y.to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.eps, ctx.mesh = eps, mesh
+        return batch_norm(x.to(mean.dtype), mean, var, weight, bias, eps=eps).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale, count = ctx.saved_tensors
+        x, weight, mean, var, count = ctx.saved_tensors
         dims = _all_but_channel(x)
         dy = grad.to(mean.dtype)
         deviation = x.to(mean.dtype) - _along(mean, x)
         local = torch.cat([dy.sum(dim=dims), (dy * deviation).sum(dim=dims)])
         sums = local.clone()
-        all_reduce(sums, group=ctx.group)
-        total, slope = (sums / count).chunk(2)
-        dx = dy - _along(total, x) - deviation.mul_(_along(slope * scale.square(), x))
-        dx.mul_(_along(scale if weight is None else scale * weight, x))
-        d_bias, d_scaled = local.chunk(2)
-        if weight is None:
-            return dx.to(x.dtype), *[None] * 7
-        # a copy: the view would keep both halves alive as the bias's gradient
-        d_bias = d_bias.to(weight.dtype, copy=True)
-        return dx.to(x.dtype), (d_scaled * scale).to(weight.dtype), d_bias, *[None] * 5
+        travelling = all_reduce(sums, group=ctx.mesh.get_group(), async_op=True)
+        rstd = torch.rsqrt(var + ctx.eps)
+        scale = rstd if weight is None else rstd * weight
+        d_weight = d_bias = None
+        if weight is not None:
+            d_bias, d_scaled = local.chunk(2)
+            # a copy: the view would keep both halves alive as the bias's gradient
+            d_weight, d_bias = (d_scaled * rstd).to(weight.dtype), d_bias.to(weight.dtype, copy=True)
+        dx = dy * _along(scale, x)
+        per_value = scale / count
+        slope = per_value * rstd.square()
+        assert travelling is not None, "a rank of the group waits for it"
+        travelling.wait()
+        total, tilt = sums.chunk(2)
+        dx.sub_(_along(total * per_value, x)).sub_(deviation.mul_(_along(tilt * slope, x)))
+        return dx.to(x.dtype), d_weight, d_bias, *[None] * 5
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

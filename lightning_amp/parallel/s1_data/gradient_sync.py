@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from lightning_amp._torch import copy_all
 from lightning_amp.errors import InstallError
 
 MIB = 2**20
@@ -131,7 +132,8 @@ class GradientSync:
             reached = self._agree()
             data = self._mesh["data"].get_group()
             self._reduce([i for i in reached if i in self._partial], self._everyone)
-            replicated = [i for i in reached if i not in self._partial | self._sharded]
+            others = self._partial | self._sharded
+            replicated = [i for i in reached if i not in others]
             self._reduce(replicated, self._everyone if self._copies > 1 else data, copies=self._copies)
             self._reduce([i for i in reached if i in self._sharded], data)
         self._reached.clear()
@@ -200,8 +202,8 @@ class GradientSync:
         all_reduce(flat, group=ranks)
         if not alone:
             pieces = torch.split(flat, [grad.numel() for grad in bucket])
-            for grad, piece in zip(bucket, pieces, strict=True):
-                grad.copy_(piece.view(grad.shape))
+            # at once: a model has hundreds of small parameters, and every operator has its price
+            copy_all(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
 
     def _gradient(self, index: int) -> Tensor:
         parameter = self._parameters[index]

@@ -191,8 +191,8 @@ def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = 
     return "", ""
 
 
-def cannot_plan(request: Any, here: Any, trainer: Any, cells: Any) -> Plan:
-    assert here.rank == 0, "only rank 0 plans"
+def cannot_plan(facts: Any, strategies: Any) -> Plan:
+    assert facts.here.rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 
 
@@ -318,8 +318,8 @@ def test_life_cycle(ranks: list[Any]) -> None:
     for rank in ranks:
         counts = rank["life"].pop("counts")
         assert not [claim for claim, holds in rank["life"].items() if not holds]
-        # from zero_grad to the step: cells, two batch statistics in backward, changed parameters, one bucket
-        assert counts == [{"allreduce_": 5}] * 4
+        # from zero_grad to the step: two batch statistics in backward, changed parameters, one bucket
+        assert counts == [{"allreduce_": 4}] * 4
 
 
 def test_local_statistics_stay_local_until_validation_takes_rank_0s(ranks: list[Any]) -> None:
