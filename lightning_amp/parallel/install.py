@@ -238,6 +238,8 @@ def lies_in(fqn: str, names: Iterable[str]) -> bool:
 
 def _refuse_shared(module: nn.Module, installed: Installed) -> None:
     """A parameter that is split, and has another use too, would become two that are trained apart."""
+    if not installed.sharded:
+        return
     shards = {id(parameter.shard) for parameter in installed.sharded}
     names = {id(p): fqn for fqn, p in module.named_parameters() if id(p) not in shards}
     uses = {key: f"the module uses it as {fqn!r} too" for key, fqn in names.items()}

@@ -33,7 +33,8 @@ from lightning_amp.lightning.strategy.keep_freed_memory import keep_freed_memory
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
 from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.parallel.install import Installed, install, lies_in
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.install import Installed, Swap, install, lies_in
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
@@ -106,11 +107,10 @@ class InstalledPlan:
         )
 
     def _may_race(self) -> bool:
-        """Whether plans may change between steps: nothing that ranks have parts of, and no order of sums to keep."""
+        """Whether plans may change between steps: in a fit that is the policy's, without an order of sums to keep."""
         return (
             self._trainer.state.fn == TrainerFn.FITTING
             and self._request.races
-            and self._plan.mesh.model == 1
             and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
             and not torch.are_deterministic_algorithms_enabled()
             and not getattr(self._trainer, "fast_dev_run", False)
@@ -130,28 +130,49 @@ class InstalledPlan:
         Raises:
             PlanError: A technique refuses a module on some rank; what was installed still is, on all of them.
         """
-        before, swaps, refused = self._plan, list(self._installed.swaps), ""
+        before, refused, made = self._plan, "", Installed()
         with _as_in_setup(self._here.device):
-            self._installed.undo()
             self._foreign.stand_in()
+            names = list(find_decoders(self._model))
+            swaps = self._take_out(names)
             try:
                 plan = self._plan_of(strategies)
-                self._installed = self._made(plan)
-                check_precision(self._installed, self._trainer.precision_plugin)
+                made = self._made(plan, within=names)
+                assert {*map(id, made.partial)} <= {*map(id, self._installed.partial)}, (
+                    "as the plan of the run"
+                )
+                assert not made.sharded, "what is sharded lies outside of decoders"
+                check_precision(made, self._trainer.precision_plugin)
             except AmpError as error:
                 refused = str(error)
             # no collective above is called by some ranks only: a plan that cannot be made is refused on all of them
             on_some_rank = bool(largest(float(bool(refused)), self._here.device))
             if on_some_rank:
-                self._installed.undo()
-                self._installed.redo(swaps)
+                made.undo()
+                made.redo(swaps)
+            self._installed.swaps += made.swaps
             self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         if on_some_rank:
             raise PlanError(refused or "refused on another rank")
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
 
+    def _take_out(self, names: list[str]) -> list[Swap]:
+        """Put back what was in the decoders before; what lies outside of them stays. Returns what was taken out."""
+        swaps = self._installed.swaps
+        inside = [swap for swap in swaps if lies_in(swap.fqn, names)]
+        outside = [swap for swap in swaps if not lies_in(swap.fqn, names)]
+        self._installed.swaps = list(inside)
+        self._installed.undo()
+        self._installed.swaps = outside
+        return inside
+
     def _plan_of(self, strategies: Strategies) -> Plan:
-        plan = plan_in_force(self._facts, notes=self._foreign.notes, strategies=strategies or ["S1"])
+        plan = plan_in_force(
+            self._facts,
+            notes=self._foreign.notes,
+            strategies=strategies or ["S1"],
+            model_ranks=self._plan.mesh.model,
+        )
         # what is asked for has S1 always, what is compared on one device never
         rules = tuple(rule for rule in plan.rules if rule.strategy in strategies)
         return replace(plan, strategies=strategies, rules=rules)
@@ -217,11 +238,9 @@ class InstalledPlan:
 
     def _renew(self, plan: Plan) -> None:
         """Install anew what lies in the decoders; all else is what optimisers know, and the same."""
-        names, swaps = list(self._foreign.decoders), self._installed.swaps
-        outside = [swap for swap in swaps if not lies_in(swap.fqn, names)]
-        self._installed.swaps = [swap for swap in swaps if lies_in(swap.fqn, names)]
-        self._installed.undo()
-        self._installed.swaps = outside + self._made(plan, within=names).swaps
+        names = list(self._foreign.decoders)
+        self._take_out(names)
+        self._installed.swaps += self._made(plan, within=names).swaps
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
 
     def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:

@@ -90,6 +90,7 @@ def plan_in_force(
     notes: Sequence[str] = (),
     given: Plan | None = None,
     strategies: Sequence[str] | None = None,
+    model_ranks: int | None = None,
 ) -> Plan:
     """The plan of one run, the same on every rank: the one that was asked for, or one made on rank 0.
 
@@ -97,7 +98,7 @@ def plan_in_force(
         facts: What it is made of.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
         given: A plan to carry out instead of the one that was asked for.
-        strategies: To make a plan of, instead of what was asked for.
+        strategies, model_ranks: To make a plan of, instead of what was asked for.
 
     Raises:
         AmpError: What rank 0 was told when it made the plan.
@@ -108,7 +109,7 @@ def plan_in_force(
     def decide() -> Plan:
         asked = request.plan if given is None else given
         if asked is None or strategies is not None:
-            return plan_run(facts, strategies)
+            return plan_run(facts, strategies, model_ranks)
         return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
 
     try:
@@ -145,12 +146,12 @@ def announce(plan: Plan, *, if_unfit: str) -> None:
     rank_zero_warn(shortfall(plan))
 
 
-def plan_run(facts: Facts, strategies: Sequence[str] | None = None) -> Plan:
+def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
     Args:
         facts: What it is made of.
-        strategies: To make it of, instead of what was asked for.
+        strategies, model_ranks: To make it of, instead of what was asked for.
 
     Raises:
         DataError: The data directory cannot be read.
@@ -165,7 +166,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None) -> Plan:
         policy=request.policy,
         strategies=request.strategies if strategies is None else list(strategies),
         batch_size=shape.batch_size,
-        model_parallel_size=request.model_parallel_size,
+        model_parallel_size=request.model_parallel_size if model_ranks is None else model_ranks,
         shape=shape,
         rates=rates,
         node_devices=here.node_ranks,

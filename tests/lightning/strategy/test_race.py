@@ -4,7 +4,7 @@ A step's time is replaced by one that a plan is given, so that the winner is kno
 Double precision, plain descent: parameters of all runs are compared to 1e-12.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +51,17 @@ class Racing(Site):
     race: bool = True
 
     def strategy(self) -> Any:
-        return AMPStrategy(race=self.race) if self.strategies else "auto"
+        if not self.strategies:
+            return "auto"
+        return AMPStrategy(race=self.race, model_parallel_size=self.model_ranks)
+
+
+PLACED = {"S1", "S2", "S5", "nodes", "strata"}
+"""Of the data and the model axis, which no race changes."""
+
+
+def raced(strategies: Iterable[str]) -> tuple[str, ...]:
+    return tuple(s for s in strategies if s not in PLACED)
 
 
 class Seen(Callback):
@@ -61,7 +71,7 @@ class Seen(Callback):
         self.plans: list[tuple[str, ...]] = []
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        self.plans.append(tuple(s for s in trainer.strategy.plan.strategies if s != "S1"))
+        self.plans.append(raced(trainer.strategy.plan.strategies))
 
 
 class Installed(Callback):
@@ -105,7 +115,7 @@ def known_times(strategies_now: Any, rank: int) -> Iterator[None]:
     clock, real = [0.0], race_of_plans.now
 
     def known(device: torch.device) -> float:
-        strategies = tuple(s for s in strategies_now() if s != "S1")
+        strategies = raced(strategies_now())
         if rank:
             clock[0] += 0.1 if "stream" in strategies else 0.5
         else:
@@ -146,7 +156,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def both(rank: int, ranks: int, name: str, folder: Path) -> tuple[Outcome, Outcome]:
+def both(rank: int, ranks: int, name: str, folder: Path, *, model_ranks: int = 1) -> tuple[Outcome, Outcome]:
     """With a race and without."""
 
     def once(race: bool) -> Outcome:
@@ -154,9 +164,10 @@ def both(rank: int, ranks: int, name: str, folder: Path) -> tuple[Outcome, Outco
         if options.get("callbacks"):
             options["callbacks"] = [Average()]
         module = Manual() if options.pop("module", None) else None
-        return run(
-            Racing(strategies="amp", rank=rank, ranks=ranks, folder=folder, race=race), module, **options
+        site = Racing(
+            strategies="amp", rank=rank, ranks=ranks, model_ranks=model_ranks, folder=folder, race=race
         )
+        return run(site, module, **options)
 
     return once(True), once(False)
 
@@ -188,6 +199,21 @@ def test_two_ranks_train_what_one_plan_trains_and_switch_together(tmp_path: Path
         for result in results:
             compare(*result[name])
         assert results[0][name][0]["plans"] == results[1][name][0]["plans"], name
+
+
+def on_a_model_axis(rank: int, ranks: int, folder: Path) -> list[tuple[Outcome, Outcome]]:
+    return [both(rank, ranks, name, folder, model_ranks=2) for name in ("accumulated", "clipped")]
+
+
+@pytest.mark.ranks
+def test_what_ranks_have_parts_of_stays_while_plans_of_a_model_axis_race(tmp_path: Path) -> None:
+    results = run_ranks(on_a_model_axis, 2, tmp_path, tmp_path, timeout=60)
+    for found, same in zip(*results, strict=True):
+        compare(*found)
+        assert found[0]["plans"] == same[0]["plans"]
+        first, last = (Plan.from_json(outcome["plan"]) for outcome in reversed(found))
+        assert set(first.strategies) & PLACED - {"S1"}, "the plans split something"
+        assert set(first.strategies) & PLACED == set(last.strategies) & PLACED
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"fast_dev_run": True}])
@@ -235,7 +261,7 @@ def test_plans_that_leave_no_memory_to_spare_do_not_run(tmp_path: Path) -> None:
             return AMPStrategy(device_memory=f"{budget}B")
 
     found = run(Tight(strategies="amp", folder=tmp_path))
-    peak = {tuple(s for s in c.strategies if s != "S1"): c.peak_bytes for c in free.candidates}
+    peak = {raced(c.strategies): c.peak_bytes for c in free.candidates}
     most = max(peak[found["plans"][0]], budget / 2)
     over = {strategies for strategies, size in peak.items() if size > most}
     assert over

@@ -191,7 +191,7 @@ def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = 
     return "", ""
 
 
-def cannot_plan(facts: Any, strategies: Any) -> Plan:
+def cannot_plan(facts: Any, strategies: Any, model_ranks: Any) -> Plan:
     assert facts.here.rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 
