@@ -1,9 +1,10 @@
 """A module with a plan carried out on it."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -61,7 +62,7 @@ class _SureSync(GradientSync):
     the same others.
     """
 
-    def _agree(self) -> list[int]:
+    def _agree(self, grads: Mapping[int, Tensor]) -> list[int]:
         everyone = torch.empty(len(self._parameters), dtype=torch.uint8, device="meta")
         all_reduce(everyone, ReduceOp.MAX, group=self._everyone)
         return sorted(self._reached | self._partial)

@@ -155,4 +155,4 @@ class TrainingStep:
             return
         if self._gradients.pending and not self._gradients.blocked:
             rank_zero_warn(RAW_BACKWARD)
-        self._gradients.reduce(force=True)
+        self._gradients.reduce_rest()

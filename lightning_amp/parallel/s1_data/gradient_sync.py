@@ -18,13 +18,18 @@ nothing is sent over the model axis but the agreement. A device that does not ad
 GPU with its atomic sums, would let the copies of a replicated parameter drift apart: with `rounds_differently` their
 gradients are averaged over all ranks.
 
+A bucket travels while the next one is filled. A gradient of `ALONE` bytes or more is a bucket by itself, and is not
+copied; those go first, so that the small ones are put together meanwhile. A model has hundreds of parameters, and each
+look at a gradient makes an object in Python: a reduction looks once.
+
 Legend: P parameters, D and M ranks of the data and the model axis.
 Known limits: a tensor hook of the user's on a partial parameter sees the rank's part; parameters added to the module
 later are not seen; all gradients lie on one device.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +41,9 @@ from lightning_amp._torch import copy_all
 from lightning_amp.errors import InstallError
 
 MIB = 2**20
+ALONE = MIB
+IN_FLIGHT = 2
+"""Buckets at a time, which is what bounds the memory that they need."""
 REACHED, SPARSE = 1, 2
 """What a rank says of a parameter; the largest word of all ranks counts."""
 
@@ -64,7 +72,7 @@ class GradientSync:
             mesh: All ranks, with the axes "data" and "model".
             partial: Those of which a rank of the model axis has a part of the gradient.
             sharded: Those that are a rank's shard; their shapes may differ over the model axis.
-            bucket_bytes: Largest flat buffer; a gradient that is larger travels alone and is not copied.
+            bucket_bytes: Largest flat buffer; a gradient that is larger travels alone as well.
             rounds_differently: Whether a model group's ranks may find replicated gradients that differ in rounding.
         """
         self.blocked = False
@@ -76,6 +84,7 @@ class GradientSync:
         self._data_ranks, self._model_ranks = mesh["data"].size(), mesh["model"].size()
         self._bucket_bytes = bucket_bytes
         self._copies = self._model_ranks if rounds_differently else 1
+        self._sizes = [(p.dtype, p.nbytes) for p in self._parameters]
         self._reached: set[int] = set()
         self._hooks: dict[int, list[RemovableHandle]] = {}
 
@@ -83,6 +92,12 @@ class GradientSync:
     def pending(self) -> bool:
         """Whether this rank holds gradients that were not reduced yet; other ranks may differ."""
         return any(self._parameters[i].grad is not None for i in self._reached)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether ranks have different gradients at all."""
+        crosses_model = self._model_ranks > 1 and (bool(self._partial) or self._copies > 1)
+        return bool(self._parameters) and (self._data_ranks > 1 or crosses_model)
 
     @property
     def _everyone(self) -> ProcessGroup:
@@ -98,7 +113,7 @@ class GradientSync:
     def watch(self) -> None:
         """Hook the parameters that need gradients by now; call it before every backward, for unfreezing."""
         for i, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and i not in self._hooks:
+            if i not in self._hooks and parameter.requires_grad:
                 mark = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     functools.partial(self._mark, i)
                 )
@@ -127,15 +142,33 @@ class GradientSync:
         """
         if self.blocked and not force:
             return
-        crosses_model = self._model_ranks > 1 and (bool(self._partial) or self._copies > 1)
-        if self._parameters and (self._data_ranks > 1 or crosses_model):
-            reached = self._agree()
+        if self._sends:
+            grads = {i: grad for i in self._reached if (grad := self._parameters[i].grad) is not None}
+            reached = self._agree(grads)
             data = self._mesh["data"].get_group()
-            self._reduce([i for i in reached if i in self._partial], self._everyone)
             others = self._partial | self._sharded
-            replicated = [i for i in reached if i not in others]
-            self._reduce(replicated, self._everyone if self._copies > 1 else data, copies=self._copies)
-            self._reduce([i for i in reached if i in self._sharded], data)
+            kinds = (
+                ([i for i in reached if i in self._partial], self._everyone, 1),
+                (
+                    [i for i in reached if i not in others],
+                    self._everyone if self._copies > 1 else data,
+                    self._copies,
+                ),
+                ([i for i in reached if i in self._sharded], data, 1),
+            )
+            for indices, ranks, copies in kinds:
+                self._reduce(indices, grads, ranks, copies)
+        self._reached.clear()
+
+    def reduce_rest(self) -> None:
+        """Reduce what is left, also while `blocked`; where no rank has anything left, a collective of one byte."""
+        left = self.pending
+        if self._sends:
+            box = torch.tensor(left, dtype=torch.uint8, device=self._parameters[0].device)
+            all_reduce(box, ReduceOp.MAX, group=self._everyone)
+            left = bool(box)
+        if left:
+            self.reduce(force=True)
         self._reached.clear()
 
     def _places(self, some: Iterable[nn.Parameter]) -> set[int]:
@@ -155,57 +188,82 @@ class GradientSync:
             with torch.no_grad():
                 grad.div_(self._model_ranks)
 
-    def _word(self, index: int) -> int:
-        grad = self._parameters[index].grad
-        # a gradient that was reset to None after backward must not come back as zeros: optimisers skip None
-        if index not in self._reached or grad is None:
-            return 0
-        return REACHED if grad.layout is torch.strided else SPARSE
+    def _agree(self, grads: Mapping[int, Tensor]) -> list[int]:
+        """The parameters that any rank has reached, the same list on every rank.
 
-    def _agree(self) -> list[int]:
-        """The parameters that any rank has reached, the same list on every rank."""
-        words = [self._word(i) for i in range(len(self._parameters))]
-        union = torch.tensor(words, dtype=torch.uint8, device=self._parameters[0].device)
+        A gradient that was reset to None after backward is not among `grads`, those of this rank, and must not come
+        back as zeros: optimisers skip None.
+        """
+        words = bytearray(len(self._parameters))
+        for i, grad in grads.items():
+            words[i] = REACHED if grad.layout is torch.strided else SPARSE
+        union = torch.frombuffer(words, dtype=torch.uint8).to(self._parameters[0].device)
         all_reduce(union, ReduceOp.MAX, group=self._everyone)
-        words = union.tolist()
-        if SPARSE in words:
-            shape = tuple(self._parameters[words.index(SPARSE)].shape)
+        found = union.tolist()
+        if SPARSE in found:
+            shape = tuple(self._parameters[found.index(SPARSE)].shape)
             raise InstallError(
                 f"dense gradients can be averaged over ranks; the parameter of shape {shape!r} has a sparse"
                 " one. Make its layer dense, for an embedding with sparse=False"
             )
-        return [i for i, word in enumerate(words) if word]
+        return [i for i, word in enumerate(found) if word]
 
-    def _reduce(self, indices: list[int], ranks: ProcessGroup, *, copies: int = 1) -> None:
-        if get_world_size(ranks) > 1:
-            for bucket in self._buckets(indices):
-                self._sum(bucket, ranks, copies)
+    def _reduce(
+        self, indices: list[int], grads: Mapping[int, Tensor], ranks: ProcessGroup, copies: int
+    ) -> None:
+        if get_world_size(ranks) == 1:
+            return
+        travelling: deque[Callable[[], None]] = deque()
+        for bucket in self._buckets(indices):
+            if len(travelling) == IN_FLIGHT:
+                travelling.popleft()()
+            travelling.append(self._send([self._gradient(i, grads) for i in bucket], ranks, copies))
+        for arrive in travelling:
+            arrive()
 
-    def _buckets(self, indices: list[int]) -> Iterator[list[Tensor]]:
-        """Gradients of one type, up to the bucket size together."""
-        for dtype in dict.fromkeys(self._parameters[i].dtype for i in indices):
-            bucket: list[Tensor] = []
-            n_bytes = 0
-            for grad in (self._gradient(i) for i in indices if self._parameters[i].dtype is dtype):
-                if bucket and n_bytes + grad.nbytes > self._bucket_bytes:
+    def _buckets(self, indices: list[int]) -> Iterator[list[int]]:
+        """Those of large gradients first, then gradients of one type, up to the bucket size together."""
+        alone = min(ALONE, self._bucket_bytes)
+        small: dict[torch.dtype, list[int]] = {}
+        for i in indices:
+            dtype, n_bytes = self._sizes[i]
+            if n_bytes >= alone:
+                yield [i]
+            else:
+                small.setdefault(dtype, []).append(i)
+        for same_type in small.values():
+            bucket: list[int] = []
+            filled = 0
+            for i in same_type:
+                n_bytes = self._sizes[i][1]
+                if bucket and filled + n_bytes > self._bucket_bytes:
                     yield bucket
-                    bucket, n_bytes = [], 0
-                bucket.append(grad)
-                n_bytes += grad.nbytes
+                    bucket, filled = [], 0
+                bucket.append(i)
+                filled += n_bytes
             yield bucket
 
-    def _sum(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> None:
+    def _send(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> Callable[[], None]:
+        """Begin to sum a bucket over ranks; returns what waits for it and puts the means in place."""
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
         # divided before the sum, as torch's own reducer does: half precision sums could overflow
         flat.div_(self._data_ranks * copies)
-        all_reduce(flat, group=ranks)
-        if not alone:
-            pieces = torch.split(flat, [grad.numel() for grad in bucket])
-            # at once: a model has hundreds of small parameters, and every operator has its price
-            copy_all(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
+        work = all_reduce(flat, group=ranks, async_op=True)
 
-    def _gradient(self, index: int) -> Tensor:
+        def arrive() -> None:
+            assert work is not None, "a rank of the group waits for it"
+            work.wait()
+            if not alone:
+                pieces = torch.split(flat, [grad.numel() for grad in bucket])
+                # at once, for every operator has its price
+                copy_all(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
+
+        return arrive
+
+    def _gradient(self, index: int, grads: Mapping[int, Tensor]) -> Tensor:
+        if index in grads:
+            return grads[index]
         parameter = self._parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

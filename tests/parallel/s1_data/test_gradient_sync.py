@@ -86,6 +86,17 @@ def forced_while_blocked(rank: int) -> Grads:
     return grads(p)
 
 
+def left_on_one_rank(rank: int) -> Grads:
+    p = parameters((2,))
+    sync = sync_of(p)
+    if rank:
+        (p[0].sum() * 3).backward()
+    sync.reduce_rest()
+    # nothing is left of what is reduced
+    sync.reduce_rest()
+    return grads(p)
+
+
 def reset_before_reduce(rank: int) -> Grads:
     p = parameters((2,), (2,))
     sync = sync_of(p)
@@ -178,12 +189,19 @@ def counted(rank: int) -> dict[str, int]:
     sync = sync_of(p, bucket_bytes=200 * 8)
     nothing = collectives(sync.reduce)
     sum(q.sum() for q in p).backward()
-    # 100 + 100 | 100 | 1000 alone | 100
+    # 1000 alone | 100 + 100 | 100 + 100
     full = collectives(sync.reduce)
     again = collectives(sync.reduce)
+    rest = collectives(sync.reduce_rest)
     sync.blocked = True
     p[0].sum().backward()
-    return {"nothing": nothing, "full": full, "again": again, "blocked": collectives(sync.reduce)}
+    return {
+        "nothing": nothing,
+        "full": full,
+        "again": again,
+        "rest": rest,
+        "blocked": collectives(sync.reduce),
+    }
 
 
 CASES = (
@@ -191,6 +209,7 @@ CASES = (
     missing_on_one_rank,
     accumulated_while_blocked,
     forced_while_blocked,
+    left_on_one_rank,
     reset_before_reduce,
     untouched_is_left_alone,
     unfrozen_later,
@@ -227,6 +246,7 @@ def values(found: Grads) -> list[float | None]:
         ("mean_of_ranks", [1.5, 5.0]),
         ("missing_on_one_rank", [2.0, 0.5, None]),
         ("forced_while_blocked", [1.5]),
+        ("left_on_one_rank", [1.5]),
         ("reset_before_reduce", [None, 1.0]),
         ("unfrozen_later", [1.5, 1.5]),
         ("mixed_types", [1.5, 1.5, 1.5]),
@@ -267,7 +287,7 @@ def test_removed_hooks_leave_gradients_local(results: list[Any]) -> None:
 
 def test_collectives_are_one_for_the_agreement_and_one_per_bucket(results: list[Any]) -> None:
     for result in results:
-        assert result["counted"] == {"nothing": 1, "full": 1 + 4, "again": 1, "blocked": 0}
+        assert result["counted"] == {"nothing": 1, "full": 1 + 3, "again": 1, "rest": 1, "blocked": 0}
         n_collectives, found = result["given_twice"]
         assert n_collectives == 2
         assert values(found) == [1.5]
