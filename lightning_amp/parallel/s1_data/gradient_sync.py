@@ -79,9 +79,9 @@ class GradientSync:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._partial, self._sharded = self._places(partial), self._places(sharded)
         assert not self._partial & self._sharded, "a shard's gradient is whole"
-        # a mesh can be deep-copied, a process group cannot
-        self._mesh = mesh
-        self._data_ranks, self._model_ranks = mesh["data"].size(), mesh["model"].size()
+        # a mesh can be deep-copied, a process group cannot; taking an axis out of it takes long
+        self._data, self._model = mesh["data"], mesh["model"]
+        self._data_ranks, self._model_ranks = self._data.size(), self._model.size()
         self._bucket_bytes = bucket_bytes
         self._copies = self._model_ranks if rounds_differently else 1
         self._sizes = [(p.dtype, p.nbytes) for p in self._parameters]
@@ -102,10 +102,11 @@ class GradientSync:
     @property
     def _everyone(self) -> ProcessGroup:
         """The group of all ranks of the mesh."""
-        for one, other in (("data", "model"), ("model", "data")):
-            if self._mesh[other].size() == 1:
-                return self._mesh[one].get_group()
-        assert self._mesh.size() == get_world_size(), "a mesh covers all ranks of the run"
+        if self._model_ranks == 1:
+            return self._data.get_group()
+        if self._data_ranks == 1:
+            return self._model.get_group()
+        assert self._data_ranks * self._model_ranks == get_world_size(), "a mesh covers all ranks of the run"
         whole = group.WORLD
         assert whole is not None, "a mesh has connected processes"
         return whole
@@ -145,7 +146,7 @@ class GradientSync:
         if self._sends:
             grads = {i: grad for i in self._reached if (grad := self._parameters[i].grad) is not None}
             reached = self._agree(grads)
-            data = self._mesh["data"].get_group()
+            data = self._data.get_group()
             others = self._partial | self._sharded
             kinds = (
                 ([i for i in reached if i in self._partial], self._everyone, 1),
