@@ -426,8 +426,16 @@ MUTANTS = [
         "race",
         "missing: what was installed, after a refusal",
         f"{L}/strategy/install_plan.py",
-        "self._installed.redo(swaps)",
+        "made.redo(swaps)",
         "pass",
+        RACE,
+    ),
+    Mutant(
+        "race",
+        "switch: also of what ranks split",
+        f"{L}/strategy/install_plan.py",
+        "made = self._made(plan, within=names)",
+        "made = self._made(plan)",
         RACE,
     ),
     Mutant(

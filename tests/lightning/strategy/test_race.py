@@ -19,6 +19,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.steps import race_of_plans
+from lightning_amp.lightning.strategy import plan_run
 from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
@@ -226,14 +227,20 @@ def test_no_race_where_sums_are_to_keep_their_order(options: dict[str, Any], tmp
     assert Plan.from_json(found["plan"]).measured_step_seconds is None
 
 
-def test_a_resumed_run_starts_with_the_plan_that_has_won(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_the_plan_that_has_won(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = Racing(strategies="amp", folder=tmp_path)
     checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    reads, read = [], plan_run._read
+    monkeypatch.setattr(plan_run, "_read", lambda *args: reads.append(args) or read(*args))
     whole = run(site, max_epochs=EPOCHS + 2, callbacks=[checkpoint], enable_checkpointing=True)
+    assert len(reads) == 1, "data and module are read once, however many plans run"
     # weights are loaded before the module is made double
     module, seen = Tiny().double(), Seen()
     again = site.trainer(max_epochs=EPOCHS + 2, callbacks=[seen])
     again.fit(module, site.loader(), ckpt_path=tmp_path / f"epoch={EPOCHS - 1}.ckpt")
+    assert len(reads) == 2
     assert set(seen.plans) == {WINNER}
     assert seen_plan(module).measured_step_seconds == 1.0
     for name, value in trained(site, module).items():
