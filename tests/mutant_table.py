@@ -432,14 +432,6 @@ MUTANTS = [
     ),
     Mutant(
         "race",
-        "switch: also of what ranks split",
-        f"{L}/strategy/install_plan.py",
-        "made = self._made(plan, within=names)",
-        "made = self._made(plan)",
-        RACE,
-    ),
-    Mutant(
-        "race",
         "budget: not looked at",
         f"{L}/strategy/install_plan.py",
         "most = inf if plan.budget_bytes is None else max(plan.predicted_peak_bytes, SPARE * plan.budget_bytes)",

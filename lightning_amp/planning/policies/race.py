@@ -3,9 +3,10 @@
 Every legal plan computes the same numbers, so steps are not lost by trying: the race begins with the plan that `auto`
 chose, and on each axis (activations, attention, likelihood, decode) its other choices run, with what has won on the
 axes before. What ranks split (mesh, placement, features) is the same in all of them: optimisers, gradients and
-checkpoints know of it, and it is left to the prediction. Plans that exceed the memory do not run. A lap is `WARM_UP`
-steps that do not count and `TIMED` that do, of which the least counts, for other work on the machine only slows a step
-down; it ends early for a plan that is `APART` times slower than the best one so far.
+checkpoints know of it, and it is left to the prediction; with sharded parameters there is no race. Plans that exceed
+the memory do not run. A lap is `WARM_UP` steps that do not count and `TIMED` that do, of which the least counts, for
+other work on the machine only slows a step down; it ends early for a plan that is `APART` times slower than the best
+one so far.
 """
 
 from collections.abc import Collection, Generator
