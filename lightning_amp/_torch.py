@@ -21,6 +21,12 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 # a process group of any size inside one process, whose collectives move nothing
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
+# one operator on a list of tensors, which a device computes in one launch
+from torch import _foreach_add_ as add_each
+from torch import _foreach_copy_ as copy_each
+from torch import _foreach_mul as times_each
+from torch import _foreach_mul_ as scale_each
+
 # a context that sees every operator: counts of bytes, draws that depend on the cell
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -33,11 +39,15 @@ __all__ = [
     "FakeStore",
     "FakeTensor",
     "TorchDispatchMode",
+    "add_each",
+    "copy_each",
     "default_store",
     "functional_collectives",
     "is_compiled",
     "is_watched",
     "multiplies_in_tf32",
+    "scale_each",
+    "times_each",
     "tree_leaves",
 ]
 
