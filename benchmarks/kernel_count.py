@@ -11,9 +11,7 @@ entries, as the data module hands them out. What the words mean: lightning_amp/s
 import argparse
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-
-import torch
+from dataclasses import asdict, dataclass
 
 from benchmarks.side_by_side.cases import OURS, Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of

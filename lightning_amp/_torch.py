@@ -4,6 +4,12 @@ import torch
 
 # collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
 import torch.distributed._functional_collectives as functional_collectives
+
+# one operator on a list of tensors, which a device computes in one launch
+from torch import _foreach_add_ as add_each
+from torch import _foreach_copy_ as copy_each
+from torch import _foreach_mul as times_each
+from torch import _foreach_mul_ as scale_each
 from torch import nn
 
 # tensors with a shape and no values: a module that is given one is being simulated
@@ -20,12 +26,6 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 
 # a process group of any size inside one process, whose collectives move nothing
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-
-# one operator on a list of tensors, which a device computes in one launch
-from torch import _foreach_add_ as add_each
-from torch import _foreach_copy_ as copy_each
-from torch import _foreach_mul as times_each
-from torch import _foreach_mul_ as scale_each
 
 # a context that sees every operator: counts of bytes, draws that depend on the cell
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

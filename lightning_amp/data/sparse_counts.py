@@ -153,6 +153,14 @@ class SparseCounts:
         flat.scatter_(0, self.row * self.shape[1] + self.column, value)
         return flat.view(self.shape)
 
+    def ends(self, columns: Sequence[int]) -> list[int]:
+        """How many entries there are before each of some columns, up to the number of features."""
+        if self._is_meta:
+            return [len(self.value) * column // max(self.shape[1], 1) for column in columns]
+        if list(columns) == [self.shape[1]]:
+            return [len(self.value)]
+        return [int(place) for place in np.searchsorted(self._host[1], columns)]
+
     def __getitem__(self, key: Any) -> "SparseCounts":
         """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`.
 
@@ -218,7 +226,7 @@ class SparseCounts:
         if self._is_meta:
             return self._share(shape)
         row, column = self._host
-        first, last = (int(place) for place in np.searchsorted(column, (start, stop)))
+        first, last = self.ends((start, stop))
         own, host = slice(first, last), (row[first:last], column[first:last] - start)
         return SparseCounts(self.row[own], self.column[own] - start, self.value[own], shape, host=host)
 

@@ -52,7 +52,7 @@ INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 COPYING = ("copy_", "_to_copy", "_copy_from")
 
 
-class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorCounter(TorchDispatchMode):
     """Counts the operators of what runs in its context.
 
     Attributes:
@@ -64,7 +64,7 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operators = self.kernels = self.bytes = 0
         self.parts: Counter[str] = Counter()
         self.host_syncs: Counter[tuple[str, str]] = Counter()

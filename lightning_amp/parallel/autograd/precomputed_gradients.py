@@ -135,7 +135,7 @@ def add_up(found: Iterable[tuple[GradientSum, Tensor | None]]) -> None:
             copied.append((room, grad))
     for operator, pairs in ((copy_each, copied), (add_each, added)):
         if pairs:
-            operator(*map(list, zip(*pairs, strict=True)))
+            operator([own for own, _ in pairs], [grad for _, grad in pairs])
 
 
 def _refuse(own: Tensor) -> None:
