@@ -30,6 +30,7 @@ class Entries:
         row: Their cells.
         column: Their features.
         value: The numbers.
+        log_factorial: The logarithms of their factorials.
         runs: Runs of columns.
         ends: One past the last entry of every run.
     """
@@ -37,6 +38,7 @@ class Entries:
     row: Int[Tensor, " entry"]
     column: Int[Tensor, " entry"]
     value: Float[Tensor, " entry"]
+    log_factorial: Float[Tensor, " entry"]
     runs: Sequence[slice]
     ends: Sequence[int]
 
@@ -70,13 +72,21 @@ def entries(
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
         return _without_values(numbers, n, x.shape[1], runs, dtype=dtype)
     if isinstance(x, SparseCounts):
-        ends = x.ends([run.stop for run in runs])
-        return Entries(row=x.row, column=x.column, value=x.value.to(dtype), runs=runs, ends=ends)
+        return Entries(
+            row=x.row,
+            column=x.column,
+            value=x.value.to(dtype),
+            log_factorial=x.log_factorial(dtype),
+            runs=runs,
+            ends=x.ends([run.stop for run in runs]),
+        )
     found = [x[:, run].nonzero(as_tuple=True) for run in runs]
     ends = list(accumulate(len(row) for row, _ in found))
     row = torch.cat([row for row, _ in found])
     column = torch.cat([column + run.start for (_, column), run in zip(found, runs, strict=True)])
-    return Entries(row=row, column=column, value=x[row, column].to(dtype), runs=runs, ends=ends)
+    value = x[row, column].to(dtype)
+    log_factorial = (value + 1).lgamma_()
+    return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)
 
 
 def _without_values(
@@ -85,4 +95,5 @@ def _without_values(
     """That many entries of as many columns as `width`, spread evenly."""
     row, column = like.new_empty((2, n), dtype=torch.int64)
     ends = [n * run.stop // max(width, 1) for run in runs]
-    return Entries(row=row, column=column, value=like.new_empty(n, dtype=dtype), runs=runs, ends=ends)
+    value, log_factorial = like.new_empty((2, n), dtype=dtype)
+    return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)

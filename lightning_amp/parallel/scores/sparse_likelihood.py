@@ -19,7 +19,7 @@ pass only scales them; it may run many times. What else is of that size exists f
 In numbers, beside the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
 
     kept for the backward pass    (B + 2 T) F_k
-    held in the forward pass      the same, and the larger of 17 M and 10 M + 3 chunks (6 if T = B)
+    held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
     held in the backward pass     what was kept and as much again, which is handed on
 
 Inputs below float32 are computed with, and added up, in float32.
@@ -45,7 +45,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.parallel.checks.cached_check import problem_of
 from lightning_amp.parallel.device_settings import launches_operators, numbers_at_a_time
-from lightning_amp.parallel.scores.nonzero_counts import entries
+from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 
 CACHED, LAUNCHED = 2**16, 2**23
@@ -182,7 +182,7 @@ def _sum(
     form.check(found.value)
     cells, features = arguments[0].shape
     index = found.index(features)
-    others = _others(found.value, _at_entries(found.column, index, arguments, dtype), bool(gradients))
+    others = _others(found, _at_entries(found.column, index, arguments, dtype), bool(gradients))
     work = arguments[0].new_empty(3, cells * runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
@@ -284,11 +284,12 @@ def _at_entries(column: Tensor, index: Tensor, arguments: Sequence[Tensor], dtyp
     return _AtEntries(at(log_mu) - log_theta, *others)
 
 
-def _others(x: Tensor, at: _AtEntries, with_gradients: bool) -> list[Tensor]:
+def _others(found: Entries, at: _AtEntries, with_gradients: bool) -> list[Tensor]:
     """Terms of the counts that are not zero, the gradients of their log_mu and minus those of their log_theta."""
     r, theta, missing, psi = at
+    x = found.value
     shape = x + theta
-    value = torch.lgamma(shape).sub_(missing).sub_((x + 1).lgamma_())
+    value = torch.lgamma(shape).sub_(missing).sub_(found.log_factorial)
     softplus, opposite = _softplus(r), -r
     # n + x log sigmoid(r)
     value.addcmul_(theta, softplus, value=-1).addcmul_(x, _softplus(opposite), value=-1)
