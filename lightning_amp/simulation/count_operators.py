@@ -8,8 +8,8 @@
 
 A device may launch several kernels for one operator, or none for an empty tensor.
 
-Known limits: what libraries do below the dispatcher is not seen, nor is a copy to a device by tensors that are all on
-the CPU, unless it is made of Python's numbers.
+Known limits: what libraries do below the dispatcher is not seen. Where all tensors are on the CPU, copies between
+devices are not seen, unless they are of Python's or NumPy's numbers, and `tolist` and `numpy` need no operator.
 """
 
 import sys

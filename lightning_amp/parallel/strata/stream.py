@@ -200,11 +200,11 @@ class _Stream:
     def _along(self, v: Tensor, strata: range) -> list[Tensor]:
         """v, and what each of the strata makes of it on the spine."""
         found = [v]
-        drawn = torch.get_rng_state()
+        drawn = _random_state()
         for k in strata:
             # a leaf for each: the backward passes of two strata share no graph
             found.append(leaf(cast(Any, self.strata[k]).spine(found[-1]), True))
-        if not torch.equal(drawn, torch.get_rng_state()):
+        if _random_state() != drawn:
             raise InstallError(
                 "strata were to be streamed, and what they hand on to each other draws random numbers (dropout), and is"
                 " computed more than once: it would be other numbers each time; move the draws off the spine, or leave"
@@ -286,6 +286,11 @@ class _Passed(NamedTuple):
     nll: Tensor | None
     of_inputs: StratumInputs[Tensor | None]
     of_parameters: Gradients
+
+
+def _random_state() -> bytes:
+    # the host's own: no device is asked
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _chained(strata: Iterable[nn.Module]) -> bool:
