@@ -87,7 +87,7 @@ def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> Operator
     """The operators of a decoder's second step."""
     case = Case(size=size, method=Method(name="", strategies=strategies), threads=1)
     with settings_of(device_type):
-        training = Training(case, plan_of(case), None)
+        training = Training(case, plan_of(case, launched=device_type != "cpu"), None)
         if "sparse" in strategies:
             training.batch["x"] = SparseCounts.from_dense(training.batch["x"])
         training.step()
