@@ -317,7 +317,9 @@ def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     dtype = torch.float32
     for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        # asked of torch, it is one more operator
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 
