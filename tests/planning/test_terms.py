@@ -49,13 +49,13 @@ SHAPES = {
     "copies": decoder(features=(900, 700, 500, 300, 100), n_batches=3),
 }
 BEFORE = {
-    "reference": ("7940a5f7923d4a39", "876b6c89ffec7c3b"),
-    "convolution": ("24829f8f7d48c18f", "33de8b8132405298"),
-    "large": ("7b780cd1d4289723", "3edc9b42b064454f"),
-    "chained": ("d2b3e9a058ba5732", "7285c01930afffe0"),
-    "chained convolution": ("725a8099b1b3d5ae", "79264ceb12a72eda"),
-    "threads": ("92da697cfd2bd12c", "a9c6bb008b14a492"),
-    "copies": ("4b7f3223e45e1f7a", "4a216198a1de1066"),
+    "reference": ("2e3be4e9b7d44ead", "bc5eef4876e498e6"),
+    "convolution": ("cac6d20806934b9a", "06f46cabf8ca5163"),
+    "large": ("0f47102fa91df960", "50e1204a7adb57fb"),
+    "chained": ("03c1ab38c191dc5a", "714052e48e753370"),
+    "chained convolution": ("5e1bc3b15a7d1c31", "335222b0eba062c6"),
+    "threads": ("255c0b56ecdb2a61", "22f2f5fe39dd47b4"),
+    "copies": ("1920c7447e917bb1", "3b6c7cd003a153dc"),
 }
 """Digests of what was predicted for each when every plan was counted by itself."""
 
