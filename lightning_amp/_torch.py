@@ -4,6 +4,12 @@ import torch
 
 # collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
 import torch.distributed._functional_collectives as functional_collectives
+
+# one operator on a list of tensors, which a device computes in one launch
+from torch import _foreach_add_ as add_each
+from torch import _foreach_copy_ as copy_each
+from torch import _foreach_mul as times_each
+from torch import _foreach_mul_ as scale_each
 from torch import nn
 
 # tensors with a shape and no values: a module that is given one is being simulated
@@ -27,21 +33,21 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-# tensors into tensors, in one operator
-copy_all = torch._foreach_copy_
-
 __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
     "FakeStore",
     "FakeTensor",
     "TorchDispatchMode",
-    "copy_all",
+    "add_each",
+    "copy_each",
     "default_store",
     "functional_collectives",
     "is_compiled",
     "is_watched",
     "multiplies_in_tf32",
+    "scale_each",
+    "times_each",
     "tree_leaves",
 ]
 

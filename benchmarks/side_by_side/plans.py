@@ -11,14 +11,19 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 
 
-def plan_of(case: Case) -> Plan:
-    """All ranks on the model axis; no rules where the method is none of ours."""
+def plan_of(case: Case, *, launched: bool = False) -> Plan:
+    """All ranks on the model axis; no rules where the method is none of ours.
+
+    Args:
+        case: What is planned.
+        launched: As for a device that has its operators launched.
+    """
     shape = describe(
         subject_of(case.size.decoder(), batch_size=case.size.cells, graph=case.graph).module,
         batch_size=case.size.cells,
     )
     assert shape.decoder is not None, "the subject is a decoder"
-    shape = replace(shape, decoder=replace(shape.decoder, threads=case.threads))
+    shape = replace(shape, decoder=replace(shape.decoder, threads=case.threads, launched=launched))
     strategies = case.method.strategies
     # ranks of a wrapper are not the plan's
     ranks = case.ranks if strategies and not case.method.wrapper else 1

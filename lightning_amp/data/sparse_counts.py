@@ -7,6 +7,8 @@ nothing but its own column numbers.
 
 No function of torch takes such counts but `torch.nn.functional.linear` (sparse_product.py), and so `nn.Linear`.
 
+What a likelihood reads of a count alone, log x!, is computed for all columns at once and kept.
+
 Where entries begin and end is looked up in copies of `row` and `column` in the host's memory, which stay behind when
 counts are moved to a device: a device is never waited for, except for an index that lies there. Counts that are made
 on a device are copied to the host once, when they are first cut.
@@ -70,6 +72,8 @@ class SparseCounts:
         self.shape = (int(shape[0]), int(shape[1]))
         if host is not None:
             self.__dict__["_host"] = host
+        self._cut_from: tuple[SparseCounts, slice] | None = None
+        self._log_factorial: dict[torch.dtype, Tensor] = {}
 
     @classmethod
     def from_csr(cls, counts: "sparse.csr_matrix") -> "SparseCounts":
@@ -88,6 +92,15 @@ class SparseCounts:
         """The entries of a matrix."""
         column, row = counts.T.nonzero(as_tuple=True)
         return cls(row, column, counts[row, column], counts.shape)
+
+    def log_factorial(self, dtype: torch.dtype) -> Num[Tensor, " entry"]:
+        """log x! of each entry; of columns a part of what all counts have, computed once and kept."""
+        if self._cut_from is not None:
+            whole, own = self._cut_from
+            return whole.log_factorial(dtype)[own]
+        if dtype not in self._log_factorial:
+            self._log_factorial[dtype] = (self.value.to(dtype) + 1).lgamma_()
+        return self._log_factorial[dtype]
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +165,14 @@ class SparseCounts:
         flat = torch.zeros(self.numel(), dtype=value.dtype, device=self.device)
         flat.scatter_(0, self.row * self.shape[1] + self.column, value)
         return flat.view(self.shape)
+
+    def ends(self, columns: Sequence[int]) -> list[int]:
+        """How many entries there are before each of some columns, up to the number of features."""
+        if self._is_meta:
+            return [len(self.value) * column // max(self.shape[1], 1) for column in columns]
+        if list(columns) == [self.shape[1]]:
+            return [len(self.value)]
+        return [int(place) for place in np.searchsorted(self._host[1], columns)]
 
     def __getitem__(self, key: Any) -> "SparseCounts":
         """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`.
@@ -218,9 +239,11 @@ class SparseCounts:
         if self._is_meta:
             return self._share(shape)
         row, column = self._host
-        first, last = (int(place) for place in np.searchsorted(column, (start, stop)))
+        first, last = self.ends((start, stop))
         own, host = slice(first, last), (row[first:last], column[first:last] - start)
-        return SparseCounts(self.row[own], self.column[own] - start, self.value[own], shape, host=host)
+        found = SparseCounts(self.row[own], self.column[own] - start, self.value[own], shape, host=host)
+        found._cut_from = (self, own)
+        return found
 
     def _cells(self, start: int, stop: int) -> "SparseCounts":
         shape = (stop - start, self.shape[1])

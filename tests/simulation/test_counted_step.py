@@ -2,27 +2,30 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.scores.s4_key_first import key_first
+from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.strata.stream import stream_strata
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.block_sizes import chunk_buckets
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import StreamStrata
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import parts
+from lightning_amp.simulation.count_operators import OperatorCounter
 from lightning_amp.simulation.fake_ranks import fake_world
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
@@ -40,6 +43,9 @@ AXES = [
     Axes(decode="key-first"),
     Axes(attention="chunked"),
     Axes(attention="chunked-retained", decode="key-first"),
+    Axes(likelihood="sparse"),
+    Axes(activations="stream"),
+    Axes(decode="key-first", likelihood="sparse", activations="stream"),
 ]
 
 
@@ -52,6 +58,12 @@ def planned(decoder: nn.Module, axes: Axes, window: int) -> None:
             retain = axes.attention == "chunked-retained"
             chunked = chunk_attention(stratum.key.attention, buckets=chunk_buckets(window), retain=retain)
             stratum.key.attention = chunked
+        if axes.likelihood == "sparse":
+            stratum.likelihood = sparse_likelihood(stratum.likelihood)
+    if axes.activations == "stream":
+        spec = StreamStrata(cells=CELLS)
+        for name, module in stream_strata(decoder, spec, None).swaps.items():
+            decoder.set_submodule(name, module)
 
 
 def step(sizes: DecoderShape, axes: Axes) -> Callable[[], None]:
@@ -74,48 +86,30 @@ def test_operations_of_a_convolution() -> None:
     assert forward.flops == counter.get_total_flops() == backward.flops / 2
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators that make or change a tensor, and the bytes that they read and write."""
-
-    MAKING = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "promote_types")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.kernels = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        returns = func._schema.returns
-        views = all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not views and func._opname not in self.MAKING:
-            tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)]
-            self.kernels += 1
-            self.bytes += sum(moved(t) for t in tensors)
-        return found
-
-
-def moved(tensor: Tensor) -> int:
-    """Bytes of different numbers: what is broadcast is read once."""
-    n_bytes = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        n_bytes *= size if stride else 1
-    return n_bytes
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
     sizes = shape(**SIZES[name])
-    # one after the other: the counter of products adds copies of its own
-    run, again = step(sizes, axes), step(sizes, axes)
+    # one after the other: the counter of products adds copies of its own; nor do its hooks know the backward pass of
+    # a streamed stratum, which computes the same products
+    run, again = step(sizes, replace(axes, activations="retain")), step(sizes, axes)
     with FlopCounterMode(display=False) as products:
         run()
-    with Operators() as operators:
+    with OperatorCounter() as operators:
         again()
     counted = work(sizes, axes)
-    assert counted.flops == products.get_total_flops()
-    assert counted.bytes == pytest.approx(operators.bytes, rel=0.03)
+    spine = (
+        sum(
+            parts(RankSizes(decoder=sizes, axes=axes, k=k, cells=CELLS))["spine"][0].flops
+            for k in range(len(sizes.features))
+        )
+        if axes.activations == "stream"
+        else 0
+    )
+    assert counted.flops == products.get_total_flops() + spine
+    # of a sparse likelihood numbers stand for the time that they take in a cache
+    assert counted.bytes == pytest.approx(operators.bytes, rel=0.06 if axes.likelihood == "sparse" else 0.03)
     assert counted.kernels == pytest.approx(operators.kernels, rel=0.02)
     assert counted.sent_bytes == counted.collectives == 0
 
@@ -160,7 +154,7 @@ def test_several_devices_do_what_is_counted(
         decoder = planned.module.get_submodule(sizes.fqn)
         with FlopCounterMode(display=False) as products:
             decoder(u, v, **batch).backward()
-        with Operators() as operators:
+        with OperatorCounter() as operators:
             decoder(u, v, **batch).backward()
     counted = work(sizes, prescribed.axes, ranks=ranks)
     assert counted.flops == products.get_total_flops()

@@ -252,10 +252,11 @@ def _budget(request: Request, here: ThisRank) -> int:
 
 
 def _with_threads(shape: ModelShape, here: ThisRank) -> ModelShape:
-    """With the threads that torch has on a CPU."""
-    if shape.decoder is None or here.device.type != "cpu":
+    """With the threads that torch has on a CPU, or as on a device that has its operators launched."""
+    if shape.decoder is None:
         return shape
-    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
+    own = {"threads": torch.get_num_threads()} if here.device.type == "cpu" else {"launched": True}
+    return replace(shape, decoder=replace(shape.decoder, **own))
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:

@@ -10,6 +10,7 @@ Known limits: torch.autograd.grad does not say so, and leaves out what such a te
 starts from something in between, not from a leaf, it is torch that refuses it ("a second time").
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lightning_amp._torch import add_each, copy_each, scale_each
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
 
@@ -103,17 +105,37 @@ class GradientSum:
 
     def add(self, grad: Tensor | None, columns: slice | Tensor | None = None) -> None:
         """Add a gradient, if it is one: of everything, or of some columns, where there was memory from the start."""
-        if grad is not None and columns is not None:
-            assert self._room is not None, "what is added to in parts has its memory from the start"
-            self.value = self._room.zero_() if self.value is None else self.value
-            if isinstance(columns, Tensor):
-                self.value.index_add_(1, columns, grad)
-            else:
-                self.value[:, columns].add_(grad)
-        elif self.value is None and grad is not None and self._room is not None:
-            self.value = self._room.copy_(grad)
+        if grad is None or columns is None:
+            add_up([(self, grad)])
+            return
+        assert self._room is not None, "what is added to in parts has its memory from the start"
+        self.value = self._room.zero_() if self.value is None else self.value
+        if isinstance(columns, Tensor):
+            self.value.index_add_(1, columns, grad)
         else:
-            self.value = add(self.value, grad)
+            self.value[:, columns].add_(grad)
+
+    def take(self, grad: Tensor) -> Tensor | None:
+        """Where a first gradient is still to be copied to; None if it is the sum itself from now on."""
+        assert self.value is None, "a first gradient comes once"
+        self.value = grad if self._room is None else self._room
+        return self._room
+
+
+def add_up(found: Iterable[tuple[GradientSum, Tensor | None]]) -> None:
+    """Add gradients, those that there are, to their sums: all of them in two operators, each sum once."""
+    copied: list[tuple[Tensor, Tensor]] = []
+    added: list[tuple[Tensor, Tensor]] = []
+    for total, grad in found:
+        if grad is None:
+            continue
+        if total.value is not None:
+            added.append((total.value, grad))
+        elif (room := total.take(grad)) is not None:
+            copied.append((room, grad))
+    for operator, pairs in ((copy_each, copied), (add_each, added)):
+        if pairs:
+            operator([own for own, _ in pairs], [grad for _, grad in pairs])
 
 
 def _refuse(own: Tensor) -> None:
@@ -150,6 +172,16 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         found += [before for before, _ in node.next_functions]
 
 
+def _scale(found: Gradients, by: Tensor) -> None:
+    """Scale in place, the gradients of a type in one operator."""
+    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for own in found:
+        if own is not None:
+            alike[own.dtype].append(own)
+    for dtype, some in alike.items():
+        scale_each(some, by.to(dtype))
+
+
 class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Compute, home: frozenset[int], *inputs: Tensor) -> Tensor:
@@ -173,4 +205,5 @@ class _Ready(torch.autograd.Function):
                 "a second backward pass through a loss was asked for, and its strata are streamed: their gradients were"
                 " handed out by the first; compute the loss again, or leave 'stream' out"
             )
-        return None, None, *(None if own is None else own.mul_(grad.to(own.dtype)) for own in ready)
+        _scale(ready, grad)
+        return None, None, *ready

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from lightning_amp._torch import copy_all
+from lightning_amp._torch import copy_each
 from lightning_amp.errors import InstallError
 
 MIB = 2**20
@@ -258,7 +258,7 @@ class GradientSync:
             if not alone:
                 pieces = torch.split(flat, [grad.numel() for grad in bucket])
                 # at once, for every operator has its price
-                copy_all(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
+                copy_each(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
 
         return arrive
 

@@ -1,13 +1,14 @@
-"""The counts of a batch that are not zero, in the order of runs of columns, and tables read and added to at them.
+"""The counts of a batch that are not zero, in the order of runs of columns, and where they lie in tables.
 
-Known limits: a dense matrix is searched for its entries, for which an accelerator's host waits. Without values (meta
-and fake tensors) entries are spread evenly, and of a dense matrix one number in 20 is taken as one.
+Known limits: a dense matrix is searched for its entries, for which an accelerator's host waits, in every stratum: hand
+in `SparseCounts`, as the data module does. Without values (meta and fake tensors) entries are spread evenly, and of a
+dense matrix one number in 20 is taken as one.
 
 Legend: entry (M), cell (B), feature (F_k).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,6 +30,7 @@ class Entries:
         row: Their cells.
         column: Their features.
         value: The numbers.
+        log_factorial: The logarithms of their factorials.
         runs: Runs of columns.
         ends: One past the last entry of every run.
     """
@@ -36,34 +38,25 @@ class Entries:
     row: Int[Tensor, " entry"]
     column: Int[Tensor, " entry"]
     value: Float[Tensor, " entry"]
+    log_factorial: Float[Tensor, " entry"]
     runs: Sequence[slice]
     ends: Sequence[int]
 
+    def own(self, k: int) -> slice:
+        """Which entries are those of the k-th run."""
+        return slice(self.ends[k - 1] if k else 0, self.ends[k])
+
     def places(self, k: int) -> Int[Tensor, " own_entry"]:
         """Where the entries of the k-th run lie in a flat [cell, column of the run]."""
-        own, run = slice(self.ends[k - 1] if k else 0, self.ends[k]), self.runs[k]
-        found: Tensor = self.row[own] * (run.stop - run.start) + (self.column[own] - run.start)
-        return found
+        run = self.runs[k]
+        if len(self.runs) == 1:
+            return self.index(run.stop)
+        own = self.own(k)
+        return torch.add(self.column[own] - run.start, self.row[own], alpha=run.stop - run.start)
 
-    def at(self, table: Float[Tensor, "#cell feature"]) -> Float[Tensor, " entry"]:
-        """The table's numbers at the entries."""
-        found: Tensor = table.reshape(-1).index_select(0, self._numbers(table))
-        return found
-
-    def function_at(
-        self, function: Callable[[Tensor], Tensor], table: Float[Tensor, "#cell feature"]
-    ) -> Float[Tensor, " entry"]:
-        """An elementwise function of the table's numbers at the entries."""
-        if table.numel() < len(self.value):
-            return self.at(function(table))
-        return function(self.at(table))
-
-    def add_to(self, table: Float[Tensor, "#cell feature"], numbers: Float[Tensor, " entry"]) -> None:
-        """Add the entries' numbers to a contiguous table, in place."""
-        table.view(-1).index_add_(0, self._numbers(table), numbers)
-
-    def _numbers(self, table: Tensor) -> Tensor:
-        return self.column if len(table) == 1 else self.row * table.shape[1] + self.column
+    def index(self, n_features: int) -> Int[Tensor, " entry"]:
+        """Where the entries lie in a flat [cell, feature]."""
+        return torch.add(self.column, self.row, alpha=n_features)
 
 
 def entries(
@@ -78,19 +71,22 @@ def entries(
     if numbers.is_meta or isinstance(numbers, FakeTensor):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
         return _without_values(numbers, n, x.shape[1], runs, dtype=dtype)
-    found = [_search(x[:, run]) for run in runs]
-    column = torch.cat([part.column + run.start for part, run in zip(found, runs, strict=True)])
-    row, value = (torch.cat([getattr(part, name) for part in found]) for name in ("row", "value"))
-    ends = list(accumulate(len(part.value) for part in found))
-    return Entries(row=row, column=column, value=value.to(dtype), runs=runs, ends=ends)
-
-
-def _search(x: Tensor | SparseCounts) -> SparseCounts:
-    """The entries of some columns."""
     if isinstance(x, SparseCounts):
-        return x
-    row, column = x.nonzero(as_tuple=True)
-    return SparseCounts(row, column, x[row, column], x.shape)
+        return Entries(
+            row=x.row,
+            column=x.column,
+            value=x.value.to(dtype),
+            log_factorial=x.log_factorial(dtype),
+            runs=runs,
+            ends=x.ends([run.stop for run in runs]),
+        )
+    found = [x[:, run].nonzero(as_tuple=True) for run in runs]
+    ends = list(accumulate(len(row) for row, _ in found))
+    row = torch.cat([row for row, _ in found])
+    column = torch.cat([column + run.start for (_, column), run in zip(found, runs, strict=True)])
+    value = x[row, column].to(dtype)
+    log_factorial = (value + 1).lgamma_()
+    return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)
 
 
 def _without_values(
@@ -99,4 +95,5 @@ def _without_values(
     """That many entries of as many columns as `width`, spread evenly."""
     row, column = like.new_empty((2, n), dtype=torch.int64)
     ends = [n * run.stop // max(width, 1) for run in runs]
-    return Entries(row=row, column=column, value=like.new_empty(n, dtype=dtype), runs=runs, ends=ends)
+    value, log_factorial = like.new_empty((2, n), dtype=dtype)
+    return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)

@@ -19,7 +19,7 @@ pass only scales them; it may run many times. What else is of that size exists f
 In numbers, beside the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
 
     kept for the backward pass    (B + 2 T) F_k
-    held in the forward pass      the same, and the larger of 16 M and 5 M + 3 chunks (6 if T = B)
+    held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
     held in the backward pass     what was kept and as much again, which is handed on
 
 Inputs below float32 are computed with, and added up, in float32.
@@ -35,20 +35,25 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_amp._torch import times_each
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.parallel.checks.cached_check import problem_of
+from lightning_amp.parallel.device_settings import launches_operators, numbers_at_a_time
 from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 
-CACHED, LAUNCHED = 2**16, 2**20
+CACHED, LAUNCHED = 2**16, 2**23
 """Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
 LEAST_COLUMNS = 64
 """Columns of a chunk whose rows are still worth a loop."""
+EXACT = 40.0
+"""From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
 RTOL = 1e-9
 CELLS = 3
 IMPOSSIBLE = 20.0, 8.0, -1000.0
@@ -135,7 +140,7 @@ class SparseLikelihood(nn.Module):
         Raises:
             ModelError: Some are no whole numbers from 0.
         """
-        if not self.whole or counts.device.type != "cpu":
+        if not self.whole or launches_operators(counts):
             return
         wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
         if len(wrong):
@@ -161,7 +166,7 @@ class _WithGradients(torch.autograd.Function):
                 "a second derivative of a loss was asked for (create_graph=True), and its likelihood is sparse, whose"
                 " gradients are numbers by then; leave 'sparse' out"
             )
-        return None, None, *(grad * own for own in ctx.saved_tensors)
+        return None, None, *times_each(ctx.saved_tensors, grad)
 
 
 def _sum(
@@ -171,29 +176,33 @@ def _sum(
     gradients: Sequence[Tensor] = (),
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
-    log_mu, dtype = arguments[0], _dtype(arguments)
-    runs = _runs(log_mu)
+    dtype = _dtype(arguments)
+    runs = _runs(arguments[0])
     found = entries(x, runs, dtype=dtype)
     form.check(found.value)
-    cells, widest = len(log_mu), runs[0].stop
-    work = torch.empty(3, cells * widest, dtype=dtype, device=log_mu.device)
+    cells, features = arguments[0].shape
+    index = found.index(features)
+    others = _others(found, _at_entries(found.column, index, arguments, dtype), bool(gradients))
+    work = arguments[0].new_empty(3, cells * runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
         # a simulation: without values, whole chunks are alike
-        if log_mu.is_meta and 0 < k < len(runs) - 1:
+        if work.is_meta and 0 < k < len(runs) - 1:
             continue
-        width = run.stop - run.start
+        width, whole = run.stop - run.start, len(runs) == 1
         chunk = work[:, : cells * width].view(3, cells, width)
-        own = [[t[:, run] for t in some] for some in (arguments, gradients)]
-        totals.append(_zeros(chunk, found.places(k), [t.to(dtype) for t in own[0]], form.least, own[1]))
-    del work, chunk
-    totals.append(_others(found, log_mu, [t.to(dtype) for t in arguments[1:]], gradients))
-    return torch.stack(totals).sum()
+        own = [[t if whole else t[:, run] for t in some] for some in (arguments, gradients)]
+        places = index if whole else found.places(k)
+        terms = [t if whole else t[found.own(k)] for t in others]
+        totals.append(_zeros(chunk, places, [t.to(dtype) for t in own[0]], form.least, own[1], terms))
+    if gradients:
+        gradients[0].view(-1).index_copy_(0, index, others[1])
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
 def _runs(log_mu: Tensor) -> list[slice]:
     cells, features = log_mu.shape
-    numbers = CACHED if log_mu.device.type in ("cpu", "meta") else LAUNCHED
+    numbers = numbers_at_a_time(log_mu, cached=CACHED, launched=LAUNCHED)
     width = max(LEAST_COLUMNS, numbers // max(cells, 1))
     return [slice(first, min(first + width, features)) for first in range(0, features, width)] or [
         slice(0, 0)
@@ -201,53 +210,95 @@ def _runs(log_mu: Tensor) -> list[slice]:
 
 
 def _zeros(
-    work: Tensor, places: Tensor, arguments: Sequence[Tensor], least: float, gradients: Sequence[Tensor]
+    work: Tensor,
+    places: Tensor,
+    arguments: Sequence[Tensor],
+    least: float,
+    gradients: Sequence[Tensor],
+    others: Sequence[Tensor],
 ) -> Tensor:
-    """Terms of the zeros of some columns; `places` are those of the others in the flat chunk."""
+    """Terms of some columns: those of the zeros, and at their `places` in the flat chunk those of the others."""
     log_mu, log_theta, zi = arguments
-    r, n, p = work
+    r, softplus, p = work
     q, inflated = _additional(zi, least)
     theta = log_theta.exp()
     torch.sub(log_mu, log_theta, out=r)
-    _softplus(r, out=n).mul_(-theta)
-    torch.sub(n, _softplus(zi), out=p)
-    torch.logaddexp(p, inflated, out=p).view(-1).index_fill_(0, places, 0.0)
+    _softplus(r, out=softplus)
+    # n - softplus(zi), and with it log(e^n + e^q)
+    torch.addcmul(_softplus(zi).neg_(), theta, softplus, value=-1, out=p)
+    torch.logaddexp(p, inflated, out=p).view(-1).index_copy_(0, places, others[0])
     total: Tensor = p.sum()
     if gradients:
         of_mu, of_theta, of_zi = gradients
-        # a sigmoid of -inf takes the others out of every gradient
-        torch.sub(n, q, out=p).view(-1).index_fill_(0, places, -torch.inf)
-        torch.mul(r.sigmoid_().mul_(-theta), p.sigmoid_(), out=of_mu)
-        torch.sub(q, n, out=r).view(-1).index_fill_(0, places, -torch.inf)
-        share = r.sigmoid_().mul_((zi - q).exp()) if least else r.sigmoid_()
-        _into(of_zi, share.sub_(zi.sigmoid()))
-        _into(of_theta, n.mul_(p).sub_(of_mu))
+        torch.sigmoid(r, out=of_mu)
+        # q - n: its sigmoid is the share of the additional zeros, of which the others are none
+        torch.addcmul(q, theta, softplus, out=p)
+        share = torch.sigmoid(p, out=r)
+        share.view(-1).index_fill_(0, places, 0.0)
+        _into(of_zi, share.mul_((zi - q).exp()) if least else share)
+        of_zi.sub_(zi.sigmoid(), alpha=len(log_mu) if len(of_zi) == 1 else 1)
+        scale = p.neg_().sigmoid_().mul_(-theta)
+        of_mu.mul_(scale)
+        # minus the gradient of log_theta
+        torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus)
+        softplus.view(-1).index_copy_(0, places, others[2])
+        _into(of_theta, softplus)
+        of_theta.neg_()
     return total
 
 
 def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """q, and q - softplus(zi)."""
-    inflated = -_softplus(-zi)
+    inflated = F.logsigmoid(zi)
     if not least:
         return zi, inflated
-    log_least = zi.new_tensor(math.log(least))
+    log_least = zi.new_full((), math.log(least))
     return torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
 
 
-def _others(found: Entries, log_mu: Tensor, tables: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Terms of the counts that are not zero; the gradients hold those of the zeros so far."""
-    log_theta, zi = tables
-    x, theta = found.value, found.function_at(torch.exp, log_theta)
-    r = found.at(log_mu) - found.at(log_theta)
-    softplus = _softplus(r)
-    choose = torch.lgamma(x + theta) - found.function_at(_lgamma_exp, log_theta) - torch.lgamma(x + 1)
-    total = (choose - theta * softplus + x * -_softplus(-r) - found.function_at(_softplus, zi)).sum()
-    if gradients:
-        of_mu = x * (-r).sigmoid() - theta * r.sigmoid()
-        psi = torch.digamma(x + theta) - found.function_at(_digamma_exp, log_theta)
-        found.add_to(gradients[0], of_mu)
-        found.add_to(gradients[1], theta * (psi - softplus) - of_mu)
-    return total
+class _AtEntries(NamedTuple):
+    """Numbers at the counts that are not zero: r, theta, lgamma(theta) + softplus(zi), psi(theta)."""
+
+    r: Tensor
+    theta: Tensor
+    missing: Tensor
+    psi: Tensor
+
+
+def _at_entries(column: Tensor, index: Tensor, arguments: Sequence[Tensor], dtype: torch.dtype) -> _AtEntries:
+    def at(table: Tensor) -> Tensor:
+        return table.reshape(-1).index_select(0, column if len(table) == 1 else index).to(dtype)
+
+    def made(log_theta: Tensor, zi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        theta = log_theta.exp()
+        return log_theta, theta, torch.lgamma(theta).add_(_softplus(zi)), torch.digamma(theta)
+
+    log_mu, *tables = arguments
+    if max(t.numel() for t in tables) < len(column):
+        # each number of a table is met many times: its functions are computed once
+        stacked = torch.stack(made(*(t.to(dtype) for t in tables)))
+        found = stacked.view(4, -1).index_select(1, column if len(tables[0]) == 1 else index).unbind()
+    else:
+        found = made(*map(at, tables))
+    log_theta, *others = found
+    return _AtEntries(at(log_mu) - log_theta, *others)
+
+
+def _others(found: Entries, at: _AtEntries, with_gradients: bool) -> list[Tensor]:
+    """Terms of the counts that are not zero, the gradients of their log_mu and minus those of their log_theta."""
+    r, theta, missing, psi = at
+    x = found.value
+    shape = x + theta
+    value = torch.lgamma(shape).sub_(missing).sub_(found.log_factorial)
+    softplus, opposite = _softplus(r), -r
+    # n + x log sigmoid(r)
+    value.addcmul_(theta, softplus, value=-1).addcmul_(x, _softplus(opposite), value=-1)
+    if not with_gradients:
+        return [value]
+    # two sigmoids: 1 - sigmoid(r) would have no digits left where r is large
+    of_mu = opposite.sigmoid_().mul_(x).addcmul_(theta, r.sigmoid_(), value=-1)
+    of_theta = torch.addcmul(of_mu, theta, shape.digamma_().sub_(psi).sub_(softplus), value=-1)
+    return [value, of_mu, of_theta]
 
 
 def _into(table: Tensor, values: Tensor) -> None:
@@ -258,23 +309,17 @@ def _into(table: Tensor, values: Tensor) -> None:
 
 
 def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    # torch's softplus is the identity above 20, an error of 2e-9
-    found: Tensor = torch.logaddexp(x, x.new_zeros(()), out=out)
+    # torch's own threshold of 20 is an error of 2e-9; from 40 on the rest is below float64's digits
+    found: Tensor = F.softplus(x, 1.0, EXACT, out=out)  # type: ignore[call-arg]
     return found
-
-
-def _lgamma_exp(x: Tensor) -> Tensor:
-    return x.exp().lgamma()
-
-
-def _digamma_exp(x: Tensor) -> Tensor:
-    return x.exp().digamma()
 
 
 def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     dtype = torch.float32
     for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        # asked of torch, it is one more operator
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 

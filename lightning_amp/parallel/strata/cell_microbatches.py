@@ -100,6 +100,9 @@ class CellMicrobatches(nn.Module):
         if not self.known and len(u) > max(1, self.size):
             check_sum(nll, key, u, lambda part: _rows(cells, part))
             self.known = True
+        if len(u) <= self.size:
+            # nothing to cut, and the stratum's own backward pass follows
+            return _at_least_float32(nll(key, u, **cells))
         shared, per_cell = [key, *parameters], [u, *(cells[name] for name in PER_CELL)]
         if not wants_gradients([*shared, *per_cell]):
             parts = [nll(key, u[part], **_rows(cells, part)) for part in self._parts(len(u))]
@@ -125,7 +128,7 @@ class CellMicrobatches(nn.Module):
         # the key is cut off, so that its own graph waits until the gradients of all micro-batches are added up;
         # tables are read by `nll` itself, so these are the very tensors
         key, *tables = leaf(shared[0], needed[0]), *shared[1:]
-        total: Tensor = u.new_zeros((), dtype=torch.promote_types(u.dtype, torch.float32))
+        values: list[Tensor] = []
         of_shared: Gradients = [None] * n
         of_cells: list[Gradients] = []
         for part in self._parts(len(u)):
@@ -135,8 +138,13 @@ class CellMicrobatches(nn.Module):
             found = gradients([value], [key, *tables, *own], [None])
             of_shared = list(map(add, of_shared, found[:n]))
             of_cells.append(found[n:])
-            total = total + value.detach()
-        return total, [*of_shared, *map(_join, per_cell, zip(*of_cells, strict=True))]
+            values.append(_at_least_float32(value.detach()))
+        return torch.stack(values).sum(), [*of_shared, *map(_join, per_cell, zip(*of_cells, strict=True))]
+
+
+def _at_least_float32(value: Tensor) -> Tensor:
+    # strata and micro-batches are many: their sum would lose digits
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _n_rows(value: object) -> int:

@@ -41,6 +41,7 @@ from lightning_amp.parallel.autograd.precomputed_gradients import (
     Gradients,
     GradientSum,
     add,
+    add_up,
     gradients,
     leaf,
     wants_gradients,
@@ -140,17 +141,16 @@ class _Stream:
         before = strata[: own.start].parameters()
         self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
         self.total = leaves.u.new_zeros(())
+        self._one: Tensor | None = None
 
     def run(self, own: range, *, workers: int) -> Tensor:
         """All own strata; returns their negative log-likelihood."""
-        v, add_v = self.inputs.v, self.shared.v.add
+        v = self.inputs.v
         workers = workers_for(self.strata[own.start : own.stop], v, asked=workers)
         if not self.chained:
-            run_in_order(
-                lambda k: self._pass(k, v, None), own, lambda p: add_v(self._add(p)), workers=workers
-            )
+            run_in_order(lambda k: self._pass(k, v, None), own, self._add, workers=workers)
         elif len(own):
-            add_v(self._chain(own) if workers == 1 else self._chain_side_by_side(own, workers))
+            self.shared.v.add(self._chain(own) if workers == 1 else self._chain_side_by_side(own, workers))
         return self.total
 
     def _chain(self, own: range) -> Tensor | None:
@@ -200,11 +200,11 @@ class _Stream:
     def _along(self, v: Tensor, strata: range) -> list[Tensor]:
         """v, and what each of the strata makes of it on the spine."""
         found = [v]
-        drawn = torch.get_rng_state()
+        drawn = _random_state()
         for k in strata:
             # a leaf for each: the backward passes of two strata share no graph
             found.append(leaf(cast(Any, self.strata[k]).spine(found[-1]), True))
-        if not torch.equal(drawn, torch.get_rng_state()):
+        if _random_state() != drawn:
             raise InstallError(
                 "strata were to be streamed, and what they hand on to each other draws random numbers (dropout), and is"
                 " computed more than once: it would be other numbers each time; move the draws off the spine, or leave"
@@ -218,7 +218,10 @@ class _Stream:
         arguments = module.arguments(k, self.inputs.log_weights, **self.cells)
         copies = _copies(module)
         nll, v_next = call_with(copies, module, lambda: module(v, self.inputs.u, **arguments))
-        outputs, grad_outputs = [nll], [torch.ones_like(nll)]
+        if self._one is None:
+            # made once, not by every stratum's backward pass; strata side by side may make two
+            self._one = torch.ones_like(nll)
+        outputs, grad_outputs = [nll], [self._one]
         # one backward pass for both outputs: what they share of the stratum is gone through once
         if grad_v_next is not None and v_next.requires_grad:
             outputs, grad_outputs = [nll, v_next], [grad_outputs[0], grad_v_next]
@@ -256,16 +259,22 @@ class _Stream:
         return _Passed(k, v, nll, StratumInputs(*found[: len(inputs)]), found[len(inputs) :])
 
     def _add(self, passed: "_Passed") -> Tensor | None:
-        """Add up a stratum's loss and the gradients of all but v; returns that of v."""
+        """Add up a stratum's loss and gradients; returns that of v, which in a chain is the next one's."""
         if passed.nll is not None:
             self.total = self.total + passed.nll
         runs = _runs(self.strata[passed.k])
+        found = [
+            (total, grad)
+            for total, grad in zip(self.shared, passed.of_inputs, strict=True)
+            if total is not self.shared.v or not self.chained
+        ]
         named = self.strata[passed.k].named_parameters()
         for (name, p), grad in zip(named, passed.of_parameters, strict=True):
-            self.ready[id(p)].add(grad, runs.get(name))
-        self.shared.u.add(passed.of_inputs.u)
-        self.shared.log_weights.add(passed.of_inputs.log_weights)
-        self.shared.library.add(passed.of_inputs.library)
+            if name in runs:
+                self.ready[id(p)].add(grad, runs[name])
+            else:
+                found.append((self.ready[id(p)], grad))
+        add_up(found)
         return passed.of_inputs.v
 
 
@@ -277,6 +286,11 @@ class _Passed(NamedTuple):
     nll: Tensor | None
     of_inputs: StratumInputs[Tensor | None]
     of_parameters: Gradients
+
+
+def _random_state() -> bytes:
+    # the host's own: no device is asked
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _chained(strata: Iterable[nn.Module]) -> bool:
@@ -291,9 +305,11 @@ def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
     found = [gradient for gradient in ready if gradient is not None]
     if not half:
         found = [gradient for gradient in found if gradient.dtype == torch.float16]
-    if not found or not total.isfinite():
+    if not found:
         return
-    if not all(bool(gradient.isfinite().all()) for gradient in found):
+    # seen by the host at once: it waits for the device, only where there is float16
+    finite = torch.stack([gradient.isfinite().all() for gradient in found]).all()
+    if bool(total.isfinite() & ~finite):
         warnings.warn(
             "gradients of streamed strata are not finite, and their loss is: float16 has overflowed in them. They are"
             " those of the sum over cells and features, before it is divided by their number or scaled, so that smaller"

@@ -49,7 +49,7 @@ def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> in
 
 
 def run_in_order(
-    work: Callable[[Item], Result], items: Iterable[Item], take: Callable[[Result], None], *, workers: int
+    work: Callable[[Item], Result], items: Iterable[Item], take: Callable[[Result], object], *, workers: int
 ) -> None:
     """Hand what `work` returns for every item to `take`, in the order of the items and in this thread.
 

@@ -24,8 +24,9 @@ from lightning_amp.planning.sizes.terms import Term
 
 FUSED_SCORES = 2**20
 """Scores at a time of fused attention (parallel/attention/banded_softmax.py)."""
-SPARSE_NUMBERS, SPARSE_COLUMNS = 2**16, 64
-"""Numbers of a chunk of a sparse likelihood, and the fewest columns (parallel/scores/sparse_likelihood.py)."""
+SPARSE_NUMBERS, SPARSE_LAUNCHED, SPARSE_COLUMNS = 2**16, 2**23, 64
+"""Numbers of a chunk of a sparse likelihood, on a CPU and where operators are launched, and the fewest columns
+(parallel/scores/sparse_likelihood.py)."""
 
 
 class Key(NamedTuple):
@@ -165,7 +166,8 @@ def _passing_back(s: RankSizes) -> int:
 
 def _sparse_chunk(s: RankSizes) -> int:
     """Numbers of the columns that a sparse likelihood computes at a time (parallel/scores/sparse_likelihood.py)."""
-    columns = max(SPARSE_COLUMNS, SPARSE_NUMBERS // max(1, s.block))
+    numbers = SPARSE_LAUNCHED if s.decoder.launched else SPARSE_NUMBERS
+    columns = max(SPARSE_COLUMNS, numbers // max(1, s.block))
     return s.block * min(s.most_features, columns)
 
 

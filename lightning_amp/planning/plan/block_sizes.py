@@ -16,12 +16,21 @@ BLOCK_SCORES = 2**20
 """Scores [cells, F_k] that exist at a time: 4 MiB of each tensor of the likelihood stay in a CPU's cache."""
 
 
-def block_cells(features: int, *, anchors: int) -> int:
+LAUNCHED_SCORES = 2**23
+"""The same where operators are launched: 32 MiB of each tensor, so that most batches are one block."""
+
+
+def block_cells(features: int, *, anchors: int, launched: bool = False) -> int:
     """Cells in one block: about `BLOCK_SCORES` scores of the largest stratum, 8 cells at least; `features` are its F_k.
 
     Without S4 the scores of all anchors are made.
+
+    Args:
+        features: F_k of the largest stratum.
+        anchors: N.
+        launched: Whether the device has its operators launched, and is no CPU.
     """
-    return max(8, BLOCK_SCORES // max(features, anchors))
+    return max(8, (LAUNCHED_SCORES if launched else BLOCK_SCORES) // max(features, anchors))
 
 
 KEPT_WEIGHTS = 2**24

@@ -39,6 +39,7 @@ class DecoderShape:
         n_batches: Experimental batches, the rows of the decoder's tables.
         unsupported: Strategies that the decoder's modules refuse.
         threads: Of the CPU that it runs on; 1 on other devices, which run one stratum at a time.
+        launched: Whether it runs on a device that has its operators launched, and no CPU.
     """
 
     fqn: str
@@ -53,6 +54,7 @@ class DecoderShape:
     n_batches: int = 1
     unsupported: tuple[str, ...] = ()
     threads: int = 1
+    launched: bool = False
 
     @property
     def parts(self) -> dict[str, int]:

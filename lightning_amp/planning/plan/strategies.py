@@ -160,7 +160,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
         shrinks="K strata to one, computed once",
         specs=(specs.StreamStrata,),
         targets=_on_decoder(
-            lambda d: specs.StreamStrata(cells=block_cells(max(d.features), anchors=d.anchors))
+            lambda d: specs.StreamStrata(
+                cells=block_cells(max(d.features), anchors=d.anchors, launched=d.launched)
+            )
         ),
         choice=("activations", "stream"),
     ),

@@ -170,7 +170,8 @@ class RankSizes:
         """Cells of a block: B, or under stream at most those that the largest stratum leaves room for."""
         if not self.streamed:
             return self.cells
-        return min(self.cells, block_cells(max(self.decoder.features), anchors=self.decoder.anchors))
+        d = self.decoder
+        return min(self.cells, block_cells(max(d.features), anchors=d.anchors, launched=d.launched))
 
     @property
     def blocks(self) -> int:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
 
-FUSED_SCORES, SPARSE_SCORES = 2**23, 2**20
+FUSED_SCORES, SPARSE_SCORES = 2**23, 2**23
 """Scores at a time in the fused attention and in the sparse likelihood, on a GPU, where launching kernels counts."""
 
 
@@ -145,8 +145,8 @@ def _likelihood(s: RankSizes) -> Part:
         forward, backward = (43, 13) if single else (76, 27)
         chunks = -(-s.batch_scores // (blocks * SPARSE_SCORES))
         return (
-            Pass(0, forward * s.batch_scores, (80 + 34 * chunks) * blocks),
-            Pass(0, backward * s.batch_scores, 14 * blocks),
+            Pass(0, forward * s.batch_scores, ((33 if single else 37) + 30 * chunks) * blocks),
+            Pass(0, backward * s.batch_scores, (8 if single else 14) * blocks),
         )
     if single:
         return (

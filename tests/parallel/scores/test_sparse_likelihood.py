@@ -211,7 +211,7 @@ class Computed(TorchDispatchMode):
 def test_special_functions_are_taken_of_the_entries_and_the_tables_alone(features: int) -> None:
     x, given = counts(200, features, 0.05), arguments(200, features, 1)
     n_entries = int((x != 0).sum())
-    with Computed("lgamma", "digamma") as computed:
+    with Computed("lgamma", "lgamma_", "digamma", "digamma_") as computed:
         forward_backward(SparseLikelihood(), x, given)
     assert computed.n == 3 * n_entries + 2 * min(features, n_entries)
     with Computed("lgamma", "digamma") as dense:
@@ -244,10 +244,13 @@ def test_keeps_the_gradients_and_little_else(rows: int, share: float) -> None:
     chunks = (3 if rows == 1 else 6) * technique.CACHED
     # beside what the docstring counts: the row tables of a chunk, and scalars
     small = 4 * (6 * features + 400)
-    for form in (x, SparseCounts.from_dense(x)):
+    by_entry = SparseCounts.from_dense(x)
+    # once for a batch, and kept with it
+    by_entry.log_factorial(torch.float32)
+    for form in (x, by_entry):
         forward, kept, backward, left = peaks(SparseLikelihood(), form, rows)
         assert kept == gradients + 4
-        assert forward <= gradients + 4 * max(16 * n_entries, 5 * n_entries + chunks) + small
+        assert forward <= gradients + 4 * max(18 * n_entries, 11 * n_entries + chunks) + small
         assert backward <= 2 * gradients + small
         assert left == gradients
     assert peaks(ZINB(), x, rows)[1] > 2.5 * gradients

@@ -1,0 +1,139 @@
+"""How many operators and kernels one more stratum costs, forward and backward, with the settings of an accelerator.
+
+    python -m benchmarks.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda]
+
+A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
+one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
+once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
+entries, as the data module hands them out. What the words mean: lightning_amp/simulation/count_operators.py.
+"""
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from benchmarks.side_by_side.cases import OURS, Case, Method, Size
+from benchmarks.side_by_side.plans import plan_of
+from benchmarks.side_by_side.training import Training
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.parallel.device_settings import settings_of
+from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.simulation.count_operators import OperatorCounter
+
+ANCHORS, WINDOW, DIM = 5400, 640, 128
+CELLS = (8, 256)
+STRATA = (2, 4)
+"""Of the two decoders; the first stratum has no key, and is in both."""
+CHOICES: tuple[tuple[str, ...], ...] = ((), ("S4",), ("fused",), ("sparse",), ("stream",), OURS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """One more stratum of a decoder under a plan.
+
+    Attributes:
+        anchors: N.
+        window: Anchors in a bucket of attention.
+        cells: B.
+        strategies: The plan's, beside S1.
+        kernels_per_stratum: Operators that make or change a tensor.
+        operators_per_stratum: All operators.
+        views: Operators of a stratum that make and change nothing.
+        host_syncs: Of a whole step: what the host waits for.
+        parts: Kernels of a stratum by the module that asks for them.
+        waits: Where in the package the host waits, and for which operator.
+    """
+
+    anchors: int
+    window: int
+    cells: int
+    strategies: tuple[str, ...]
+    kernels_per_stratum: float
+    operators_per_stratum: float
+    views: float
+    host_syncs: int
+    parts: dict[str, float]
+    waits: list[str]
+
+
+def count(
+    strategies: tuple[str, ...], *, cells: int, anchors: int, window: int, dim: int, device_type: str
+) -> Count:
+    """What one more stratum costs."""
+    few, many = (
+        _step(Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window), strategies, device_type)
+        for k in STRATA
+    )
+    more = STRATA[1] - STRATA[0]
+    kernels, operators = (many.kernels - few.kernels) / more, (many.operators - few.operators) / more
+    parts = Counter(many.parts)
+    parts.subtract(few.parts)
+    return Count(
+        anchors=anchors,
+        window=window,
+        cells=cells,
+        strategies=strategies,
+        kernels_per_stratum=kernels,
+        operators_per_stratum=operators,
+        views=operators - kernels,
+        host_syncs=many.host_syncs.total(),
+        parts={name: n / more for name, n in parts.most_common() if n},
+        waits=[f"{n} x {name} in {line}" for (name, line), n in many.host_syncs.most_common()],
+    )
+
+
+def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> OperatorCounter:
+    """The operators of a decoder's second step."""
+    case = Case(size=size, method=Method(name="", strategies=strategies), threads=1)
+    with settings_of(device_type):
+        training = Training(case, plan_of(case, launched=device_type != "cpu"), None)
+        if "sparse" in strategies:
+            training.batch["x"] = SparseCounts.from_dense(training.batch["x"])
+        training.step()
+        loss = training.module(**training.batch)
+        loss.backward()
+        training.batch["u"].grad = None
+        training.module.zero_grad()
+        with OperatorCounter() as counter:
+            training.module(**training.batch).backward()
+    return counter
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--cells", type=int, nargs="+", default=CELLS)
+    parser.add_argument("--anchors", type=int, default=ANCHORS)
+    parser.add_argument("--window", type=int, default=WINDOW)
+    parser.add_argument("--dim", type=int, default=DIM)
+    parser.add_argument("--device-type", default="cuda")
+    arguments = parser.parse_args()
+    sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
+    found = [count(chosen, cells=cells, **sizes) for cells in arguments.cells for chosen in CHOICES]
+    if arguments.format == "json":
+        print(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    rows = [
+        (
+            ",".join(one.strategies) or "eager",
+            str(one.cells),
+            f"{one.kernels_per_stratum:g}",
+            f"{one.operators_per_stratum:g}",
+            f"{one.views:g}",
+            str(one.host_syncs),
+            ", ".join(f"{name} {n:g}" for name, n in one.parts.items()),
+        )
+        for one in found
+    ]
+    print(table(("plan", "cells", "kernels", "operators", "views", "host syncs", "kernels by module"), rows))
+    for one in found:
+        for line in one.waits:
+            print(f"{','.join(one.strategies) or 'eager'}, {one.cells} cells: the host waits for {line}")
+
+
+if __name__ == "__main__":
+    main()

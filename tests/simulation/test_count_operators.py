@@ -1,0 +1,84 @@
+"""Claim: operators, kernels, views and host syncs are told apart, and a decoder's step waits for no device."""
+
+import pytest
+import torch
+
+from benchmarks.kernel_count import count
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.parallel.device_settings import settings_of
+from lightning_amp.parallel.install import install
+from lightning_amp.planning.plan.specs import StreamStrata
+from lightning_amp.simulation.count_operators import OperatorCounter
+from tests.parallel.sharded_cases import Case, Model, make_plan
+
+OURS = ("S4", "fused", "sparse", "stream")
+FORMS = {
+    "independent": Case(),
+    "chained": Case(chained=True),
+    "one row for all cells": Case(n_batches=1, head=False),
+    "paper": Case(variant="paper"),
+}
+
+
+def test_views_and_memory_are_no_kernels() -> None:
+    x, row = torch.ones(4, 3), torch.ones(3)
+    with OperatorCounter() as counter:
+        x[1:].view(-1)[:2]
+        torch.empty_like(x)
+        x.add_(row)
+    assert (counter.kernels, counter.operators) == (1, 5)
+    assert counter.bytes == 4 * (12 + 3 + 12)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: x.to("meta"),
+    ],
+)
+def test_what_the_host_waits_for_is_seen(look) -> None:
+    with OperatorCounter() as counter:
+        look(torch.ones(3))
+    assert counter.host_syncs.total() == 1
+
+
+NO_WAIT = ("parallel/attention/", "data/sparse_counts.py")
+"""Where numbers of the host become tensors that a GPU is not waited for: a number assigned to a slice is a fill there,
+and places of counts come from pinned memory."""
+
+
+def step(case: Case, strategies: tuple[str, ...], cells: int) -> OperatorCounter:
+    """The operators of the second step of a decoder, by the settings of CUDA; counts by their entries."""
+    model = Model(case)
+    install(model, make_plan(strategies, 1, {"stream": StreamStrata(cells=cells)}))
+    model.batch["x"] = SparseCounts.from_dense(model.batch["x"])
+    with settings_of("cuda"):
+        model().backward()
+        with OperatorCounter() as counter:
+            model().backward()
+    return counter
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("strategies", "cells"), [((), 4), (("S4", "sparse"), 4), (OURS, 4), (OURS, 3)])
+def test_a_step_of_a_decoder_waits_for_no_device(form: str, strategies: tuple[str, ...], cells: int) -> None:
+    found = step(FORMS[form], strategies, cells).host_syncs
+    waits = [wait for wait in found if not (wait[0] == "lift_fresh" and wait[1].startswith(NO_WAIT))]
+    assert not waits
+
+
+def test_one_more_stratum_is_counted_without_what_comes_once() -> None:
+    sizes = {"cells": 8, "anchors": 200, "window": 20, "dim": 8, "device_type": "cuda"}
+    eager, ours = (count(chosen, **sizes) for chosen in ((), ("S4", "sparse", "stream")))
+    assert eager.kernels_per_stratum == sum(eager.parts.values())
+    assert ours.kernels_per_stratum < eager.kernels_per_stratum < eager.operators_per_stratum
+    assert eager.views == eager.operators_per_stratum - eager.kernels_per_stratum
+    assert ours.host_syncs == 0
+    assert all(n == int(n) for n in ours.parts.values())
