@@ -1,0 +1,56 @@
+"""Whose settings a computation takes: those of a CPU, or those of a device that operators are launched on.
+
+A CPU is fastest with tensors that stay in its cache, and with no more work than is needed. An accelerator waits for
+every launch of an operator, and for every number that the host wants to see: few operators on large tensors are
+fastest there, and nothing may look at the data. What is computed is the same.
+
+A tensor's device decides. Tensors without values (meta) stand for those on a CPU. `settings_of` decides for a while in
+their place: so a machine without an accelerator can count the operators of one, and test what they compute.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+from lightning_amp.errors import InstallError
+
+_DEVICE_TYPE: ContextVar[str | None] = ContextVar("device type whose settings are taken", default=None)
+
+
+def launches_operators(like: Tensor) -> bool:
+    """Whether the tensor's device has its operators launched: no CPU's, unless `settings_of` says so."""
+    return (_DEVICE_TYPE.get() or like.device.type) not in ("cpu", "meta")
+
+
+def numbers_at_a_time(like: Tensor, *, cached: int, launched: int) -> int:
+    """Numbers of a tensor that are computed at a time.
+
+    Args:
+        like: A tensor on the device that computes.
+        cached: On a CPU.
+        launched: On a device that has its operators launched.
+    """
+    return launched if launches_operators(like) else cached
+
+
+@contextmanager
+def settings_of(device_type: str) -> Iterator[None]:
+    """Take the settings of another type of device, in this thread and as long as the context is entered.
+
+    Args:
+        device_type: "cpu", "cuda" or another one of torch's.
+
+    Raises:
+        InstallError: An empty name.
+    """
+    if not device_type:
+        raise InstallError(
+            f"the settings of {device_type!r} were asked for; name a type of device, such as 'cpu' or 'cuda'"
+        )
+    token = _DEVICE_TYPE.set(device_type)
+    try:
+        yield
+    finally:
+        _DEVICE_TYPE.reset(token)

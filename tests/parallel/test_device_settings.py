@@ -1,0 +1,33 @@
+"""Claim: settings are those of the tensor's device, or of the one that is named for a while."""
+
+import pytest
+import torch
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.device_settings import launches_operators, numbers_at_a_time, settings_of
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cpu_stays_in_its_cache_unless_told_otherwise(device: str) -> None:
+    like = torch.empty(2, device=device)
+    assert numbers_at_a_time(like, cached=1, launched=2) == 1
+    with settings_of("cuda"):
+        assert numbers_at_a_time(like, cached=1, launched=2) == 2
+        with settings_of("cpu"):
+            assert not launches_operators(like)
+        assert launches_operators(like)
+    assert not launches_operators(like)
+
+
+def test_an_error_leaves_no_settings_behind() -> None:
+    with pytest.raises(ZeroDivisionError), settings_of("cuda"):
+        raise ZeroDivisionError
+    assert not launches_operators(torch.empty(2))
+
+
+def test_a_device_has_a_name() -> None:
+    with (
+        pytest.raises(InstallError, match=r"settings of '' were asked for; name a type of device"),
+        settings_of(""),
+    ):
+        pass
