@@ -4,6 +4,9 @@ import torch
 
 # collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
 import torch.distributed._functional_collectives as functional_collectives
+
+# the backward pass of a softmax in one kernel, to memory that is there
+from torch import _softmax_backward_data as softmax_backward
 from torch import nn
 
 # tensors with a shape and no values: a module that is given one is being simulated
@@ -42,6 +45,7 @@ __all__ = [
     "is_compiled",
     "is_watched",
     "multiplies_in_tf32",
+    "softmax_backward",
     "tree_leaves",
 ]
 
