@@ -28,8 +28,10 @@ M of these are whole buckets, and where runs of several have masked keys a bucke
 
 Numbers below float32 are computed with in float32, under autocast too: all products of matrices have an `out=` or are
 in place, and those autocast does not touch. Results are then held twice for a moment, and values of a run are copied.
-Second derivatives are refused by torch. Tensors without values (meta) pass through one run of each shape: the memory
-is that of all runs, but operators are not to be counted there where there are several.
+On CUDA torch's backward pass of a softmax launches two kernels and makes a product of the scores of a run, G C 3w more
+for a moment, which no count here sees. Second derivatives are refused by torch. Tensors without values (meta) pass
+through one run of each shape: the memory is that of all runs, but operators are not to be counted there where there are
+several.
 
 Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, G buckets of a run, C rows of a
 bucket at a time.
@@ -278,6 +280,7 @@ class _Work:
         if run.missing:
             # rows that are only counted have no value
             ds.select(-1, -1).zero_()
+        # in place: every number is read before it is written, on CUDA from a copy that torch makes
         softmax_backward(ds, weights, -1, self._dtype, grad_input=ds)
         # the score of a row with itself is a constant
         self._with_themselves(ds, run, rows).zero_()
