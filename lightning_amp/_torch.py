@@ -10,6 +10,9 @@ from torch import _foreach_add_ as add_each
 from torch import _foreach_copy_ as copy_each
 from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
+
+# the backward pass of a softmax in one kernel, to memory that is there
+from torch import _softmax_backward_data as softmax_backward
 from torch import nn
 
 # tensors with a shape and no values: a module that is given one is being simulated
@@ -47,6 +50,7 @@ __all__ = [
     "is_watched",
     "multiplies_in_tf32",
     "scale_each",
+    "softmax_backward",
     "times_each",
     "tree_leaves",
 ]

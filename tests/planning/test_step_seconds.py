@@ -58,14 +58,14 @@ def test_domain_parallelism_divides_rows() -> None:
 
 
 def test_fused_attention_leaves_out_what_is_masked() -> None:
-    sizes = shape(anchors=201, window=48, strata=2)
+    sizes = shape(anchors=403, window=96, strata=2)
     eager, fused = (
         parts(RankSizes(decoder=sizes, axes=Axes(attention=attention), k=1, cells=CELLS))["attention"]
         for attention in ("eager", "fused")
     )
-    # 201 queries in 5 buckets, of which the first has no bucket before and the last, of 9, none after
-    pairs = 201 * 3 * 48 - 48 * 48 - 9 * 48
-    assert [p.flops for p in eager] == [2 * 2 * 240 * 144 * 16, 4 * 2 * 240 * 144 * 16]
+    # 403 queries in 5 buckets, of which the first has no bucket before and the last, of 19, none after
+    pairs = 403 * 3 * 96 - 96 * 96 - 19 * 96 - (96 + 19) * (96 - 19)
+    assert [p.flops for p in eager] == [2 * 2 * 480 * 288 * 16, 4 * 2 * 480 * 288 * 16]
     assert [p.flops for p in fused] == [2 * 2 * pairs * 16, 5 * 2 * pairs * 16]
 
 

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
+from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.describe_module import describe
+from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.parallel.scores.s4_key_first import key_first
 from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
 from lightning_amp.parallel.strata.stream import stream_strata
@@ -23,8 +25,9 @@ from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import StreamStrata
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.sizes.bucket_runs import Band, run_sizes
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.operator_costs import parts
+from lightning_amp.planning.time.operator_costs import _fused_kernels, parts
 from lightning_amp.simulation.count_operators import OperatorCounter
 from lightning_amp.simulation.fake_ranks import fake_world
 from lightning_amp.simulation.models_without_values import decoder_subject
@@ -46,7 +49,11 @@ AXES = [
     Axes(likelihood="sparse"),
     Axes(activations="stream"),
     Axes(decode="key-first", likelihood="sparse", activations="stream"),
+    Axes(attention="fused", decode="key-first"),
 ]
+
+
+ADDING = {torch.ops.aten.baddbmm_: lambda total, left, right, out_shape, **_: 2 * left.numel() * right[-1]}
 
 
 def planned(decoder: nn.Module, axes: Axes, window: int) -> None:
@@ -54,7 +61,9 @@ def planned(decoder: nn.Module, axes: Axes, window: int) -> None:
     for stratum in decoder.strata:
         if axes.decode == "key-first":
             stratum.decode = key_first(stratum.decode)
-        if axes.attention != "eager" and stratum.key is not None:
+        if axes.attention == "fused" and stratum.key is not None:
+            stratum.key.attention = fuse_attention(stratum.key.attention)
+        elif axes.attention != "eager" and stratum.key is not None:
             retain = axes.attention == "chunked-retained"
             chunked = chunk_attention(stratum.key.attention, buckets=chunk_buckets(window), retain=retain)
             stratum.key.attention = chunked
@@ -94,7 +103,7 @@ def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
     # one after the other: the counter of products adds copies of its own; nor do its hooks know the backward pass of
     # a streamed stratum, which computes the same products
     run, again = step(sizes, replace(axes, activations="retain")), step(sizes, axes)
-    with FlopCounterMode(display=False) as products:
+    with FlopCounterMode(display=False, custom_mapping=ADDING) as products:
         run()
     with OperatorCounter() as operators:
         again()
@@ -109,7 +118,10 @@ def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
     )
     assert counted.flops == products.get_total_flops() + spine
     # of a sparse likelihood numbers stand for the time that they take in a cache
-    assert counted.bytes == pytest.approx(operators.bytes, rel=0.06 if axes.likelihood == "sparse" else 0.03)
+    if axes.attention != "fused":  # of which the numbers that stay in the cache are not counted
+        assert counted.bytes == pytest.approx(
+            operators.bytes, rel=0.06 if axes.likelihood == "sparse" else 0.03
+        )
     assert counted.kernels == pytest.approx(operators.kernels, rel=0.02)
     assert counted.sent_bytes == counted.collectives == 0
 
@@ -123,6 +135,28 @@ def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
         batch_size=CELLS,
         shape=described,
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("anchors", "window"), [(520, 80), (230, 24), (192, 32), (50, 80), (90, 80), (1200, 640)]
+)
+def test_operators_of_fused_attention(anchors: int, window: int, device: str, keep: bool) -> None:
+    qk, values, grad = torch.randn(3, anchors, 8).unbind()
+    qk.requires_grad_(), values.requires_grad_()
+    attention = FusedAttention(8, window, keep=keep)
+    sizes = run_sizes(window, launched=device == "cuda")
+    found = []
+    with settings_of(device):
+        for _ in range(2):  # the tables of the rotation are made once
+            with OperatorCounter() as forward:
+                out = attention(qk, qk, values)
+            with OperatorCounter() as backward:
+                torch.autograd.grad(out, (qk, values), grad)
+            found = [forward.kernels, backward.kernels]
+    assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep)) == found
 
 
 PAPER = {"variant": "paper", "chained": True, "n_batches": 2}

@@ -1,71 +1,104 @@
 """Rows turned by their position, pair of channels by pair of channels, one bucket after the other.
 
-    R(i): (a, b) -> (a cos i f - b sin i f, b cos i f + a sin i f)      a of channel c, b of c + D/2, f = 10000^(-2c/D)
+    R(i): z -> z exp(i f sqrt(-1))      z = a + b sqrt(-1),  a of channel c, b of c + D/2,  f = 10000^(-2c/D)
 
-A turned row times a turned row depends only on the difference of their positions. Position i = j w + p is turned by
-the angles of j w and of p put together, so that the tables have a row per bucket and a row per place in a bucket.
+A turned row times a turned row depends only on the difference of their positions. Turned rows are complex numbers, one
+per pair, because turning is then one product. Their real and imaginary parts one after the other are D channels in
+another order, the same for all rows, and inner products do not mind. Position i = j w + p is turned by the angles of
+p and of j w, one after the other, so that the tables have a row per place in a bucket and a row per bucket.
 
 The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions run along a sequence
 and can be large: an angle is a product of 24 bits and a whole number, which float64 holds exactly up to 2^29 rows, and
 its cosine is rounded once. float64 must exist on the device.
 
-Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D).
+The tables are made once for all attention of the same sizes in a process, 2 (w + W) D numbers, and the last few kept:
+making them takes as many operators as attention itself.
+
+Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D), pair (D / 2), w window, W buckets.
 """
 
+from functools import lru_cache
+
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Complex, Float
+from torch import Tensor, nn
 
 ROTARY_BASE = 10000.0
+KEPT_TABLES = 8
+"""Sizes whose tables are kept; a model has one for every decoder, and nodes some more."""
 
 
-class Rotary:
-    """Turns the rows of buckets.
+def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: Tensor) -> "Rotary":
+    """Tables for a device, new or kept.
 
     Args:
         n_buckets: Buckets that have a place, from 0.
-        dtype: Of what is computed.
+        dtype: Of what is turned, float32 or float64.
+        like: On the device.
     """
+    # a fake tensor's tables are of no use to a real one, nor to a fake one of another mode
+    made = Rotary if type(like) not in (Tensor, nn.Parameter) else _kept
+    return made(dim, window, n_buckets, dtype, like.device)
+
+
+class Rotary:
+    """Turns the rows of buckets; made by `rotary`."""
 
     def __init__(
-        self, dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, device: torch.device
+        self, dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-        frequency = 1.0 / ROTARY_BASE**exponent
+        frequency = (1.0 / ROTARY_BASE**exponent).double()
 
         def table(n: int, distance: int) -> tuple[Tensor, Tensor]:
+            """Factors that turn, and that turn back."""
             position = torch.arange(0, n * distance, distance, dtype=torch.float64, device=device)
             angle = position[:, None] * frequency
-            return angle.cos().to(dtype), angle.sin().to(dtype)
+            there = torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+            return there, there.conj().resolve_conj()
 
-        self._within, self._between = table(window, 1), table(n_buckets, window)
+        self._within = table(window, 1)
+        self._between = [factors[:, None] for factors in table(n_buckets, window)]
+        self._parts: dict[tuple[int, int, bool], Tensor] = {}
 
-    def turn(
-        self,
-        x: Float[Tensor, "bucket row dim"],
-        out: Float[Tensor, "bucket row dim"],
-        *,
-        place: int,
-        step: int = 1,
-        back: bool = False,
-    ) -> None:
-        """Write R(i) x, or R(i)^T x, to `out`.
+    def turn(self, x: Complex[Tensor, "bucket row pair"], *, place: int, back: bool = False) -> None:
+        """Multiply by R(i), or by R(i)^T, in place.
 
         Args:
-            x: Buckets at the places `place`, `place + step`, ...
-            out: Where to; other memory than x.
+            x: Buckets from `place` on.
             place: Place of the first bucket.
-            step: From one bucket's place to the next one's.
             back: Turn the other way round.
         """
-        cos, sin = self._angles(x.shape[1], place, step, len(x))
-        (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-        sign = -1 if back else 1
-        torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
-        torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
+        within = self._within[back]
+        n_buckets, n_rows, _ = x.shape
+        x.mul_(within if n_rows == len(within) else within[:n_rows])
+        x.mul_(self._part(place, n_buckets, back))
 
-    def _angles(self, n_rows: int, place: int, step: int, count: int) -> tuple[Tensor, Tensor]:
-        c, s = (table[:n_rows] for table in self._within)
-        cos_place, sin_place = (table[place::step][:count, None] for table in self._between)
-        cos, sin = c * cos_place, s * cos_place
-        return cos.addcmul_(s, sin_place, value=-1), sin.addcmul_(c, sin_place)
+    def _part(self, place: int, n_buckets: int, back: bool) -> Tensor:
+        """Factors of some buckets; kept, for it is an operator to take a part."""
+        part = self._parts.get((place, n_buckets, back))
+        if part is None:
+            part = self._between[back][place : place + n_buckets]
+            self._parts[place, n_buckets, back] = part
+        return part
+
+
+@lru_cache(maxsize=KEPT_TABLES)
+def _kept(dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+    # tables made in inference mode could not be used outside of it
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return Rotary(dim, window, n_buckets, dtype, device)
+
+
+def to_pairs(
+    x: Float[Tensor, "*rows dim"], *, out: Complex[Tensor, "*rows pair"] | None = None
+) -> Complex[Tensor, "*rows pair"]:
+    """Channels c and c + D/2 as one complex number each."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.complex(a, b, out=out)
+
+
+def from_pairs(x: Float[Tensor, "*rows pair 2"], out: Float[Tensor, "*rows dim"]) -> None:
+    """Write real and imaginary parts as channels again."""
+    *rows, n_pairs, _ = x.shape
+    out.view(*rows, 2, n_pairs).copy_(x.mT)

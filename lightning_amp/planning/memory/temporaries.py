@@ -19,14 +19,9 @@ from lightning_amp.planning.memory.kept_tensors import (
     statistic_terms,
     table_terms,
 )
+from lightning_amp.planning.sizes.bucket_runs import Band, Run
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
-
-FUSED_SCORES = 2**20
-"""Scores at a time of fused attention (parallel/attention/banded_softmax.py)."""
-SPARSE_NUMBERS, SPARSE_LAUNCHED, SPARSE_COLUMNS = 2**16, 2**23, 64
-"""Numbers of a chunk of a sparse likelihood, on a CPU and where operators are launched, and the fewest columns
-(parallel/scores/sparse_likelihood.py)."""
 
 
 class Key(NamedTuple):
@@ -166,9 +161,7 @@ def _passing_back(s: RankSizes) -> int:
 
 def _sparse_chunk(s: RankSizes) -> int:
     """Numbers of the columns that a sparse likelihood computes at a time (parallel/scores/sparse_likelihood.py)."""
-    numbers = SPARSE_LAUNCHED if s.decoder.launched else SPARSE_NUMBERS
-    columns = max(SPARSE_COLUMNS, numbers // max(1, s.block))
-    return s.block * min(s.most_features, columns)
+    return s.block * min(s.most_features, s.sparse_columns)
 
 
 def _entries(s: RankSizes) -> int:
@@ -187,10 +180,8 @@ def _attending(s: RankSizes) -> int:
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     inputs = 3 * s.latents
     if s.fused:
-        # the turned keys, and the output
-        return s.element * (
-            inputs + 2 * s.anchors_with_halo * a + s.latents + s.kept_weights + _fused_work(s)
-        )
+        # the output
+        return s.element * (inputs + s.anchors_with_halo * a + s.latents + s.kept_weights + _fused_work(s))
     # of all channels, before the own ones are taken
     products = r * a if s.gathered else 0
     tensors = {
@@ -208,10 +199,10 @@ def _attending_back(s: RankSizes) -> int:
     # p, qk, and the gradients of key and val
     inputs = (4 - s.gathered) * s.latents
     if s.fused:
-        # turned keys, and the gradients of queries, keys and values
+        # the gradient of queries
         # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
         values = s.latents * (s.paper + (s.decoder.chained and s.streamed))
-        return s.element * (inputs + values + 3 * s.anchors_with_halo * a + s.kept_weights + _fused_work(s))
+        return s.element * (inputs + values + s.kept_weights + _fused_work(s, back=True))
     # gradients of queries, keys and values, to which every chunk adds its part: whole from the second chunk on
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
@@ -223,13 +214,29 @@ def _attending_back(s: RankSizes) -> int:
     return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))
 
 
-def _fused_work(s: RankSizes) -> int:
-    """Scores and weights of some rows of a group of buckets, these rows, and tables of the rotation."""
-    w, a, buckets = s.decoder.window, s.attended, s.padded // s.decoder.window
-    at_once = max(1, FUSED_SCORES // (3 * w * w))
-    chunk = -(-w // -(-3 * w * w * at_once // FUSED_SCORES))
-    # buckets that meet neighbours on both sides; those of a group are three apart at least
-    inner = max(0, buckets - 2 + (s.anchors_with_halo - s.anchors) // w)
-    group = max(1, -(-inner // max(3, -(-inner // at_once))))
-    scores = (1 if s.kept_weights else 2) * group * chunk * (3 * w + 1)
-    return scores + 3 * group * w * a + (w + -(-s.anchors_with_halo // w) + 1) * a
+def _fused_work(s: RankSizes, *, back: bool = False) -> int:
+    """What fused attention holds beside its inputs and results: turned keys, scores of a run, its rows, and tables.
+
+    Backward the gradients of keys and values are there too, in whole buckets as the turned keys are.
+    """
+    w, a = s.decoder.window, s.attended
+    # under nodes one call after the other
+    held = []
+    for band in (*s.bands, *s.bands_at_the_end):
+        before, after = band.around
+        buckets = band.n_key_buckets + before + after
+        scores = max(
+            (run.n_buckets * min(run.own[1], band.sizes.rows) * run.columns for run in band.runs), default=0
+        )
+        copied = max((_copied(band, run, back=back) for run in band.runs), default=0)
+        rows = w * (2 * band.largest + before + after + (3 if back else 1) * buckets) + copied
+        tables = 2 * (w + buckets + 1)
+        held.append((1 if s.kept_weights else 2) * scores + (rows + tables) * a + w * buckets)
+    return max(held)
+
+
+def _copied(band: Band, run: Run, *, back: bool) -> int:
+    """Rows of a run that are copied for zeros to be among them: values, and backward the gradient of the output."""
+    rows, keys = band.copies(run)
+    n_keys = (run.n_buckets - 1) * band.window + run.near[1]
+    return keys * n_keys + (back and rows) * run.n_buckets * run.own[1]

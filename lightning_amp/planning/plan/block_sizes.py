@@ -33,6 +33,16 @@ def block_cells(features: int, *, anchors: int, launched: bool = False) -> int:
     return max(8, (LAUNCHED_SCORES if launched else BLOCK_SCORES) // max(features, anchors))
 
 
+SPARSE_NUMBERS, SPARSE_LAUNCHED, SPARSE_COLUMNS = 2**16, 2**23, 64
+"""Numbers of a chunk of a sparse likelihood, on a CPU and where operators are launched, and the fewest columns
+(parallel/scores/sparse_likelihood.py)."""
+
+
+def sparse_columns(cells: int, *, launched: bool) -> int:
+    """Columns of a sparse likelihood that are computed at a time; `launched` as for `block_cells`."""
+    return max(SPARSE_COLUMNS, (SPARSE_LAUNCHED if launched else SPARSE_NUMBERS) // max(1, cells))
+
+
 KEPT_WEIGHTS = 2**24
 """Attention weights [N, 3 w] up to which a streamed stratum keeps them: 64 MiB."""
 

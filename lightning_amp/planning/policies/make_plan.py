@@ -66,7 +66,7 @@ def plan(
     budget = None if device_memory is None else parse_bytes(device_memory)
     request = Request(
         diagnosis=diagnose(profile),
-        shape=shape or reference_shape(profile, batch_size=batch_size),
+        shape=_on(rates, shape or reference_shape(profile, batch_size=batch_size)),
         devices=devices,
         budget=budget,
         rates=rates.on_nodes_of(node_devices),
@@ -76,6 +76,13 @@ def plan(
     asked = policy if strategies is None else "strategies"
     choice = _choose(request, asked, strategies)
     return _carried_out(request, choice, profile, asked=asked)
+
+
+def _on(rates: Rates, shape: ModelShape) -> ModelShape:
+    """The model on the device whose rates are taken: its settings are those of a GPU if that is one."""
+    if shape.decoder is None or not rates.launches:
+        return shape
+    return replace(shape, decoder=replace(shape.decoder, launched=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

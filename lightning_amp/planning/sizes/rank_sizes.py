@@ -16,9 +16,11 @@ from lightning_amp.planning.plan.block_sizes import (
     block_cells,
     chunk_buckets,
     keeps_weights,
+    sparse_columns,
     strata_side_by_side,
 )
 from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.planning.sizes.bucket_runs import Band, RunSizes, run_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,13 +139,10 @@ class RankSizes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attention multiplies: p 3 w; the fused kernel leaves out what is masked."""
-        window = self.decoder.window
+        """Pairs of a query and a key that attention multiplies: p 3 w; fused leaves out most that is masked."""
         if not self.fused:
-            return 3 * window * self.padded
-        last = self.anchors - (self.padded - window)
-        outside = 0 if self.by_nodes else window * (min(self.anchors, window) + last)
-        return 3 * window * self.anchors - outside
+            return 3 * self.decoder.window * self.padded
+        return sum(run.n_pairs for band in self.bands for run in band.runs)
 
     @property
     def width(self) -> int:
@@ -237,16 +236,44 @@ class RankSizes:
     @property
     def kept_weights(self) -> int:
         """Attention weights that are kept: 3 w of every anchor, less what lies outside the sequence."""
-        n, w = self.anchors, self.decoder.window
         if not (self.attends and self.keeps_weights):
             return 0
-        last = n - (self.padded - w)
-        if n <= w:
-            return n * (n + (n < w))
-        # the rest of the last bucket is one more key of those that meet it
-        rest = (w + last) * (last < w)
-        outside = 0 if self.by_nodes else w * w + w * (w - last) + last * (2 * w - last)
-        return 3 * w * n - outside + rest
+        return sum(run.n_scores for band in self.bands for run in band.runs)
+
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        """The calls of fused attention: all anchors; under nodes the inner buckets, and one for every outer one."""
+        w, n_buckets, sizes = self.decoder.window, self.padded // self.decoder.window, self.run_sizes
+        if not self.neighbours:
+            return (Band(self.anchors, self.anchors, w, 0, sizes),)
+        outer = min(n_buckets, self.neighbours)
+        # of ranks between two others, or of the first of two
+        before = w if outer == 2 else 0
+        inner = Band((n_buckets - outer) * w, self.padded, w, before, sizes)
+        return (inner, *(Band(w, 3 * w, w, w, sizes) for _ in range(outer)))
+
+    @property
+    def bands_at_the_end(self) -> tuple[Band, ...]:
+        """Of the last rank under nodes, whose last bucket may be cut short; of as many anchors."""
+        if not self.neighbours:
+            return self.bands
+        w, rest = self.decoder.window, -self.decoder.anchors % self.decoder.window
+        return (Band(max(self.padded - w - rest, 0), self.padded - rest, w, w, self.run_sizes),)
+
+    @property
+    def run_sizes(self) -> RunSizes:
+        """How much fused attention computes at a time."""
+        return run_sizes(self.decoder.window, launched=self.launched)
+
+    @property
+    def sparse_columns(self) -> int:
+        """Columns of a sparse likelihood that are computed at a time."""
+        return sparse_columns(self.block, launched=self.launched)
+
+    @property
+    def launched(self) -> bool:
+        """Whether the device has its kernels launched, as all have but a CPU."""
+        return self.decoder.launched
 
     @property
     def side_by_side(self) -> int:

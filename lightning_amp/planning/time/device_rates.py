@@ -35,6 +35,7 @@ class Rates:
         overhead_seconds: Of every operator.
         links: To other devices.
         device: Whose rates they are, in words.
+        launches: Whether operators are launched on it by a processor that goes on, as on a GPU.
     """
 
     matmul_flops: float
@@ -43,6 +44,7 @@ class Rates:
     overhead_seconds: float
     links: Links
     device: str = "a device without a name"
+    launches: bool = False
 
     def __post_init__(self) -> None:
         """Refuse rates that cannot be.
@@ -197,6 +199,7 @@ def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: 
         overhead_seconds=5e-6,
         links=links,
         device=device,
+        launches=True,
     )
 
 

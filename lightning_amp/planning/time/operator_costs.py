@@ -19,13 +19,12 @@ ZINB.
 Legend: sizes/rank_sizes.py.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
+from lightning_amp.planning.sizes.bucket_runs import Band
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
-
-FUSED_SCORES, SPARSE_SCORES = 2**23, 2**23
-"""Scores at a time in the fused attention and in the sparse likelihood, on a GPU, where launching kernels counts."""
 
 
 class Pass(NamedTuple):
@@ -110,10 +109,35 @@ def _attention(s: RankSizes) -> Part:
 
 
 def _fused(s: RankSizes, unit: float) -> Part:
-    rows, buckets = s.anchors * s.attended, s.padded // s.decoder.window
-    groups = -(-buckets // max(1, FUSED_SCORES // (3 * s.decoder.window**2)))
-    again = not s.keeps_weights
-    return Pass(2 * unit, 21 * rows, 23 + 22 * groups), Pass((4 + again) * unit, 54 * rows, 26 + 53 * groups)
+    rows, again = s.anchors * s.attended, not s.keeps_weights
+    # the inner buckets under nodes; the outer ones are counted with what nodes adds
+    there, back = _fused_kernels(s.bands[0], again)
+    # scores of a whole run do not stay in a cache
+    passed = s.launched * s.pairs
+    return (
+        Pass(2 * unit, 21 * rows + 4 * passed, there),
+        Pass((4 + again) * unit, 54 * rows + (7 + 3 * again) * passed, back),
+    )
+
+
+@lru_cache(maxsize=256)
+def _fused_kernels(band: Band, again: bool) -> tuple[int, int]:
+    """Operators forward and backward, with scores computed again or kept."""
+    around = sum(band.around)
+    slabs = -(-(band.n_key_buckets + around) // (band.largest + around))
+    # keys: filled up, paired, their norms, at least so much, divided by; turned twice
+    there = 4 + (around > 0 or band.keys % band.window > 0) + 2 * slabs
+    # gradients of keys: set to zero, of a slab ten operators; those of queries are added to them where both are one
+    back = there + 3 + 10 * slabs
+    for run in band.runs:
+        rows, keys = band.copies(run)
+        chunks, met = -(-run.own[1] // band.sizes.rows), 1 if run.n_buckets == 1 else 3
+        missing = run.missing > 0
+        masks = 1 + any(run.outside) + missing
+        # queries: paired and turned twice, there and back
+        there += 4 + rows + keys + chunks * (3 + masks)
+        back += 6 + 2 * rows + keys + chunks * (again * (2 + masks) + 4 + 2 * met + missing)
+    return there, back
 
 
 def _convolution(s: RankSizes) -> Part:
@@ -143,7 +167,7 @@ def _likelihood(s: RankSizes) -> Part:
     single = s.decoder.n_batches == 1
     if s.axes.likelihood == "sparse":
         forward, backward = (43, 13) if single else (76, 27)
-        chunks = -(-s.batch_scores // (blocks * SPARSE_SCORES))
+        chunks = -(-s.mean_features // s.sparse_columns)
         return (
             Pass(0, forward * s.batch_scores, ((33 if single else 37) + 30 * chunks) * blocks),
             Pass(0, backward * s.batch_scores, (8 if single else 14) * blocks),

@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
-from lightning_amp.parallel.attention import banded_softmax
-from lightning_amp.parallel.attention.bucket_groups import Band
+from lightning_amp.parallel.attention import banded_softmax, rotary
 from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention, fused_rows
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.contract.protocol import BucketedAttention, ShardableAttention
+from lightning_amp.parallel.device_settings import settings_of
+from lightning_amp.planning.sizes.bucket_runs import RunSizes
 
 DIM, WINDOW = 8, 5
 DOUBLE = 8
@@ -49,17 +52,21 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
-def set_sizes(monkeypatch: pytest.MonkeyPatch, together: int, chunk: int) -> None:
-    monkeypatch.setattr(banded_softmax, "_sizes", lambda q, window: (together, chunk))
+def set_sizes(monkeypatch: pytest.MonkeyPatch, together: int, chunk: int, *, padded: bool = False) -> None:
+    sizes = RunSizes(together, chunk, padded=padded)
+    monkeypatch.setattr(banded_softmax, "_sizes", lambda q, window: sizes)
 
 
-@pytest.mark.parametrize(("together", "chunk"), [(1, 5), (1, 2), (2, 5), (3, 3), (100, 1)])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("together", "chunk"), [(1, 5), (1, 2), (2, 5), (3, 5), (100, 5)])
 @pytest.mark.parametrize("n", [60, 58, 21, 15, 12, 10, 7, 5, 2])
-def test_equals_eager(n: int, together: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_eager(
+    n: int, together: int, chunk: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eager, leaves = LocalAttention(DIM, WINDOW), draw(n)
     expected = results(eager, leaves)
     assert distance(results(fuse_attention(eager), leaves), expected) <= 1e-12
-    set_sizes(monkeypatch, together, chunk)
+    set_sizes(monkeypatch, together, chunk, padded=padded)
     again, kept = (results(fuse_attention(eager, keep=keep), leaves) for keep in (False, True))
     assert distance(again, expected) <= 1e-12
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)), (
@@ -89,10 +96,10 @@ def run(attention: BucketedAttention, first: int, last: int, n_rows: int) -> Fun
     return lambda *leaves: attention.attend(attention.prepare(*leaves), first, last)[:n_rows]
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (100, 5)])
+@pytest.mark.parametrize("sizes", [(1, 2, False), (100, 5, False), (100, 5, True), (3, 5, True)])
 @pytest.mark.parametrize("n", [40, 37, 12])
-def test_any_run_of_buckets(n: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    set_sizes(monkeypatch, *sizes)
+def test_any_run_of_buckets(n: int, sizes: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, *sizes[:2], padded=sizes[2])
     eager, fused = LocalAttention(DIM, WINDOW), FusedAttention(DIM, WINDOW)
     n_buckets = eager.n_buckets(n)
     assert fused.n_buckets(n) == n_buckets
@@ -169,26 +176,6 @@ def test_a_weight_on_oneself_hands_no_gradient_on() -> None:
     assert distance(found, expected) <= 1e-9
 
 
-@pytest.mark.parametrize(
-    ("n", "before", "after", "fewest"),
-    [(60, 0, 0, 5), (58, 0, 0, 6), (60, 5, 5, 3), (35, 10, 3, 4), (2, 5, 0, 1), (60, 10, 10, 3)],
-)
-@pytest.mark.parametrize("together", [1, 2, 3, 100])
-def test_groups_take_every_bucket_once_and_do_not_overlap(
-    n: int, before: int, after: int, fewest: int, together: int
-) -> None:
-    band = Band(rows=n, keys=before + n + after, window=5, before=before, together=together)
-    keys, groups = torch.arange(band.keys)[:, None], list(band.groups())
-    assert sorted(torch.cat([band.own(keys[:n], g).flatten() for g in groups]).tolist()) == list(range(n))
-    for group in groups:
-        near = band.near(keys, group).flatten().tolist()
-        assert len(near) == len(set(near)), "sums into these rows would meet"
-    assert max(g.n_buckets for g in groups) == band.largest <= together
-    assert len(groups) >= fewest
-    assert together < 100 or len(groups) == fewest, "all buckets with 3w keys are in three groups"
-    assert torch.equal(torch.cat([slab.flatten() for _, slab in band.slabs(keys)]), keys.flatten())
-
-
 def test_float32_at_far_positions() -> None:
     n, dim, window = 6000, 16, 40
     expected = results(LocalAttention(dim, window), draw(n, dim))
@@ -261,9 +248,9 @@ def test_without_gradients_recomputed_and_inside_another_pass() -> None:
     assert distance([Inside.apply(*leaves).detach()], expected[2:3]) <= 1e-12  # type: ignore[no-untyped-call]
 
 
-def work(n: int, *, together: int, chunk: int, dim: int, w: int) -> int:
+def work(*, together: int, chunk: int, dim: int, w: int, around: int) -> int:
     """The numbers that the docstring of banded_softmax.py calls the work."""
-    return 2 * together * chunk * (3 * w + 1) + 3 * together * w * dim + (w + n // w + 2) * dim
+    return 2 * together * chunk * 3 * w + (2 * together + around) * w * dim
 
 
 def measure(attention: nn.Module, leaves: list[Tensor], grad: Tensor) -> tuple[int, int, int]:
@@ -277,21 +264,36 @@ def measure(attention: nn.Module, leaves: list[Tensor], grad: Tensor) -> tuple[i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 25), (2, 100)])
-def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("together", "chunk", "padded"), [(1, 100, False), (1, 25, False), (2, 100, False), (8, 100, True)]
+)
+def test_memory_is_as_documented(
+    together: int, chunk: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n, dim, w = 2350, 32, 100
-    set_sizes(monkeypatch, together, chunk)
+    set_sizes(monkeypatch, together, chunk, padded=padded)
     leaves, whole = draw(n, dim), n * dim * DOUBLE
     grad = torch.randn(n, dim, dtype=torch.float64)
+    FusedAttention(dim, w)(*leaves)
     kept, forward, backward = measure(FusedAttention(dim, w), leaves, grad)
     assert kept == whole, "the output, and nothing for the backward pass"
-    beside = (n + work(n, together=together, chunk=chunk, dim=dim, w=w)) * DOUBLE
-    sums_of_rows = 2 * together * w * DOUBLE
-    assert abs(forward - 2 * whole - beside) <= sums_of_rows
-    assert abs(backward - 5 * whole - beside) <= sums_of_rows, "the output is still there"
+    # of the three runs of eight buckets the last has its values, do and q once more
+    copied = ((together + 2) * w * dim, (2 * together + 2) * w * dim) if padded else (0, 0)
+    buckets = (24 + 2 * padded) * w
+    beside = buckets + work(together=together, chunk=chunk, dim=dim, w=w, around=2 * padded)
+    sums_of_rows = 3 * (together + 2) * w * DOUBLE
+    out = max(n * dim + copied[0], buckets * dim - buckets)
+    assert abs(forward - (buckets * dim + out + beside) * DOUBLE) <= sums_of_rows, (
+        "the padded keys, or the output"
+    )
+    assert abs(backward - 2 * whole - (3 * buckets * dim + beside + copied[1]) * DOUBLE) <= sums_of_rows, (
+        "the output is still there"
+    )
     # of 24 buckets the first has 2w keys, the last two have 2.5w and 1.5w, half a bucket is missing: one more column
     weights = (3 * n * w - w * w - w * w // 2 - 3 * w * w // 4 + 3 * w // 2) * DOUBLE
-    one_chunk = together * chunk * (3 * w + 1) * DOUBLE
+    if padded:
+        weights = 24 * 3 * w * w * DOUBLE
+    one_chunk = together * chunk * 3 * w * DOUBLE
     found = measure(FusedAttention(dim, w, keep=True), leaves, grad)
     assert found[0] == whole + weights
     assert found[1:] == (forward + weights - one_chunk, backward + weights - one_chunk)
@@ -300,33 +302,79 @@ def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.
     assert live.peak == forward, "without gradients there is nothing to keep"
     eager = measure(LocalAttention(dim, w), leaves, grad)
     assert eager[0] > n * 3 * w * DOUBLE
-    assert backward < eager[2] / 4
+    assert padded or backward < eager[2] / 4
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("n", [2350, 2400, 150, 40])
 @pytest.mark.parametrize(("together", "chunk"), [(1, 100), (1, 30), (4, 100)])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("keep", "padded"), [(False, False), (True, False), (True, True)])
 def test_without_values_the_same_memory(
-    n: int, together: int, chunk: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+    n: int, together: int, chunk: int, keep: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_sizes(monkeypatch, together, chunk)
+    set_sizes(monkeypatch, together, chunk, padded=padded)
     fused, leaves = FusedAttention(8, 100, keep=keep), draw(n, dtype=torch.float32)
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
+    # the tables of the rotation are there from then on
+    fused(*leaves), fused(*meta)
     real = measure(fused, leaves, torch.ones(n, 8))
     assert measure(fused, meta, torch.ones(n, 8, device="meta")) == real
     out = fused(*meta)
     assert (out.shape, out.dtype, out.is_meta) == ((n, 8), torch.float32, True)
 
 
-def test_sizes_fit_the_cache() -> None:
-    for window in (1, 7, 200, 640, 5000):
-        for device, most in (("cpu", banded_softmax.CACHED_SCORES), ("meta", banded_softmax.CACHED_SCORES)):
-            together, chunk = banded_softmax._sizes(torch.empty(3, 2, device=device), window)
-            assert 1 <= chunk <= window
-            assert together >= 1
-            assert together * chunk * 3 * window <= most + 3 * window
-            assert together == 1 or chunk == window
+def operators(attention: Function, leaves: list[Tensor]) -> list[str]:
+    """Names of all operators of a forward and a backward pass."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    results(attention, leaves)
+    with Names():
+        results(attention, leaves)
+    return names
+
+
+def test_an_accelerator_runs_few_operators_on_all_buckets_and_waits_for_none() -> None:
+    leaves = draw(5 * WINDOW + 2, dtype=torch.float32)
+    with settings_of("cuda"):
+        found = {keep: operators(FusedAttention(DIM, WINDOW, keep=keep), leaves) for keep in (True, False)}
+    # scores, out; gradients of values, weights, keys, queries; scores again
+    assert [sum("bmm" in name for name in names) for names in found.values()] == [10, 11]
+    assert not {"_local_scalar_dense", "nonzero", "index", "lift_fresh", "arange", "cos"} & set(found[False])
+    with settings_of("cpu"):
+        assert len(operators(FusedAttention(DIM, WINDOW), leaves)) == len(found[False])
+    wide = draw(5 * 150 + 2, dtype=torch.float32)
+    with settings_of("cuda"):
+        assert len(operators(FusedAttention(DIM, 150), wide)) == len(found[False]), "whatever the sizes"
+    assert len(operators(FusedAttention(DIM, 150), wide)) > len(found[False]), "a CPU computes the ends apart"
+
+
+def test_backward_takes_the_settings_that_the_forward_pass_took() -> None:
+    leaves = draw(5 * 150 + 2)
+    with settings_of("cuda"):
+        out = FusedAttention(DIM, 150, keep=True)(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    out = LocalAttention(DIM, 150)(*leaves)
+    assert distance(found, [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]) <= 1e-12
+
+
+def test_tables_of_the_rotation_are_made_once() -> None:
+    leaves = draw(4 * WINDOW)
+    with torch.inference_mode():
+        FusedAttention(DIM, WINDOW)(*leaves)
+    before = rotary._kept.cache_info()
+    results(FusedAttention(DIM, WINDOW), leaves)
+    after = rotary._kept.cache_info()
+    assert (after.misses, after.hits) == (before.misses, before.hits + 2)
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(x.detach()) for x in leaves]
+    with mode:
+        assert FusedAttention(DIM, WINDOW)(*fake).shape == (4 * WINDOW, DIM)
+    assert rotary._kept.cache_info() == after, "a fake tensor's tables would be found by a real one"
 
 
 def test_state_dict_copies_and_undo() -> None:
