@@ -1,5 +1,7 @@
 """Every name of torch outside its public interface that this package uses, with the reason."""
 
+from typing import Any
+
 import torch
 
 # collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
@@ -14,6 +16,12 @@ from torch import nn
 
 # tensors with a shape and no values: a module that is given one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+# computes shapes of operators on them, and moves no values
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# the number that autograd gives to the next node of the graph
+from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[attr-defined]
 
 # the store of the default process group, which all ranks can reach without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -38,9 +46,12 @@ __all__ = [
     "AnyDropout",
     "FakeStore",
     "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "add_each",
     "copy_each",
+    "autograd_node",
+    "autograd_order",
     "default_store",
     "functional_collectives",
     "is_compiled",
@@ -55,6 +66,11 @@ __all__ = [
 def is_watched() -> bool:
     """Whether a mode sees every operator of this thread; other threads' operators it would not see."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+def autograd_node() -> Any:
+    """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
+    return torch._C._current_autograd_node()
 
 
 def is_compiled(module: nn.Module) -> bool:
