@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.data.batch_parts import tensors_in
@@ -63,6 +64,21 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
             for name, tensor in own.items():
                 if tensor is not None and not isinstance(tensor, FakeTensor):
                     cast(dict[str, Any], own)[name] = fake_tensor(tensor, fake)
+
+
+class CopyFakes(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy tensors while a fake mode is on.
+
+    torch's own way copies the bytes of a storage, which has none then: it writes where no memory was given to it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -4,15 +4,15 @@ The second step is counted, because the optimiser's state and the last step's gr
 runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in training. Where the step
 needs values, the same two steps run with values, on a copy with the module's weights.
 
-Known limits: `prepare_data` is not called, `setup` and `configure_model` are; `self.log` does nothing; callbacks other
-than the module's own, a precision other than that of the parameters and gradient accumulation are not part of the
-step; kernels on the CPU and on a GPU keep other temporaries.
+Known limits: `prepare_data` is not called, `setup` and `configure_model` are; callbacks other than the module's own, a
+precision other than that of the parameters and gradient accumulation are not part of the step; kernels on the CPU and
+on a GPU keep other temporaries.
 """
 
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.fake_copy import copy_of, fake_batch, length_of, make_fake, resize
+from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of, make_fake, resize
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
@@ -94,11 +94,7 @@ def _run_with_values(
 def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> StepRecorder:
     counter = _Count(module, fake)
     # what the module would download is not part of a step
-    module.prepare_data = _nothing  # type: ignore[method-assign]
-    for child in module.modules():
-        if isinstance(child, LightningModule):
-            # values are logged by metrics that copy tensors, which fake ones do not allow
-            child.log = child.log_dict = _nothing  # type: ignore[method-assign]
+    module.prepare_data = lambda: None  # type: ignore[method-assign]
     with _quiet(), isolate_rng(include_cuda=False), counter:
         trainer = Trainer(
             accelerator="cpu",
@@ -116,10 +112,6 @@ def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> St
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
     return counter.recorder
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Instead of what has no part in the bytes of a step."""
 
 
 class _Done(Exception):
@@ -172,7 +164,7 @@ class _Count(Callback):
 
     def __init__(self, module: LightningModule, fake: FakeTensorMode | None) -> None:
         self.recorder = StepRecorder(module)
-        self._fake, self._entered, self._counting = fake, False, False
+        self._fake, self._entered, self._counting = fake, ExitStack(), False
 
     def __enter__(self) -> None:
         """Nothing has begun."""
@@ -181,9 +173,8 @@ class _Count(Callback):
         """End whatever has begun."""
         if self._counting:
             self.recorder.stop()
-        if self._entered and self._fake is not None:
-            self._fake.__exit__(None, None, None)
-        self._entered = self._counting = False
+        self._counting = False
+        self._entered.close()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -194,8 +185,8 @@ class _Count(Callback):
                 optimizer.register_step_pre_hook(self._before_step)
                 optimizer.register_step_post_hook(self._after_step)
             if self._fake is not None:
-                self._fake.__enter__()
-                self._entered = True
+                self._entered.enter_context(self._fake)
+                self._entered.enter_context(CopyFakes())
         else:
             self.recorder.start(batch, trainer.optimizers)
             self._counting = True

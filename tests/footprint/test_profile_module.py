@@ -3,6 +3,7 @@
 The judge is LiveBytes in a Trainer of the test's own, on real tensors; torch's tracker is asked as well.
 """
 
+import copy
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 import lightning_amp
 from lightning_amp.errors import ModelError
@@ -21,9 +23,6 @@ from tests.any_module import NAMES, make
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 """Of the examples; of all others it is what the forward pass saves."""
-
-LOGGED = 16
-"""Bytes of the values that `self.log` keeps, which are not part of a profile."""
 
 
 class Meter(pl.Callback):
@@ -155,7 +154,7 @@ def test_recomputation_belongs_to_its_module() -> None:
     found = lightning_amp.profile(module, batch)
     assert {m.fqn for m in found.timeline if m.phase == "backward"} >= {"net.0", "net.1", "net.2"}
     assert found.peak_phase != "forward"
-    assert found.peak_bytes == pytest.approx(measured(module, batch), abs=LOGGED)
+    assert found.peak_bytes == measured(module, batch)
 
 
 class Attend(nn.Module):
@@ -238,10 +237,26 @@ def test_a_step_that_needs_values_is_measured_with_values() -> None:
     assert "DataDependent" in found.reason
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert found.peak_bytes == pytest.approx(measured(module, batch), abs=LOGGED)
+    assert found.peak_bytes == measured(module, batch)
     twice = lightning_amp.profile(module, batch, batch_size=8)
     assert twice.peak_bytes > found.peak_bytes
     assert twice.batch_size == 8
+
+
+def test_tensors_may_be_copied_within_a_step() -> None:
+    """torch's own way of copying would write to memory that is not there."""
+
+    class Copying(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            copy.deepcopy([self.net, torch.tensor(2.0), self.scale])
+            MeanMetric()
+            return super().training_step(batch, batch_idx)
+
+    module, batch = Copying(), small_batch(32)
+    module.scale = torch.ones(1000)
+    found = lightning_amp.profile(module, batch)
+    assert found.measured == "fake tensors", found.reason
+    assert found.peak_bytes == pytest.approx(measured(module, batch), rel=0.001)
 
 
 def test_what_cannot_be_profiled_is_refused() -> None:
@@ -328,7 +343,7 @@ def test_lightnings_ways_are_followed(kind: type[Small]) -> None:
     if kind is Late:
         module.prepare_data = lambda: None  # type: ignore[method-assign]
     if kind is not Scheduled:
-        assert found.peak_bytes == pytest.approx(measured(module, batch), abs=LOGGED)
+        assert found.peak_bytes == measured(module, batch)
     assert {moment.phase for moment in found.timeline} == {"forward", "backward", "optimiser"}
 
 
@@ -336,7 +351,7 @@ def test_an_optimiser_that_looks_at_values_is_measured() -> None:
     module, batch = Closure(), small_batch(32)
     found = lightning_amp.profile(module, batch)
     assert found.measured == "a real step"
-    assert found.peak_bytes == pytest.approx(measured(module, batch), abs=LOGGED)
+    assert found.peak_bytes == measured(module, batch)
     assert {moment.phase for moment in found.timeline} >= {"forward", "backward", "optimiser"}
 
 
