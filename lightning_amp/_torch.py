@@ -23,8 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # the number that autograd gives to the next node of the graph
 from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[attr-defined]
 
+# the node of a Function written in Python, whose backward is not that of its operators
+from torch.autograd.function import BackwardCFunction as PythonNode
+
 # the store of the default process group, which all ranks can reach without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# writes down the operators of a call above autograd; what torch.export and AOTAutograd begin with
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
 # what `nn.SyncBatchNorm.convert_sync_batchnorm` itself looks for
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -39,7 +45,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # the leaves of nested tuples, lists and dictionaries
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 __all__ = [
     "AnyBatchNorm",
@@ -47,6 +55,7 @@ __all__ = [
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
+    "PythonNode",
     "TorchDispatchMode",
     "add_each",
     "copy_each",
@@ -56,10 +65,13 @@ __all__ = [
     "functional_collectives",
     "is_compiled",
     "is_watched",
+    "make_fx",
     "multiplies_in_tf32",
     "scale_each",
     "times_each",
+    "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
 ]
 
 
