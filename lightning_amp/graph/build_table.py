@@ -120,7 +120,7 @@ class _Builder:
             "saved": tuple(sorted({self._of_storage[key] for key in kept if key in self._of_storage})),
             "hidden_bytes": sum(tensor.untyped_storage().nbytes() for tensor in hidden),
             "forward_bytes": live.peak - live.current,
-            "dims": dims_of(_call(node, args, kwargs, row)),
+            "dims": dims_of(_call(node, args, kwargs, leaves, row["shape"])),
         }
         kept.clear()
         row |= _backward(result, [self._values[k] for k in inputs], leaves, hidden)
@@ -167,27 +167,26 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
     return {"grad_bytes": tuple(sizes), "backward_bytes": live.peak - held - sum(sizes)}
 
 
-def _call(node: Node, args: Any, kwargs: Any, row: dict[str, Any]) -> Call:
+def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tuple[int, ...]) -> Call:
     """The call as flow rules see it."""
-    shapes: list[tuple[int, ...]] = []
+    places = {id(leaf): Ref(k) for k, leaf in enumerate(leaves)}
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            shapes.append(tuple(value.shape))
-            return Ref(len(shapes) - 1)
+            return places[id(value)]
         return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
     if node.target is getitem:
-        parts = args[0]
-        at = args[1]
-        return Call(op="getitem", shapes=(tuple(parts[at].shape),), result=row["shape"])
+        return Call(op="getitem", shapes=(result,), result=result)
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return Call(op=str(node.target), shapes=(), result=row["shape"])
+        return Call(op=str(node.target), shapes=shapes, result=result)
     arguments = {}
     for i, argument in enumerate(schema.arguments):
         given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         arguments[argument.name] = plain(given)
     space, _, name = schema.name.partition("::")
-    op = name if space == "aten" else schema.name
-    return Call(op=op, shapes=tuple(shapes), result=row["shape"], arguments=arguments)
+    return Call(
+        op=name if space == "aten" else schema.name, shapes=shapes, result=result, arguments=arguments
+    )

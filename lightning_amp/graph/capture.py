@@ -32,8 +32,8 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.graph.guards import settings_of, signature, state_of
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -71,19 +71,6 @@ class Capture:
     needs_grad: tuple[bool, ...] = ()
 
 
-class _Same:
-    """Equal for one and the same object, which is kept: another one cannot take its address."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class Captures:
     """The cache: a graph, or a reason for none, per class and signature."""
 
@@ -102,7 +89,7 @@ class Captures:
         found = self.of(block, args, kwargs)
         if found.graph is None:
             return block(*args, **kwargs)
-        tensors = _state(block)
+        tensors = state_of(block)
         values, _ = tree_flatten((args, kwargs))
         results = found.graph(*tensors.values(), *(value for value in values if isinstance(value, Tensor)))
         return tree_unflatten(results, found.output)
@@ -158,25 +145,9 @@ def capture_blocks(
     return found
 
 
-def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """All that a graph of this call depends on, as a key."""
-    values, spec = tree_flatten((tuple(args), dict(kwargs)))
-    return (
-        type(block),
-        tuple(map(_described, values)),
-        str(spec),
-        tuple((name, *_described(tensor)) for name, tensor in _state(block).items()),
-        tuple(_settings(block)),
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        _aliases([*_state(block).values(), *(value for value in values if isinstance(value, Tensor))]),
-    )
-
-
 def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
     """Write down the operators of a call; where that is not possible, say why."""
-    state = _state(block)
+    state = state_of(block)
     common = {"kind": type(block), "key": key, "names": tuple(state)}
     try:
         _refuse(block)
@@ -191,7 +162,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
 
 
 def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> dict[str, Any]:
-    state = _state(block)
+    state = state_of(block)
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
     at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
     found: dict[str, Any] = {}
@@ -218,13 +189,13 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         tensors = [fresh.setdefault(id(t), _fresh(t)) for t in given_tensors]
     # what the forward changes beside tensors, it changes in a copy
     twin = copy_of(block, fake)
-    before = _settings(twin), random.getstate(), np.random.get_state()
+    before = settings_of(twin), random.getstate(), np.random.getstate()
     try:
         graph = make_fx(call, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
-        _refuse_change(before, (_settings(twin), random.getstate(), np.random.get_state()))
+        _refuse_change(before, (settings_of(twin), random.getstate(), np.random.getstate()))
     finally:
         random.setstate(before[1])
-        np.random.set_state(before[2])
+        np.random.setstate(before[2])
     if found["custom"]:
         raise CannotCapture(
             f"its forward has the autograd Function {found['custom']!r}, whose backward is its own"
@@ -279,43 +250,6 @@ def _custom_functions(results: Sequence[Any]) -> str:
 def _made_inside(node: Any) -> bool:
     """Whether a constant is that of a `torch.tensor(...)` in the forward, which makes it anew in every call."""
     return all("lift_fresh" in str(user.target) for user in node.users)
-
-
-def _state(block: nn.Module) -> dict[str, Tensor]:
-    return {**dict(block.named_parameters()), **dict(block.named_buffers())}
-
-
-def _described(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, Tensor):
-        return "tensor", value.shape, value.stride(), value.dtype, value.device.type, value.requires_grad
-    # 1, 1.0 and True are equal, and make different graphs
-    return (type(value).__name__, value) if isinstance(value, PLAIN) else (type(value).__name__, _Same(value))
-
-
-def _settings(block: nn.Module) -> list[tuple[str, Any]]:
-    """Plain attributes of a block and its submodules, on which a branch may depend."""
-    return [
-        (f"{fqn}.{name}" if fqn else name, _plain(value))
-        for fqn, child in block.named_modules()
-        for name, value in sorted(vars(child).items())
-        if not name.startswith("_") or isinstance(value, PLAIN)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, PLAIN):
-        return type(value).__name__, value
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value).__name__, tuple(map(_plain, value))
-    if isinstance(value, Mapping):
-        return type(value).__name__, tuple((str(key), _plain(item)) for key, item in value.items())
-    return type(value).__name__, _Same(value)
-
-
-def _aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Which tensors are one and the same, by the first of them."""
-    ids = [id(tensor) for tensor in tensors]
-    return tuple(map(ids.index, ids))
 
 
 def _unequal(a: Any, b: Any) -> bool:

@@ -80,22 +80,26 @@ class Table:
         return sum(row.flops for row in self.rows)
 
     def follow(self, row: int, dim: int) -> dict[int, int]:
-        """Rows to which a dim of a row flows, with the dim that follows it there."""
+        """Rows to which a dim of a row flows, with the dim that follows it there.
+
+        All arguments that carry the dim must hand it on as the same dim: a product of keys and queries of one sequence
+        ends it, because a piece of the queries needs all keys.
+        """
         reached = {row: dim}
         for i in range(row + 1, len(self.rows)):
-            for own, sources in enumerate(self.rows[i].dims or ()):
-                if any(reached.get(self.rows[i].inputs[k]) == d for k, d in sources):
-                    reached.setdefault(i, own)
+            carried = [(k, reached[j]) for k, j in enumerate(self.rows[i].inputs) if j in reached]
+            if carried:
+                dims = self.rows[i].dims or ()
+                own = [d for d, sources in enumerate(dims) if all(pair in sources for pair in carried)]
+                if own:
+                    reached[i] = own[0]
         return reached
 
     def ends(self, row: int, dim: int) -> dict[int, str]:
         """Where the flow of a dim ends: rows that read it and do not hand it on, with their operators."""
         reached = self.follow(row, dim)
-        return {
-            i: r.op
-            for i, r in enumerate(self.rows)
-            if i not in reached and any(k in reached for k in r.inputs)
-        }
+        rows = enumerate(self.rows)
+        return {i: r.op for i, r in rows if i not in reached and any(k in reached for k in r.inputs)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
