@@ -189,13 +189,13 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         tensors = [fresh.setdefault(id(t), _fresh(t)) for t in given_tensors]
     # what the forward changes beside tensors, it changes in a copy
     twin = copy_of(block, fake)
-    before = settings_of(twin), random.getstate(), np.random.getstate()
+    before = settings_of(twin), random.getstate(), np.random.get_state()
     try:
         graph = make_fx(call, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
-        _refuse_change(before, (settings_of(twin), random.getstate(), np.random.getstate()))
+        _refuse_change(before, (settings_of(twin), random.getstate(), np.random.get_state()))
     finally:
         random.setstate(before[1])
-        np.random.setstate(before[2])
+        np.random.set_state(before[2])
     if found["custom"]:
         raise CannotCapture(
             f"its forward has the autograd Function {found['custom']!r}, whose backward is its own"
