@@ -45,6 +45,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     assert main(["profile", "--config", config]) == 0
     text = capsys.readouterr().out

@@ -1,11 +1,14 @@
 """The profile of a module's training step as text of at most 80 columns."""
 
-from lightning_amp.footprint.module_profile import KINDS, ModuleProfile
-from lightning_amp.planning.reports.plan_report import table
+from textwrap import fill
+
+from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, TensorBytes
+from lightning_amp.planning.reports.plan_report import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
 SHOWN = 8
 """Modules and tensors in the text: the largest."""
+PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
 PARTS_IN_WORDS = {
     "parameters": "parameters, gradients and optimiser state",
     "head": "logits and loss",
@@ -33,16 +36,27 @@ def module_report(profile: ModuleProfile) -> str:
         ]
         for row in profile.tensors[:SHOWN]
     ]
-    texts = [
-        f"peak of a training step: {format_bytes(peak)} in the {profile.peak_phase} pass{where}{size}",
-        f"largest part: {PARTS_IN_WORDS[profile.largest]} ({profile.largest}),"
-        f" {' = '.join(share(profile.parts[profile.largest]))}",
-        f"\n{table(['bytes', 'share', 'kind at the peak'], kinds)}",
-        f"\n{table(['bytes', 'share', 'largest modules'], modules)}",
-        f"\n{table(['bytes', 'share', 'shape', 'largest tensors'], tensors)}",
-        f"\ncounted on {profile.measured}{_because(profile)}",
+    largest = f"{PARTS_IN_WORDS[profile.largest]} ({profile.largest})"
+    lines = [
+        f"peak of a training step: {format_bytes(peak)} in the {PHASES[profile.peak_phase]}{where}{size}",
+        f"largest part: {largest}, {' = '.join(share(profile.parts[profile.largest]))}",
     ]
-    return "\n".join(texts)
+    tables = [
+        table(["bytes", "share", "kind at the peak"], kinds),
+        table(["bytes", "share", "largest modules"], modules),
+        table(["bytes", "share", "shape", "largest tensors"], tensors),
+    ]
+    head = "\n".join(fill(line, WIDTH) for line in lines)
+    return "\n\n".join([head, *tables, fill(f"counted on {profile.measured}{_because(profile)}", WIDTH)])
+
+
+def _called(tensor: TensorBytes) -> str:
+    """A parameter's name has its module's in it."""
+    return (
+        tensor.name
+        if not tensor.fqn or tensor.name.startswith(tensor.fqn)
+        else f"{tensor.fqn}: {tensor.name}"
+    )
 
 
 def _because(profile: ModuleProfile) -> str:
