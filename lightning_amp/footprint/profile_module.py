@@ -11,7 +11,7 @@ on a GPU keep other temporaries.
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -95,6 +95,9 @@ def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> St
     counter = _Count(module, fake)
     # what the module would download is not part of a step
     module.prepare_data = lambda: None  # type: ignore[method-assign]
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child.log = _without_bar(child.log)  # type: ignore[method-assign]
     with _quiet(), isolate_rng(include_cuda=False), counter:
         trainer = Trainer(
             accelerator="cpu",
@@ -112,6 +115,15 @@ def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> St
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
     return counter.recorder
+
+
+def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
+    """`self.log` without a progress bar, which would ask for the value."""
+
+    def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
+
+    return logged
 
 
 class _Done(Exception):
