@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention

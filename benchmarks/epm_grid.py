@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_amp.lightning.callbacks.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.memory.peak_model import Estimate, predict
 from lightning_amp.planning.plan.axes import Axes

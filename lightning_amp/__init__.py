@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
+    from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
+    from lightning_amp.footprint.profile_any import profile as profile
     from lightning_amp.lightning.callbacks.collect_predictions import (
         collect_predictions as collect_predictions,
     )
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_amp.planning.plan.register_technique import register_technique as register_technique
     from lightning_amp.planning.policies.make_plan import plan as plan
     from lightning_amp.profiling.profile import Profile as Profile
-    from lightning_amp.profiling.read_profile import profile as profile
     from lightning_amp.verification.verify import verify as verify
 
 _HOME = {
@@ -51,7 +52,8 @@ _HOME = {
     "plan": "planning.policies.make_plan",
     "register_technique": "planning.plan.register_technique",
     "Profile": "profiling.profile",
-    "profile": "profiling.read_profile",
+    "ModuleProfile": "footprint.module_profile",
+    "profile": "footprint.profile_any",
     "verify": "verification.verify",
 }
 

@@ -1,5 +1,7 @@
 """Every name of torch outside its public interface that this package uses, with the reason."""
 
+from typing import Any
+
 import torch
 
 # collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
@@ -18,8 +20,20 @@ from torch import nn
 # tensors with a shape and no values: a module that is given one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
+# computes shapes of operators on them, and moves no values
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# the number that autograd gives to the next node of the graph
+from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[attr-defined]
+
+# the node of a Function written in Python, whose backward is not that of its operators
+from torch.autograd.function import BackwardCFunction as PythonNode
+
 # the store of the default process group, which all ranks can reach without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# writes down the operators of a call above autograd; what torch.export and AOTAutograd begin with
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
 # what `nn.SyncBatchNorm.convert_sync_batchnorm` itself looks for
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -34,31 +48,45 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # the leaves of nested tuples, lists and dictionaries
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
     "FakeStore",
     "FakeTensor",
+    "FakeTensorMode",
+    "PythonNode",
     "TorchDispatchMode",
     "add_each",
+    "autograd_node",
+    "autograd_order",
     "copy_each",
     "default_store",
     "functional_collectives",
     "is_compiled",
     "is_watched",
+    "make_fx",
     "multiplies_in_tf32",
     "scale_each",
     "softmax_backward",
     "times_each",
+    "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
 ]
 
 
 def is_watched() -> bool:
     """Whether a mode sees every operator of this thread; other threads' operators it would not see."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+def autograd_node() -> Any:
+    """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
+    return torch._C._current_autograd_node()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from lightning_amp.cli.convert import add_convert
 from lightning_amp.cli.demo import add_demo
 from lightning_amp.cli.plan import add_plan
 from lightning_amp.cli.prepare import add_prepare
-from lightning_amp.cli.request import add_profile
+from lightning_amp.cli.profile import add_profile
 from lightning_amp.cli.simulate import add_simulate
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
 from lightning_amp.cli.verify import add_verify

@@ -1,7 +1,6 @@
-"""`lightning-amp profile`, and what `plan` and `simulate` are asked: data or a decoder, devices, strategies, rates."""
+"""What `profile`, `plan` and `simulate` are asked: data or a decoder, devices, strategies, rates."""
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.errors import PlanError
@@ -16,12 +15,12 @@ OF_DATA = {"--latent-dim": "latent_dim", "--window": "window", "--setting": "set
 """Options that a decoder by itself says in its shape."""
 
 
-def add_profile(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> None:
-    """Add the flags of the command, which are among those of `plan` and `simulate`."""
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name data."""
     parser.add_argument(
         "data_dir",
         metavar="DIR",
-        nargs=None if needs_dir else "?",
+        nargs="?",
         help="a folder written by `lightning-amp prepare` or by HiGLUE",
     )
     parser.add_argument("--setting", help="which files to take where the folder has several settings")
@@ -29,19 +28,11 @@ def add_profile(parser: argparse.ArgumentParser, *, needs_dir: bool = True) -> N
         "--keys", choices=["attention", "convolution"], help="how the decoder builds its keys"
     )
     parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.reports.plan_report import profile_report
-
-    profile = read(arguments)
-    print(json.dumps(profile.to_dict(), indent=2) if arguments.format == "json" else profile_report(profile))
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_profile(parser, needs_dir=False)
+    add_data(parser)
     parser.add_argument("--devices", type=int, help="ranks in all (default: 1)")
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
     parser.add_argument("--policy", help="auto (default) or paper")

@@ -19,9 +19,10 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--hic cells.scool --rna rna.h5ad --genes genes.gtf.gz \\\n      --strata 32 --out data",
     ),
     "profile": (
-        "say what a data directory holds",
-        "Say how many cells and features each modality has, how sparse it is, and into which strata the Hi-C decoder"
-        " falls. Reads headers, no counts.",
+        "say what a data directory or a model's training step holds",
+        "Of a directory: how many cells and features each modality has, how sparse it is, and into which strata the"
+        " Hi-C decoder falls; reads headers, no counts. Of a configuration: which modules and tensors have the memory"
+        " at the peak of its model's training step, run without values.",
         "data",
     ),
     "plan": (

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.lightning.callbacks.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.simulation.sent_bytes import NAMESPACES, sent_bytes
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"

@@ -7,7 +7,7 @@ counted are the few numbers by which the ranks of a real run make sure in every 
 
 from typing import Any
 
-from lightning_amp.lightning.callbacks.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import tensors_of
 
 NAMESPACES = ("c10d", "_c10d_functional")
 

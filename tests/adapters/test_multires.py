@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.errors import AmpError, InstallError, ModelError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.describe_module import describe

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.recognise.real_size import needed_bytes
 from lightning_amp.errors import ModelError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.contract.stand_in import in_place_of
 from tests.adapters import foreign_cases

@@ -29,7 +29,7 @@ from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts, _copies_by_itself
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.same_on_ranks.same_batch import _print_of, make_sure_of_same_batch
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.models.cell_encoder import Encoder

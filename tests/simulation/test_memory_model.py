@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.describe_module import describe

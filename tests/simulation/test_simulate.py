@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemoryMonitor
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install

@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.attention import banded_softmax, rotary

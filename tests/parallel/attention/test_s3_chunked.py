@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import AttentionKey

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.parallel.scores import sparse_likelihood as technique
 from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood, sparse_likelihood

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.parallel.autograd.precomputed_gradients import gradients, leaf
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.specs import StreamStrata

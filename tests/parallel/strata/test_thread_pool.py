@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.strata.thread_pool import run_in_order, workers_for
 from lightning_amp.planning.memory.peak_model import estimate

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.lightning.callbacks.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.simulation.fake_ranks import fake_world
 

@@ -71,14 +71,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor owns no storage: let it split up, and see the operators on its parts.
             return NotImplemented
-        given = {} if func in _MADE_OUTSIDE else {id(s): s for s in _storages(tensors_of((args, kwargs)))}
+        outside = func in _MADE_OUTSIDE
+        given = {} if outside else {id(s): s for _, s in _storages(tensors_of((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
         self._count(tensors_of(result), given)
         return result
 
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
         current = self.current
-        for storage in _storages(tensors):
+        for tensor, storage in _storages(tensors):
             key = id(storage)
             n_bytes = -(-storage.nbytes() // self._rounding) * self._rounding
             if key in self._alive:
@@ -88,17 +89,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     current += n_bytes - before
             elif not given or key not in given:
                 self._alive[key] = (weakref.ref(storage, self._forget(key)), n_bytes)
+                self._born(key, n_bytes, tensor)
                 current += n_bytes
         self._current = current
         self._peak = max(self._peak, current)
 
     def _forget(self, key: int) -> Any:
-        alive, freed = self._alive, self._freed
+        alive, freed, died = self._alive, self._freed, self._died
 
         def forget(_: object) -> None:
             freed.append(alive.pop(key)[1])
+            died(key)
 
         return forget
+
+    def _born(self, key: int, n_bytes: int, tensor: Tensor) -> None:
+        """A storage counts from now on; `tensor` is the first that was seen of it."""
+
+    def _died(self, key: int) -> None:
+        """A storage counts no longer; called in the middle of any statement."""
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
@@ -110,10 +119,11 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
+    """Every storage, with a tensor that lies in it."""
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
             # a wrapper: its storage has a size and no memory
             yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
-            yield from (part.untyped_storage() for part in dense_parts(tensor))
+            yield from ((part, part.untyped_storage()) for part in dense_parts(tensor))

@@ -1,0 +1,47 @@
+"""`lightning-amp profile`: what a data directory holds, or what a training step of a configuration's model holds."""
+
+import argparse
+import json
+from typing import Any
+
+from lightning_amp.cli.request import add_data, read
+from lightning_amp.errors import PlanError
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Add the words of the command; torch is loaded for a configuration only."""
+    add_data(parser)
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="of `lightning-amp fit`: profile its model's step instead"
+    )
+    parser.add_argument("--batch-size", type=int, help="with --config: cells or samples of the batch")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.reports.module_report import module_report
+    from lightning_amp.planning.reports.plan_report import profile_report
+
+    if (arguments.config is None) == (arguments.data_dir is None):
+        raise PlanError(
+            f"a profile was asked for of DIR={arguments.data_dir!r} and --config {arguments.config!r}; give one of"
+            " them: a data directory, or a configuration of `lightning-amp fit`"
+        )
+    if arguments.config is None:
+        found: Any = read(arguments)
+        text = profile_report(found)
+    else:
+        found = _of_configuration(arguments.config, arguments.batch_size)
+        text = module_report(found)
+    print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else text)
+
+
+def _of_configuration(path: str, batch_size: int | None) -> Any:
+    from lightning_amp.footprint.profile_module import profile_module
+    from lightning_amp.verification.read_configuration import read_configuration
+
+    module, data, _ = read_configuration(path)
+    source = module if data is None else data
+    source.prepare_data()
+    source.setup("fit")
+    return profile_module(module, next(iter(source.train_dataloader())), batch_size=batch_size)

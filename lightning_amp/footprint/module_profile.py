@@ -1,0 +1,92 @@
+"""What a training step of a module needs, as inert data: a ModuleProfile is printed, stored as JSON and compared.
+
+Legend: sizes end in `_bytes`; a module is named as `named_modules` names it, the LightningModule itself is "".
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+SCHEMA = 1
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
+Part = Literal["parameters", "tensor", "saved", "head"]
+PARTS: tuple[Part, ...] = ("parameters", "tensor", "saved", "head")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleBytes:
+    """What one module holds at the peak, its children not counted, by kind."""
+
+    fqn: str
+    n_bytes: int
+    by_kind: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBytes:
+    """One tensor that is alive at the peak.
+
+    Attributes:
+        name: Of a parameter; "NAME.grad" of its gradient; "NAME.KEY" of what the optimiser keeps for it; "batch"; else
+            the operator that made the tensor, with "backward of" before it where the backward pass did.
+        fqn: Module that holds it or made it.
+    """
+
+    name: str
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    n_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A stretch of the step in which one module worked: the bytes alive by kind when there were most."""
+
+    phase: str
+    fqn: str
+    by_kind: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleProfile:
+    """The second training step of one LightningModule on one device.
+
+    Attributes:
+        peak_bytes: Most bytes alive at once: parameters and buffers, gradients, optimiser state, the batch, activations
+            and temporaries.
+        largest: The largest of `parts`.
+        parts: The peak in parts by what would make them smaller. `parameters`: with gradients, optimiser state
+            and what the optimiser's step makes.
+            `head`: logits, and what the loss makes of their shape. `tensor`: the largest other tensor, with those of
+            its shape that the same module has alive. `saved`: all other activations and temporaries.
+        by_kind: The peak by kind.
+        peak_phase: "forward", "backward" or "optimiser".
+        peak_module: Module that was at work at the peak.
+        modules: Modules by what they hold at the peak, largest first.
+        tensors: Tensors alive at the peak, largest first.
+        timeline: The step from its first operator to its last.
+        measured: "fake tensors", or "a real step" where the step needs values.
+        reason: Why the step could not run on fake tensors, "" where it could.
+        batch_size: Length of the batch's first dimension, None where its tensors have none in common.
+    """
+
+    peak_bytes: int
+    largest: Part
+    parts: dict[str, int]
+    by_kind: dict[str, int]
+    peak_phase: str
+    peak_module: str
+    modules: tuple[ModuleBytes, ...]
+    tensors: tuple[TensorBytes, ...]
+    timeline: tuple[Moment, ...]
+    measured: str
+    reason: str = ""
+    batch_size: int | None = None
+    schema: int = SCHEMA
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)

@@ -1,0 +1,248 @@
+"""LightningModule + batch -> ModuleProfile: two steps of Lightning's own loop, on a copy without values.
+
+The second step is counted, because the optimiser's state and the last step's gradients exist then. Lightning's Trainer
+runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in training. Where the step
+needs values, the same two steps run with values, on a copy with the module's weights.
+
+Known limits: `prepare_data` is not called, `setup` and `configure_model` are; callbacks other than the module's own, a
+precision other than that of the parameters and gradient accumulation are not part of the step; kernels on the CPU and
+on a GPU keep other temporaries.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_amp._torch import FakeTensorMode
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of, make_fake, resize
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.footprint.summarize import summarize
+
+FAKE, REAL = "fake tensors", "a real step"
+STEPS = 1000
+"""Length of an epoch as a scheduler sees it; two steps of it are run."""
+
+
+def profile_module(module: LightningModule, batch: Any, *, batch_size: int | None = None) -> ModuleProfile:
+    """Say what a training step holds, without its memory and without a GPU; the module stays as it is.
+
+    Args:
+        module: Any LightningModule; its parameters may be on the device "meta".
+        batch: An example of what its `training_step` gets.
+        batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length get
+            this one.
+
+    Raises:
+        ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
+    """
+    if not isinstance(module, LightningModule):
+        raise ModelError(
+            f"a profile of a training step was asked for, {type(module).__name__!r} was found; give a LightningModule"
+            " and a batch, or the path of a data directory"
+        )
+    if batch_size is not None and batch_size < 1:
+        raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
+    length = length_of(batch) if batch_size is None else batch_size
+    try:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        twin = copy_of(module, fake)
+        found, reason = _run(twin, fake_batch(batch, fake, batch_size), fake), ""
+    except ModelError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        found = _run_with_values(module, batch, batch_size, error)
+    return summarize(
+        found.lives,
+        found.work,
+        found.head,
+        measured=REAL if reason else FAKE,
+        reason=reason,
+        batch_size=length,
+    )
+
+
+def _run_with_values(
+    module: LightningModule, batch: Any, batch_size: int | None, cause: Exception
+) -> StepRecorder:
+    name = type(module).__name__
+    if any(tensor.is_meta for tensor in module.state_dict().values()):
+        raise ModelError(
+            f"a profile was asked for of {name!r}, whose step failed without values: {cause!r}; its parameters have no"
+            " values either (device 'meta'): give a module on the CPU, for which a real step is measured"
+        ) from cause
+    longer = batch if batch_size is None else resize(batch, batch_size)
+    try:
+        return _run(copy_of(module, None), longer, None)
+    except Exception as error:
+        raise ModelError(
+            f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
+            " training_step gets it"
+        ) from error
+
+
+def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> StepRecorder:
+    counter = _Count(module, fake)
+    # what the module would download is not part of a step
+    module.prepare_data = lambda: None  # type: ignore[method-assign]
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child.log = _without_bar(child.log)  # type: ignore[method-assign]
+    with _quiet(), isolate_rng(include_cuda=False), counter:
+        trainer = Trainer(
+            accelerator="cpu",
+            strategy=_Here(counter, fake),
+            plugins=[LightningEnvironment()],
+            max_epochs=1,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[counter],
+        )
+        with suppress(_Done):
+            trainer.fit(module, _Repeated(batch))
+    return counter.recorder
+
+
+def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
+    """`self.log` without a progress bar, which would ask for the value."""
+
+    def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
+
+    return logged
+
+
+class _Done(Exception):
+    """Two steps have been run; never leaves this file."""
+
+
+class _Repeated:
+    """A loader that gives one batch again and again."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._batch for _ in range(STEPS))
+
+
+class _Here(SingleDeviceStrategy):
+    """One device, on which the module stays as it is: fake parameters cannot be moved."""
+
+    def __init__(self, counter: "_Count", fake: FakeTensorMode | None) -> None:
+        super().__init__(device="cpu")
+        self._counter, self._fake = counter, fake
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let `configure_model` make parameters without memory."""
+        with nullcontext() if self._fake is None else torch.device("meta"):
+            yield
+
+    def model_to_device(self) -> None:
+        """Only take the values away of what the module has made in `setup` and `configure_model`."""
+        if self._fake is not None:
+            assert self.lightning_module is not None
+            make_fake(self.lightning_module, self._fake)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass begins, be it inside the optimiser's step."""
+        self._counter.recorder.optimising = False
+        return super().training_step(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """Leave the module where it is."""
+
+
+class _Count(Callback):
+    """Enters the fake mode for both steps, and counts the second."""
+
+    def __init__(self, module: LightningModule, fake: FakeTensorMode | None) -> None:
+        self.recorder = StepRecorder(module)
+        self._fake, self._entered, self._counting = fake, ExitStack(), False
+
+    def __enter__(self) -> None:
+        """Nothing has begun."""
+
+    def __exit__(self, *_: Any) -> None:
+        """End whatever has begun."""
+        if self._counting:
+            self.recorder.stop()
+        self._counting = False
+        self._entered.close()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Enter the mode, and begin to count."""
+        if batch_idx == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.register_step_pre_hook(self._before_step)
+                optimizer.register_step_post_hook(self._after_step)
+            if self._fake is not None:
+                self._entered.enter_context(self._fake)
+                self._entered.enter_context(CopyFakes())
+        else:
+            self.recorder.start(batch, trainer.optimizers)
+            self._counting = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Gradients are whole."""
+        self._begin_optimiser()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on to the second step, or stop."""
+        if self._counting:
+            self.recorder.hold_gradients()
+            raise _Done
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # a closure runs forward and backward first; the optimiser itself is the first argument
+        if len(args) < 2 and kwargs.get("closure") is None:
+            self._begin_optimiser()
+
+    def _after_step(self, *_: Any) -> None:
+        self.recorder.optimising = False
+
+    def _begin_optimiser(self) -> None:
+        if self._counting:
+            self.recorder.hold_gradients()
+            self.recorder.optimising = True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of a Trainer that the user has not made."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    children = [logging.getLogger(f"lightning.{name}.utilities.rank_zero") for name in ("pytorch", "fabric")]
+    # where the step needs values, the profile itself says so
+    loggers.append(logging.getLogger(FakeTensorMode.__module__))
+    levels = [(logger, logger.level) for logger in loggers + children]
+    for logger, _ in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)

@@ -1,0 +1,174 @@
+"""Every storage of a training step: who made it, when it was born and when it died.
+
+A storage that an operator makes belongs to the module whose forward is running. In the backward pass, autograd numbers
+its nodes in the order of the forward pass: the number of the node that runs tells the module in which it was made.
+
+Exact up to the limits of LiveBytes. An operator of a module that is not a submodule of the profiled one belongs to the
+submodule that called it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lightning_amp._torch import autograd_node, autograd_order
+from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
+from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.summarize import BACKWARD, FORWARD, OPTIMISER, Head, Life
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
+"""Operators that a head ends in."""
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+"""The node that adds to a parameter's gradient; it has no place in the forward pass."""
+COPIES = ("_to_copy",)
+"""Operators whose result stands for a parameter where a parameter goes in: autocast works with copies."""
+
+
+class StepRecorder(LiveBytes):
+    """Counts live bytes, and remembers of every storage what it was.
+
+    Attributes:
+        lives: All storages so far.
+        work: Phase and module of every operator so far.
+        head: The last product with a parameter in a forward pass.
+        optimising: Whether the optimiser changes parameters now.
+
+    Args:
+        module: Whose submodules own what is made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.lives: list[Life] = []
+        self.work: list[tuple[str, str]] = [(FORWARD, "")]
+        self.head: Head | None = None
+        self.optimising = False
+        self._module = module
+        self._names = {id(child): fqn for fqn, child in module.named_modules()}
+        self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._running: list[tuple[str, bool]] = []
+        self._orders: list[int] = [-1]
+        self._owners: list[str] = [""]
+        self._of_key: dict[int, Life] = {}
+        self._weights: set[int] = set()
+        self._now = Life(name="", fqn="", kind="", shape=(), dtype="", n_bytes=0, birth=0)
+        self._hooks: list[Any] = []
+
+    def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Begin a step, with what is there already."""
+        named = list(self._module.named_parameters()) + list(self._module.named_buffers())
+        self._hold(named, PARAMETERS)
+        self.hold_gradients()
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self._parameters.get(id(parameter), "")
+                self._hold(
+                    [(f"{name}.{key}", v) for key, value in state.items() for v in tensors_of(value)], STATE
+                )
+        self._hold([("batch", tensor) for tensor in tensors_in(batch)], ACTIVATIONS)
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """End the step."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def hold_gradients(self) -> None:
+        """Count the gradients that parameters have now as such, from their birth on."""
+        found = [
+            (f"{name}.grad", p.grad) for name, p in self._module.named_parameters() if p.grad is not None
+        ]
+        self._hold(found, GRADIENTS)
+
+    def _hold(self, named: Iterable[tuple[str, Tensor]], kind: str) -> None:
+        for name, tensor in named:
+            fqn = name.rpartition(".")[0] if kind == PARAMETERS else self._owner_of(name)
+            self._now = Life(name=name, fqn=fqn, kind=kind, shape=(), dtype="", n_bytes=0, birth=0)
+            self.watch(tensor)
+            life = self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+            if life is not None and life.kind not in (PARAMETERS, STATE):
+                life.name, life.fqn, life.kind = name, fqn, kind
+
+    def _owner_of(self, name: str) -> str:
+        """Module of "encoder.weight.grad" and "encoder.weight.exp_avg"."""
+        return name.rpartition(".")[0].rpartition(".")[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = autograd_node()
+        phase = OPTIMISER if self.optimising and node is None else FORWARD if node is None else BACKWARD
+        fqn, order = self._place(node)
+        self.work.append((phase, fqn))
+        name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
+        self._now = Life(
+            name=name, fqn=fqn, kind="", shape=(), dtype="", n_bytes=0, birth=len(self.work) - 1, order=order
+        )
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._opname in PRODUCTS + COPIES and phase == FORWARD:
+            self._note_product(func._opname, args, result, order)
+        return result
+
+    def _inside(self, node: Any) -> bool:
+        """Whether a module's forward runs that began in this direction: in a backward pass, a recomputation."""
+        return bool(self._running) and self._running[-1][1] == (node is not None)
+
+    def _place(self, node: Any) -> tuple[str, int]:
+        """The module that works now, and the place of its operator in the forward pass."""
+        if node is None or self._inside(node):
+            return self._running[-1][0] if self._running else "", autograd_order()
+        if node.name() == ACCUMULATE:
+            return self._owner_of(self._parameters.get(id(node.variable), "") + ".grad"), -1
+        order = node._sequence_nr()
+        return self._owners[bisect_right(self._orders, order) - 1], order
+
+    def _note_product(self, name: str, args: Any, result: Any, order: int) -> None:
+        given = [self._of_key.get(id(tensor.untyped_storage())) for tensor in tensors_of(args)]
+        if not any(
+            life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given
+        ):
+            return
+        if name in COPIES:
+            self._weights.add(id(self._of_key[id(result.untyped_storage())]))
+        else:
+            self.head = Head(order, tuple(result.shape))
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        above = self._running[-1][0] if self._running else ""
+        self._running.append((self._names.get(id(module), above), autograd_node() is not None))
+        self._mark()
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        """From this place of the forward pass on, nodes are of the module that runs now."""
+        self._orders.append(autograd_order())
+        self._owners.append(self._running[-1][0] if self._running else "")
+
+    def _born(self, key: int, n_bytes: int, tensor: Tensor) -> None:
+        now = self._now
+        life = Life(
+            name=now.name,
+            fqn=now.fqn,
+            kind=now.kind,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            n_bytes=n_bytes,
+            birth=now.birth,
+            order=now.order,
+        )
+        self.lives.append(life)
+        self._of_key[key] = life
+
+    def _died(self, key: int) -> None:
+        self._of_key.pop(key).death = len(self.work) - 1

@@ -1,0 +1,1 @@
+"""Captured blocks of any module, and what their operators do to memory and to dimensions."""

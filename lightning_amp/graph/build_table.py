@@ -1,0 +1,192 @@
+"""A captured graph -> Table: every operator is run once by itself, on fake tensors, and its memory is looked at."""
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_amp.graph.flow_rules  # noqa: F401  (registers them)
+from lightning_amp._torch import FakeTensorMode, tree_leaves
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.flow import Call, Ref, dims_of
+from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
+
+
+def build_table(capture: Capture) -> Table:
+    """The table of a block that has been captured."""
+    assert capture.graph is not None, f"the block was not captured: {capture.reason}"
+    builder = _Builder(capture)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for node in capture.graph.graph.nodes:
+            builder.add(node)
+    return builder.table()
+
+
+class _Builder:
+    """Rows so far, and a fake tensor for the result of each."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._rows: list[dict[str, Any]] = []
+        self._values: list[Any] = []
+        self._of_node: dict[Node, int] = {}
+        self._of_storage: dict[int, int] = {}
+        self._outputs: tuple[int, ...] = ()
+
+    def add(self, node: Node) -> None:
+        """The next node of the graph."""
+        if node.op == "placeholder":
+            kind = PARAMETER if len(self._rows) < len(self._capture.names) else INPUT
+            needs_grad = self._capture.needs_grad[len(self._rows)]
+            self._put(node, _empty(node.meta["val"]).requires_grad_(needs_grad), kind=kind)
+        elif node.op == "get_attr":
+            self._put(node, _empty(getattr(self._capture.graph, str(node.target))), kind=PARAMETER)
+        elif node.op == "output":
+            found = [self._of_node[n] for n in tree_leaves(node.args) if isinstance(n, Node)]
+            self._outputs = tuple(found)
+        else:
+            self._run(node)
+
+    def table(self) -> Table:
+        """All rows, with the last use of each."""
+        last = [0] * len(self._rows)
+        for i, row in enumerate(self._rows):
+            last[i] = max(last[i], i)
+            for k in row["inputs"]:
+                last[k] = max(last[k], i)
+        for k in self._outputs:
+            last[k] = len(self._rows)
+        rows = tuple(Row(last_use=last[i], **row) for i, row in enumerate(self._rows))
+        return Table(block=self._capture.kind.__name__, rows=rows, outputs=self._outputs)
+
+    def _put(self, node: Node, value: Any, **row: Any) -> None:
+        i = len(self._rows)
+        self._of_node[node] = i
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        new = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
+        new = {key: s for key, s in new.items() if key not in self._of_storage}
+        for key in new:
+            self._of_storage[key] = i
+        first = tensors[0] if tensors else None
+        self._values.append(value)
+        self._rows.append(
+            {
+                "name": node.name,
+                "inputs": (),
+                "shape": () if first is None else tuple(first.shape),
+                "dtype": "" if first is None else str(first.dtype).removeprefix("torch."),
+                "n_bytes": sum(s.nbytes() for s in new.values()),
+                "storage": i if first is None else self._of_storage[id(first.untyped_storage())],
+                "needs_grad": any(t.requires_grad for t in tensors),
+                **row,
+            }
+        )
+
+    def _run(self, node: Node) -> None:
+        """Run an operator on leaves that lie in the memory of the rows it reads."""
+        inputs, leaves = [], list[Tensor]()
+
+        def leaf(given: Node) -> Any:
+            value = self._values[self._of_node[given]]
+            if not isinstance(value, Tensor):
+                inputs.append(self._of_node[given])
+                return value
+            inputs.append(self._of_node[given])
+            leaves.append(value.detach().requires_grad_(value.requires_grad))
+            return leaves[-1]
+
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), leaf)
+        live, kept = LiveBytes(), dict[int, Tensor]()
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[id(tensor.untyped_storage())] = alias = tensor.detach()
+            return alias
+
+        with FlopCounterMode(display=False) as flops, live, saved_tensors_hooks(keep, lambda t: t):
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        self._put(
+            node, result, kind=OPERATOR, op=str(node.target) if node.target is not getitem else "getitem"
+        )
+        row = self._rows[-1]
+        hidden = [tensor for key, tensor in kept.items() if key not in self._of_storage]
+        row |= {
+            "inputs": tuple(inputs),
+            "flops": int(flops.get_total_flops()),
+            "saved": tuple(sorted({self._of_storage[key] for key in kept if key in self._of_storage})),
+            "hidden_bytes": sum(tensor.untyped_storage().nbytes() for tensor in hidden),
+            "forward_bytes": live.peak - live.current,
+            "dims": dims_of(_call(node, args, kwargs, leaves, row["shape"])),
+        }
+        kept.clear()
+        row |= _backward(result, [self._values[k] for k in inputs], leaves, hidden)
+        self._values[-1] = _cut(result)
+
+
+def _empty(value: Any) -> Any:
+    """A fake tensor in the current mode."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _cut(result: Any) -> Any:
+    """Results as the next operators' arguments, without the graph behind them."""
+    if isinstance(result, Tensor):
+        return result.detach().requires_grad_(result.requires_grad)
+    if isinstance(result, list | tuple):
+        return [_cut(part) for part in result]
+    return result
+
+
+def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list[Tensor]) -> dict[str, Any]:
+    """Memory of the operator's own backward pass, which lets go of what the operator kept as it goes on."""
+    results = [
+        t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None
+    ]
+    asked = [t for t in leaves if t.requires_grad]
+    if not results or not asked:
+        return {"grad_bytes": (0,) * len(values)}
+    seeds = [torch.empty_like(t) for t in results]
+    live = LiveBytes()
+    live.watch(hidden)
+    held = live.current
+    hidden.clear()
+    with live:
+        grads = torch.autograd.grad(results, asked, seeds, allow_unused=True)
+    given = {id(seed.untyped_storage()) for seed in seeds}
+    by_leaf = {id(t): g for t, g in zip(asked, grads, strict=True)}
+    tensors = iter(leaves)
+    sizes = []
+    for value in values:
+        grad = by_leaf.get(id(next(tensors))) if isinstance(value, Tensor) else None
+        new = grad is not None and id(grad.untyped_storage()) not in given
+        sizes.append(grad.untyped_storage().nbytes() if grad is not None and new else 0)
+    return {"grad_bytes": tuple(sizes), "backward_bytes": live.peak - held - sum(sizes)}
+
+
+def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tuple[int, ...]) -> Call:
+    """The call as flow rules see it."""
+    places = {id(leaf): Ref(k) for k, leaf in enumerate(leaves)}
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return places[id(value)]
+        return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+    if node.target is getitem:
+        return Call(op="getitem", shapes=(result,), result=result)
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return Call(op=str(node.target), shapes=shapes, result=result)
+    arguments = {}
+    for i, argument in enumerate(schema.arguments):
+        given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        arguments[argument.name] = plain(given)
+    space, _, name = schema.name.partition("::")
+    return Call(
+        op=name if space == "aten" else schema.name, shapes=shapes, result=result, arguments=arguments
+    )

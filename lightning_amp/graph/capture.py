@@ -1,0 +1,276 @@
+"""Blocks of a module -> graphs of operators, captured once per class and signature, and run in the block's place.
+
+A block is a child of a ModuleList or Sequential. It is run once on fake tensors while every operator is written down
+above autograd, so the graph is differentiated as the block's own forward is. Parameters and buffers are arguments of
+the graph: one graph serves all blocks of the same class and signature, and updates their own buffers.
+
+What Python decides is fixed in a graph. A graph is used where everything is as it was when it was captured: shapes,
+dtypes, other arguments, training mode, gradient mode, autocast, and plain attributes of the block; elsewhere the block
+is captured again. A block that cannot be captured runs as it is, and `Capture.reason` says why.
+
+Known limits: a branch on a global variable or on the clock is not seen.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx import GraphModule
+
+from lightning_amp._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    PythonNode,
+    is_compiled,
+    make_fx,
+    tree_flatten,
+    tree_unflatten,
+)
+from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.graph.guards import settings_of, signature, state_of
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class CannotCapture(Exception):
+    """The reason why a block stays as it is; never leaves this package."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """What became of one class and signature.
+
+    Attributes:
+        kind: Class of the block.
+        key: All that the graph depends on.
+        names: Parameters and buffers, in the order of the graph's first arguments.
+        reason: Why there is no graph, "" where there is one.
+        graph: Operators; None where there is a reason.
+        output: How the graph's results nest in what the block returns.
+        needs_grad: Whether each of the graph's arguments has a gradient.
+        changed: Parameters, buffers ("norm.running_mean") and inputs ("input 0") that the block changes in place.
+    """
+
+    kind: type[nn.Module]
+    key: Any
+    names: tuple[str, ...]
+    reason: str = ""
+    graph: GraphModule | None = None
+    output: Any = None
+    changed: tuple[str, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
+
+
+class Captures:
+    """The cache: a graph, or a reason for none, per class and signature."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Capture] = {}
+
+    def of(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
+        """The capture for a call; made on the first call of its kind."""
+        key = signature(block, args, kwargs)
+        if key not in self._known:
+            self._known[key] = capture(block, args, kwargs, key=key)
+        return self._known[key]
+
+    def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns for a call: by its graph, or by itself where there is a reason for that."""
+        found = self.of(block, args, kwargs)
+        if found.graph is None:
+            return block(*args, **kwargs)
+        tensors = state_of(block)
+        values, _ = tree_flatten((args, kwargs))
+        results = found.graph(*tensors.values(), *(value for value in values if isinstance(value, Tensor)))
+        return tree_unflatten(results, found.output)
+
+    @property
+    def all(self) -> tuple[Capture, ...]:
+        """Every capture so far."""
+        return tuple(self._known.values())
+
+
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of the outermost lists and sequences of a module, by name; a module by itself is no block."""
+    found: dict[str, nn.Module] = {}
+
+    def walk(fqn: str, parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            inner = f"{fqn}.{name}" if fqn else name
+            if isinstance(parent, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList):
+                found.setdefault(inner, child)
+            else:
+                walk(inner, child)
+
+    walk("", module)
+    return found
+
+
+def capture_blocks(
+    module: nn.Module, step: Callable[[], Any], captures: Captures
+) -> dict[str, tuple[Capture, ...]]:
+    """Capture what the blocks of a module are called with while `step` runs; by name, in the order of the calls.
+
+    Calls are noted by their shapes; no value and no tensor of the step is kept.
+    """
+    calls: list[tuple[str, nn.Module, Any, Any]] = []
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def note(fqn: str) -> Any:
+        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.append((fqn, block, _without_values(args, fake), _without_values(kwargs, fake)))
+
+        return hook
+
+    blocks = find_blocks(module)
+    hooks = [b.register_forward_pre_hook(note(fqn), with_kwargs=True) for fqn, b in blocks.items()]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: dict[str, tuple[Capture, ...]] = {}
+    for fqn, block, args, kwargs in calls:
+        found[fqn] = (*found.get(fqn, ()), captures.of(block, args, kwargs))
+    return found
+
+
+def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
+    """Write down the operators of a call; where that is not possible, say why."""
+    state = state_of(block)
+    common = {"kind": type(block), "key": key, "names": tuple(state)}
+    try:
+        _refuse(block)
+        return Capture(**common, **_trace(block, args, kwargs, key))
+    except CannotCapture as reason:
+        return Capture(**common, reason=str(reason))
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        return Capture(
+            **common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}"
+        )
+
+
+def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> dict[str, Any]:
+    state = state_of(block)
+    values, spec = tree_flatten((tuple(args), dict(kwargs)))
+    at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    found: dict[str, Any] = {}
+
+    def call(*tensors: Tensor) -> list[Any]:
+        own = dict(zip(state, tensors, strict=False))
+        given = list(values)
+        for i, tensor in zip(at, tensors[len(own) :], strict=True):
+            given[i] = tensor
+        call_args, call_kwargs = tree_unflatten(given, spec)
+        versions = [tensor._version for tensor in tensors]
+        results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
+        names = [*own, *(f"input {k}" for k in range(len(at)))]
+        found["changed"] = tuple(
+            name for name, tensor, old in zip(names, tensors, versions, strict=True) if tensor._version != old
+        )
+        found["custom"] = _custom_functions(results)
+        return results
+
+    fresh: dict[int, Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        # two arguments that are one tensor stay one
+        given_tensors = [*state.values(), *(values[i] for i in at)]
+        tensors = [fresh.setdefault(id(t), _fresh(t)) for t in given_tensors]
+    # what the forward changes beside tensors, it changes in a copy
+    twin = copy_of(block, fake)
+    before = settings_of(twin), random.getstate(), np.random.get_state()
+    try:
+        graph = make_fx(call, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
+        _refuse_change(before, (settings_of(twin), random.getstate(), np.random.get_state()))
+    finally:
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+    if found["custom"]:
+        raise CannotCapture(
+            f"its forward has the autograd Function {found['custom']!r}, whose backward is its own"
+        )
+    if any(node.op == "get_attr" and not _made_inside(node) for node in graph.graph.nodes):
+        raise CannotCapture(
+            "its forward uses a tensor that is neither an argument nor a parameter nor a buffer"
+        )
+    return {
+        "graph": graph,
+        "output": found["output"],
+        "changed": found["changed"],
+        "needs_grad": tuple(tensor.requires_grad for tensor in tensors),
+    }
+
+
+def _refuse(block: nn.Module) -> None:
+    """What a graph would leave out, or what no capture survives."""
+    for name, child in block.named_modules():
+        place = f"its submodule {name!r}" if name else "it"
+        if is_compiled(child):
+            raise CannotCapture(f"{place} is compiled")
+        if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
+            raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
+        hooked = [hooks for hooks in HOOKS if getattr(child, hooks)]
+        if hooked:
+            raise CannotCapture(f"{place} has hooks ({hooked[0].strip('_')}), which are Python")
+
+
+def _refuse_change(before: Any, after: Any) -> None:
+    changed = [new[0] for old, new in zip(before[0], after[0], strict=False) if old != new]
+    if changed or len(before[0]) != len(after[0]):
+        raise CannotCapture(f"its forward changes the attribute {(changed or ['?'])[0]!r}")
+    if before[1] != after[1] or any(map(_unequal, before[2], after[2])):
+        raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
+
+
+def _custom_functions(results: Sequence[Any]) -> str:
+    """The name of a Python autograd Function behind results, "" if there is none."""
+    waiting = [r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, PythonNode):
+            return node.name().removesuffix("Backward")
+        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= new
+        waiting += new
+    return ""
+
+
+def _made_inside(node: Any) -> bool:
+    """Whether a constant is that of a `torch.tensor(...)` in the forward, which makes it anew in every call."""
+    return all("lift_fresh" in str(user.target) for user in node.users)
+
+
+def _unequal(a: Any, b: Any) -> bool:
+    return not np.array_equal(a, b)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A leaf of the same shape, fake within a fake mode."""
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def _without_values(values: Any, fake: FakeTensorMode) -> Any:
+    """The same arguments as fake tensors of their own."""
+    flat, spec = tree_flatten(values)
+    found: Iterator[Any] = (_leaf(value, fake) if isinstance(value, Tensor) else value for value in flat)
+    return tree_unflatten(list(found), spec)
+
+
+def _leaf(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    with fake:
+        return _fresh(tensor)

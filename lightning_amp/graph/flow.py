@@ -1,0 +1,114 @@
+"""Which dim of an operator's result follows which dim of its arguments: one rule per operator, without torch.
+
+A dim of a result follows a dim of an argument if a piece of the result needs only the same piece of the argument. What
+no rule says, does not flow: a sum over a dim ends it, and so does an operator that no rule knows. It is never guessed.
+
+A dim that is split, or merged with others, follows by its outermost factor: in pieces whose number divides it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lightning_amp.errors import ModelError
+from lightning_amp.graph.table import Dims
+
+Shape = tuple[int, ...]
+Follows = list[list[tuple[int, int]]]
+
+
+class Ref(NamedTuple):
+    """Stands for the k-th tensor among an operator's arguments."""
+
+    k: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        op: Its name without overload, such as "linear".
+        shapes: Of its tensor arguments.
+        result: Shape of its result; of several results, the first.
+        arguments: All arguments by name, defaults included; a tensor is a Ref.
+    """
+
+    op: str
+    shapes: tuple[Shape, ...]
+    result: Shape
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def ref(self, name: str) -> int | None:
+        """Place among the tensors of an argument; None where it is None."""
+        found = self.arguments.get(name)
+        return found.k if isinstance(found, Ref) else None
+
+
+Rule = Callable[[Call], Follows]
+RULES: dict[str, Rule] = {}
+
+
+def register_flow(*ops: str) -> Callable[[Rule], Rule]:
+    """Add the rule of operators, named as in `torch.ops.aten` or "namespace::name" of another library.
+
+    The rule gets a Call, and returns for every dim of the result the pairs (tensor argument, dim) that it follows.
+
+    Raises:
+        ModelError: An operator has a rule already.
+    """
+
+    def add(rule: Rule) -> Rule:
+        known = sorted(set(ops) & RULES.keys())
+        if known:
+            raise ModelError(
+                f"a flow rule was registered for {known[0]!r}, which has one; name another operator"
+            )
+        RULES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return add
+
+
+def dims_of(call: Call) -> Dims | None:
+    """What the dims of a result follow; None where the operator has no rule.
+
+    Raises:
+        ModelError: A rule says something of dims that are not there.
+    """
+    rule = RULES.get(call.op)
+    if rule is None:
+        return None
+    found = rule(call)
+    inside = all(k < len(call.shapes) and 0 <= d < len(call.shapes[k]) for dim in found for k, d in dim)
+    if len(found) != len(call.result) or not inside:
+        raise ModelError(
+            f"the flow rule of {call.op!r} says {found!r} of a result of shape {call.result!r} and arguments of shapes"
+            f" {call.shapes!r}; one list of (argument, dim) per dim of the result is allowed"
+        )
+    return tuple(tuple(dim) for dim in found)
+
+
+def nothing(call: Call) -> Follows:
+    """No dim follows any."""
+    return [[] for _ in call.result]
+
+
+def broadcast(shape: Shape, k: int, result: Shape) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The dims of a result that follow an argument which is broadcast to it, as (dim, follows)."""
+    offset = len(result) - len(shape)
+    return ((d + offset, (k, d)) for d, n in enumerate(shape) if d + offset >= 0 and n == result[d + offset])
+
+
+def collect(result: Shape, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Follows:
+    """Pairs of (dim, follows) by dim."""
+    found: Follows = [[] for _ in result]
+    for dim, source in pairs:
+        found[dim].append(source)
+    return found
+
+
+def same_but(call: Call, without: Sequence[int]) -> Follows:
+    """Every dim follows that of the first argument, but some."""
+    ends = {d % len(call.result) for d in without} if call.result else set()
+    return [[] if d in ends else [(0, d)] for d in range(len(call.result))]

@@ -1,0 +1,271 @@
+"""The rules of the operators that models are made of, by kind; importing this file registers them."""
+
+from math import prod
+
+from lightning_amp.graph.flow import (
+    Call,
+    Follows,
+    Shape,
+    broadcast,
+    collect,
+    nothing,
+    register_flow,
+    same_but,
+)
+
+
+@register_flow(
+    *(
+        "add",
+        "add_",
+        "sub",
+        "rsub",
+        "mul",
+        "mul_",
+        "div",
+        "pow",
+        "neg",
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "abs",
+        "erf",
+    ),
+    *(
+        "relu",
+        "relu_",
+        "gelu",
+        "silu",
+        "sigmoid",
+        "tanh",
+        "leaky_relu",
+        "elu",
+        "softplus",
+        "clamp",
+        "cos",
+        "sin",
+    ),
+    *(
+        "where",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "eq",
+        "ne",
+        "lt",
+        "gt",
+        "le",
+        "ge",
+        "bitwise_not",
+        "logical_not",
+    ),
+    *(
+        "dropout",
+        "clone",
+        "contiguous",
+        "to",
+        "_to_copy",
+        "detach",
+        "alias",
+        "lift_fresh_copy",
+        "expand",
+        "expand_as",
+    ),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "type_as", "float"),
+)
+def _pointwise(call: Call) -> Follows:
+    """Also where the arguments are broadcast: what has one value for all is needed whole."""
+    pairs = [pair for k, shape in enumerate(call.shapes) for pair in broadcast(shape, k, call.result)]
+    return collect(call.result, pairs)
+
+
+@register_flow(
+    "arange", "zeros", "ones", "full", "empty", "scalar_tensor", "cross_entropy_loss", "mse_loss", "nll_loss"
+)
+def _made_or_summed(call: Call) -> Follows:
+    """Nothing goes in, or everything is summed; a loss without reduction is as its arguments."""
+    return (
+        _pointwise(call) if call.arguments.get("reduction") == 0 and call.op == "mse_loss" else nothing(call)
+    )
+
+
+@register_flow("linear")
+def _linear(call: Call) -> Follows:
+    """Rows follow the input, columns the weight's rows and the bias."""
+    last = len(call.result) - 1
+    pairs = [(d, (0, d)) for d in range(last)] + [(last, (1, 0))]
+    return collect(call.result, pairs + ([(last, (2, 0))] if len(call.shapes) > 2 else []))
+
+
+@register_flow("matmul", "mm", "bmm", "addmm", "baddbmm")
+def _product(call: Call) -> Follows:
+    """[..., row, k] times [..., k, column]; what is added is broadcast."""
+    first = 1 if call.op in ("addmm", "baddbmm") else 0
+    a, b = call.shapes[first], call.shapes[first + 1]
+    if min(len(a), len(b)) < 2:
+        return _product_of_vector(call, a, b)
+    last = len(call.result) - 1
+    pairs = [(last - 1, (first, len(a) - 2)), (last, (first + 1, len(b) - 1))]
+    for k, shape in ((first, a), (first + 1, b)):
+        pairs += broadcast(shape[:-2], k, call.result[:-2])
+    if first:
+        pairs += broadcast(call.shapes[0], 0, call.result)
+    return collect(call.result, pairs)
+
+
+def _product_of_vector(call: Call, a: Shape, b: Shape) -> Follows:
+    if len(b) == 1:
+        return [[(0, d)] for d in range(len(a) - 1)]
+    return [[(1, d)] for d in range(len(b) - 2)] + [[(1, len(b) - 1)]]
+
+
+@register_flow("einsum")
+def _einsum(call: Call) -> Follows:
+    """A letter of the result follows that letter of every argument; a dim of size 1 may be broadcast."""
+    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
+    if not arrow or "." in left:
+        return nothing(call)
+    letters = [(k, d, x) for k, part in enumerate(left.split(",")) for d, x in enumerate(part)]
+    return [
+        [(k, d) for k, d, x in letters if x == own and call.shapes[k][d] == call.result[i]]
+        for i, own in enumerate(right)
+    ]
+
+
+@register_flow("scaled_dot_product_attention")
+def _attention(call: Call) -> Follows:
+    """Queries [..., row, e], keys [..., column, e], values [..., column, column of the result]; a mask is broadcast."""
+    last = len(call.result) - 1
+    pairs = [(last - 1, (0, last - 1)), (last, (2, last))]
+    for k in range(3):
+        pairs += broadcast(call.shapes[k][:-2], k, call.result[:-2])
+    mask = call.ref("attn_mask")
+    if mask is not None:
+        rows = (*call.result[:-1], call.shapes[1][-2])
+        pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
+    # a causal row is told by its number, which a piece of the rows does not know
+    return [
+        [] if call.arguments.get("is_causal") and d == last - 1 else f
+        for d, f in enumerate(collect(call.result, pairs))
+    ]
+
+
+@register_flow("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
+def _along_one(call: Call) -> Follows:
+    """All dims but the one that is normalised or summed along."""
+    return same_but(call, [call.arguments["dim"]])
+
+
+@register_flow("layer_norm", "rms_norm")
+def _layer_norm(call: Call) -> Follows:
+    """The last dims are normalised."""
+    return same_but(call, range(len(call.result) - len(call.arguments["normalized_shape"]), len(call.result)))
+
+
+@register_flow("group_norm", "instance_norm")
+def _group_norm(call: Call) -> Follows:
+    """Each sample by itself."""
+    return same_but(call, range(1, len(call.result)))
+
+
+@register_flow("batch_norm")
+def _batch_norm(call: Call) -> Follows:
+    """Each channel by itself, with its weight, bias and running statistics; in evaluation each value."""
+    found = same_but(call, [] if not call.arguments["training"] else [0, *range(2, len(call.result))])
+    found[1] += [(k, 0) for k in range(1, len(call.shapes))]
+    return found
+
+
+@register_flow("conv1d", "conv2d", "conv3d", "convolution")
+def _convolution(call: Call) -> Follows:
+    """Samples follow the input, channels the weight's rows and the bias; positions look at their neighbours."""
+    found = nothing(call)
+    found[0] = [(0, 0)]
+    if call.arguments.get("groups", 1) == 1 and not call.arguments.get("transposed", False):
+        found[1] = [(k, 0) for k in range(1, len(call.shapes))]
+    return found
+
+
+@register_flow(
+    *("max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
+)
+def _of_positions(call: Call) -> Follows:
+    """Samples and channels stay apart."""
+    return same_but(call, range(2, len(call.result)))
+
+
+@register_flow("sum", "mean", "amax", "amin", "logsumexp", "var")
+def _reduction(call: Call) -> Follows:
+    """All dims but those that are reduced."""
+    asked = call.arguments.get("dim")
+    rank = len(call.shapes[0])
+    gone = {d % rank for d in ([asked] if isinstance(asked, int) else asked or range(rank))}
+    if call.arguments.get("keepdim"):
+        return same_but(call, sorted(gone))
+    return [[(0, d)] for d in range(rank) if d not in gone]
+
+
+@register_flow("transpose", "t", "permute")
+def _reorder(call: Call) -> Follows:
+    """Dims change places."""
+    rank = len(call.result)
+    order = list(range(rank))
+    if call.op == "permute":
+        order = [d % rank for d in call.arguments["dims"]]
+    elif rank > 1:
+        a, b = (call.arguments.get(f"dim{i}", i) % rank for i in (0, 1))
+        order[a], order[b] = order[b], order[a]
+    return [[(0, d)] for d in order]
+
+
+@register_flow("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as")
+def _reshape(call: Call) -> Follows:
+    """Dims that are merged or split follow by their outermost factor; dims of size 1 follow none."""
+    found = nothing(call)
+    for before, after in _groups(call.shapes[0], call.result):
+        if before and after:
+            found[after[0]] = [(0, before[0])]
+    return found
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """The dims of two shapes in groups of equal products, dims of size 1 left out."""
+    left = [d for d, n in enumerate(before) if n != 1]
+    right = [d for d, n in enumerate(after) if n != 1]
+    groups, a, b = [], list[int](), list[int]()
+    while left or right:
+        if prod(before[d] for d in a) <= prod(after[d] for d in b) and left:
+            a.append(left.pop(0))
+        else:
+            b.append(right.pop(0))
+        if prod(before[d] for d in a) == prod(after[d] for d in b):
+            groups.append((a, b))
+            a, b = [], []
+    return groups
+
+
+@register_flow(
+    "slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem"
+)
+def _parts(call: Call) -> Follows:
+    """All dims but the one that is cut or put together; the results of several are alike."""
+    if call.op == "getitem":
+        return same_but(call, [])
+    dim = call.arguments.get("dim") or 0
+    if call.op in ("select", "unbind"):
+        gone = dim % len(call.shapes[0])
+        return [[(0, d)] for d in range(len(call.shapes[0])) if d != gone]
+    sources = range(len(call.shapes)) if call.op in ("cat", "stack") else (0,)
+    dim %= len(call.result)
+    moved = 1 if call.op == "stack" else 0
+    return [
+        [] if d == dim else [(k, d - moved * (d > dim)) for k in sources] for d in range(len(call.result))
+    ]
+
+
+@register_flow("embedding")
+def _embedding(call: Call) -> Follows:
+    """Rows follow the indices, columns the table's."""
+    return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]

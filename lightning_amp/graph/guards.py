@@ -1,0 +1,82 @@
+"""What the graph of a block depends on, as a key: another key asks for another graph.
+
+Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
+arguments; training mode and all plain attributes of the block and its submodules; gradient mode and autocast.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._torch import tree_flatten
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class _Same:
+    """Equal for one and the same object, which is kept: another one cannot take its address."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """All that a graph of this call depends on, as a key."""
+    values, spec = tree_flatten((tuple(args), dict(kwargs)))
+    return (
+        type(block),
+        tuple(map(_described, values)),
+        str(spec),
+        tuple((name, *_described(tensor)) for name, tensor in state_of(block).items()),
+        tuple(settings_of(block)),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        _aliases([*state_of(block).values(), *(value for value in values if isinstance(value, Tensor))]),
+    )
+
+
+def state_of(block: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, in the order in which a graph takes them."""
+    return {**dict(block.named_parameters()), **dict(block.named_buffers())}
+
+
+def settings_of(block: nn.Module) -> list[tuple[str, Any]]:
+    """Plain attributes of a block and its submodules, on which a branch may depend."""
+    return [
+        (f"{fqn}.{name}" if fqn else name, _plain(value))
+        for fqn, child in block.named_modules()
+        for name, value in sorted(vars(child).items())
+        if not name.startswith("_") or isinstance(value, PLAIN)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PLAIN):
+        return type(value).__name__, value
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value).__name__, tuple(map(_plain, value))
+    if isinstance(value, Mapping):
+        return type(value).__name__, tuple((str(key), _plain(item)) for key, item in value.items())
+    return type(value).__name__, _Same(value)
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return "tensor", value.shape, value.stride(), value.dtype, value.device.type, value.requires_grad
+    # 1, 1.0 and True are equal, and make different graphs
+    return (type(value).__name__, value) if isinstance(value, PLAIN) else (type(value).__name__, _Same(value))
+
+
+def _aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Which tensors are one and the same, by the first of them."""
+    ids = [id(tensor) for tensor in tensors]
+    return tuple(map(ids.index, ids))

@@ -1,0 +1,106 @@
+"""A captured block as a table of operators, without torch: what each holds, saves, costs and where its dims come from.
+
+Legend: `n_bytes` of new memory, 0 for a view; an operator is referred to by its index; sizes end in `_bytes`.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+INPUT, PARAMETER, OPERATOR = "input", "parameter", "operator"
+Dims = tuple[tuple[tuple[int, int], ...], ...]
+"""For every dim of a result, the (argument, dim of it) that it follows; () for a dim that follows none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One operator, or one argument of the block.
+
+    Attributes:
+        name: In the graph.
+        kind: INPUT, PARAMETER (or a buffer) or OPERATOR.
+        op: Of the operator, such as "aten.linear.default"; "" of an argument.
+        inputs: Rows of its tensor arguments, in order.
+        shape: Of its result; of several results, the first.
+        dtype: Of its result.
+        n_bytes: New memory of its results.
+        storage: Row whose memory the result lies in: itself, or what it is a view of.
+        flops: Of the forward pass.
+        last_use: Last row that reads it or a view of it; the table's length for a result of the block.
+        saved: Rows whose memory it keeps for the backward pass.
+        hidden_bytes: Memory that it keeps for the backward pass and that is no row's, such as a dropout mask.
+        forward_bytes: Most memory while it runs, beyond its results and what it keeps.
+        grad_bytes: New memory of the gradient of each of `inputs`; 0 where there is none or it is a view.
+        backward_bytes: Most memory while its backward runs, beyond these gradients and `hidden_bytes`; negative where
+            the latter are let go of before the gradients are made.
+        needs_grad: Whether its result has a gradient.
+        dims: What its result's dims follow; None where its operator has no rule, which ends every flow.
+    """
+
+    name: str
+    kind: str
+    op: str = ""
+    inputs: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    n_bytes: int = 0
+    storage: int = 0
+    flops: int = 0
+    last_use: int = 0
+    saved: tuple[int, ...] = ()
+    hidden_bytes: int = 0
+    forward_bytes: int = 0
+    grad_bytes: tuple[int, ...] = ()
+    backward_bytes: int = 0
+    needs_grad: bool = False
+    dims: Dims | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A captured block.
+
+    Attributes:
+        block: Class of the block.
+        rows: Arguments, then operators in the order in which they run.
+        outputs: Rows that the block returns.
+    """
+
+    block: str
+    rows: tuple[Row, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Operators without a rule for dims, by name."""
+        return tuple(sorted({r.op for r in self.rows if r.kind == OPERATOR and r.dims is None}))
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass."""
+        return sum(row.flops for row in self.rows)
+
+    def follow(self, row: int, dim: int) -> dict[int, int]:
+        """Rows to which a dim of a row flows, with the dim that follows it there.
+
+        All arguments that carry the dim must hand it on as the same dim: a product of keys and queries of one sequence
+        ends it, because a piece of the queries needs all keys.
+        """
+        reached = {row: dim}
+        for i in range(row + 1, len(self.rows)):
+            carried = [(k, reached[j]) for k, j in enumerate(self.rows[i].inputs) if j in reached]
+            if carried:
+                dims = self.rows[i].dims or ()
+                own = [d for d, sources in enumerate(dims) if all(pair in sources for pair in carried)]
+                if own:
+                    reached[i] = own[0]
+        return reached
+
+    def ends(self, row: int, dim: int) -> dict[int, str]:
+        """Where the flow of a dim ends: rows that read it and do not hand it on, with their operators."""
+        reached = self.follow(row, dim)
+        rows = enumerate(self.rows)
+        return {i: r.op for i, r in rows if i not in reached and any(k in reached for k in r.inputs)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)

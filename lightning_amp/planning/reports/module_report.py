@@ -1,0 +1,67 @@
+"""The profile of a module's training step as text of at most 80 columns."""
+
+from textwrap import fill
+
+from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, TensorBytes
+from lightning_amp.planning.reports.plan_report import WIDTH, table
+from lightning_amp.quantities import format_bytes
+
+SHOWN = 8
+"""Modules and tensors in the text: the largest."""
+PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
+PARTS_IN_WORDS = {
+    "parameters": "parameters, gradients and optimiser state",
+    "head": "logits and loss",
+    "tensor": "one tensor",
+    "saved": "what is saved for the backward pass",
+}
+
+
+def module_report(profile: ModuleProfile) -> str:
+    """Kinds at the peak, largest modules, largest tensors."""
+    peak = profile.peak_bytes
+
+    def share(n_bytes: int) -> list[str]:
+        return [format_bytes(n_bytes), f"{100 * n_bytes / max(1, peak):.0f} %"]
+
+    size = "" if profile.batch_size is None else f", batch of {profile.batch_size:,}"
+    where = f" of {profile.peak_module}" if profile.peak_module else ""
+    kinds = [[*share(profile.by_kind[kind]), kind] for kind in KINDS]
+    modules = [[*share(row.n_bytes), row.fqn or "(the module itself)"] for row in profile.modules[:SHOWN]]
+    tensors = [
+        [
+            *share(row.n_bytes),
+            f"{list(row.shape)} {row.dtype}",
+            f"{row.fqn}: {row.name}" if row.fqn else row.name,
+        ]
+        for row in profile.tensors[:SHOWN]
+    ]
+    largest = f"{PARTS_IN_WORDS[profile.largest]} ({profile.largest})"
+    lines = [
+        f"peak of a training step: {format_bytes(peak)} in the {PHASES[profile.peak_phase]}{where}{size}",
+        f"largest part: {largest}, {' = '.join(share(profile.parts[profile.largest]))}",
+    ]
+    tables = [
+        table(["bytes", "share", "kind at the peak"], kinds),
+        table(["bytes", "share", "largest modules"], modules),
+        table(["bytes", "share", "shape", "largest tensors"], tensors),
+    ]
+    head = "\n".join(fill(line, WIDTH) for line in lines)
+    return "\n\n".join([head, *tables, fill(f"counted on {profile.measured}{_because(profile)}", WIDTH)])
+
+
+def _called(tensor: TensorBytes) -> str:
+    """A parameter's name has its module's in it."""
+    return (
+        tensor.name
+        if not tensor.fqn or tensor.name.startswith(tensor.fqn)
+        else f"{tensor.fqn}: {tensor.name}"
+    )
+
+
+def _because(profile: ModuleProfile) -> str:
+    return (
+        f", because the step needs values ({profile.reason.partition(chr(10))[0]:.80})"
+        if profile.reason
+        else ""
+    )

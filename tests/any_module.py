@@ -1,0 +1,40 @@
+"""The unedited modules of examples/any_module/, for all tests that claim something of any module."""
+
+import importlib.util
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.paths import ROOT
+
+NAMES = ("gene_transformer", "geneformer", "gpt2", "vit", "unet", "evoformer", "wide_mlp", "cnn")
+
+
+def load(name: str) -> Any:
+    """The file as a module; the test is skipped where HuggingFace's transformers are needed and absent."""
+    path = ROOT / "examples" / "any_module" / f"{name}.py"
+    if "import transformers" in path.read_text() or "from transformers" in path.read_text():
+        pytest.importorskip("transformers")
+    key = f"any_module_{name}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[key] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[key])
+    return sys.modules[key]
+
+
+def make(name: str, **sizes: int) -> tuple[pl.LightningModule, Any]:
+    """A module and a batch, always the same."""
+    file = load(name)
+    torch.manual_seed(0)
+    (kind,) = (
+        c
+        for c in vars(file).values()
+        if isinstance(c, type) and issubclass(c, pl.LightningModule) and c.__module__ == file.__name__
+    )
+    return kind(), file.make_batch(**sizes)

@@ -1,0 +1,377 @@
+"""Claim: the profile of a module is its second training step to the byte, and the module stays as it is.
+
+The judge is LiveBytes in a Trainer of the test's own, on real tensors; torch's tracker is asked as well.
+"""
+
+import copy
+import json
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+
+import lightning_amp
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
+from tests.any_module import NAMES, make
+
+LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
+"""Of the examples; of all others it is what the forward pass saves."""
+
+
+class Meter(pl.Callback):
+    """Most bytes alive in the second step."""
+
+    def __init__(self) -> None:
+        self.live = LiveBytes()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            held = [list(module.parameters()), list(module.buffers()), batch]
+            held.append([p.grad for p in module.parameters() if p.grad is not None])
+            for optimizer in trainer.optimizers:
+                held += [value for state in optimizer.state.values() for value in state.values()]
+            self.live.watch(held)
+            self.live.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.live.__exit__(None, None, None)
+
+
+def measured(module: pl.LightningModule, batch: Any) -> int:
+    meter = Meter()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[meter],
+    )
+    trainer.fit(module, torch.utils.data.DataLoader([batch, batch], batch_size=None))
+    return meter.live.peak
+
+
+class Small(pl.LightningModule):
+    """A chain, its loss, and Adam."""
+
+    def __init__(self, net: nn.Module | None = None, classes: int = 3) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, classes))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch_idx)
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True, on_epoch=True)
+        self.log_dict({"again": loss}, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def small_batch(rows: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 5), torch.randint(3, (rows,))
+
+
+def consistent(found: ModuleProfile) -> None:
+    """All views of the peak have the same bytes."""
+    assert set(found.by_kind) == set(KINDS)
+    assert set(found.parts) == set(PARTS)
+    for part in (found.by_kind, found.parts):
+        assert sum(part.values()) == found.peak_bytes
+    assert sum(row.n_bytes for row in found.modules) == found.peak_bytes
+    assert sum(row.n_bytes for row in found.tensors) == found.peak_bytes
+    assert max(sum(moment.by_kind.values()) for moment in found.timeline) == found.peak_bytes
+    assert all(sum(row.by_kind.values()) == row.n_bytes for row in found.modules)
+    assert found.parts[found.largest] == max(found.parts.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_peak_of_eight_modules_is_what_a_real_step_needs(name: str) -> None:
+    module, batch = make(name)
+    found = lightning_amp.profile(module, batch)
+    assert found.measured == "fake tensors", found.reason
+    consistent(found)
+    assert found.largest == LARGEST.get(name, "saved")
+    assert found.peak_bytes == pytest.approx(measured(module, batch), rel=0.001)
+
+
+def test_bytes_by_hand() -> None:
+    """SGD without momentum: parameters, last step's gradients, batch, and what the loss keeps."""
+
+    class Mean(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.net(batch) ** 2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = lightning_amp.profile(Mean(nn.Linear(1000, 10, bias=False)), torch.randn(50, 1000))
+    assert found.by_kind["parameters"] == found.by_kind["gradients"] == 4 * 1000 * 10
+    assert found.by_kind["optimiser state"] == 0
+    # forward: the batch and the layer's result, of which the square is dropped by the mean
+    assert found.peak_phase == "forward"
+    assert found.by_kind["activations"] == 4 * 50 * 1000 + 4 * 50 * 10
+    assert found.by_kind["temporaries"] == 4 * 50 * 10 + 4
+    names = {(t.name, t.fqn): t.kind for t in found.tensors}
+    assert names["net.weight", "net"] == "parameters"
+    assert names["net.weight.grad", "net"] == "gradients"
+    assert names["batch", ""] == names["mm", "net"] == "activations"
+    assert names["pow", ""] == "temporaries"
+
+
+def test_the_backward_pass_belongs_to_the_modules_that_made_it() -> None:
+    net = nn.Sequential(nn.Linear(5, 400), nn.GELU(), nn.Linear(400, 3))
+    found = lightning_amp.profile(Small(net), small_batch(100))
+    order = [moment.fqn for moment in found.timeline if moment.phase == "backward" and moment.fqn]
+    assert list(dict.fromkeys(order)) == ["net.2", "net.1", "net.0"]
+    assert [m.phase for m in found.timeline if m.phase == "optimiser"] != []
+    state = {t.name: t.fqn for t in found.tensors if t.kind == "optimiser state"}
+    assert state["net.0.weight.exp_avg"] == "net.0"
+
+
+def test_recomputation_belongs_to_its_module() -> None:
+    class Recomputed(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return checkpoint(self.net, batch[0], use_reentrant=False).sum()
+
+    module, batch = (
+        Recomputed(nn.Sequential(nn.Linear(5, 999), nn.GELU(), nn.Linear(999, 3))),
+        small_batch(64),
+    )
+    found = lightning_amp.profile(module, batch)
+    assert {m.fqn for m in found.timeline if m.phase == "backward"} >= {"net.0", "net.1", "net.2"}
+    assert found.peak_phase != "forward"
+    assert found.peak_bytes == measured(module, batch)
+
+
+class Attend(nn.Module):
+    """One table of all pairs, made in the open."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize(
+    ("part", "net", "rows", "classes"),
+    [
+        ("parameters", lambda: nn.Sequential(nn.Linear(5, 900), nn.Linear(900, 3)), 2, 3),
+        ("head", lambda: nn.Linear(5, 3000), 400, 3000),
+        (
+            "saved",
+            lambda: nn.Sequential(nn.Linear(5, 9), *[nn.Tanh() for _ in range(30)], nn.Linear(9, 3)),
+            999,
+            3,
+        ),
+        ("tensor", lambda: nn.Sequential(nn.Linear(5, 8), Attend(8), nn.Linear(8, 3)), 500, 3),
+    ],
+)
+def test_the_largest_part_is_named(part: str, net: Any, rows: int, classes: int) -> None:
+    batch = torch.randn(rows, 5), torch.randint(classes, (rows,))
+    found = lightning_amp.profile(Small(net()), batch)
+    consistent(found)
+    assert found.largest == part
+    assert found.parts[part] > found.peak_bytes / 2
+
+
+def test_any_batch_size_is_that_of_a_real_batch() -> None:
+    class Nested(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.net(batch["x"] * batch["more"][1]), batch["more"][0])
+
+    module = Nested()
+    batch = {"x": torch.randn(4, 5), "more": [torch.zeros(4, dtype=torch.long), torch.ones(5)], "name": "a"}
+    large = batch | {"x": torch.randn(64, 5), "more": [torch.zeros(64, dtype=torch.long), torch.ones(5)]}
+    found = lightning_amp.profile(module, batch, batch_size=64)
+    assert found == lightning_amp.profile(module, large)
+    assert found.batch_size == 64
+    assert lightning_amp.profile(module, batch).peak_bytes < found.peak_bytes
+
+
+def test_nothing_of_the_module_changes() -> None:
+    module, batch = (
+        Small(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(), nn.Linear(7, 3))),
+        small_batch(),
+    )
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    lightning_amp.profile(module, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.seen == []
+    assert module._trainer is None
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Branching(Small):
+    """Looks at a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss.item() > 0 else loss
+
+
+def test_a_step_that_needs_values_is_measured_with_values() -> None:
+    module, batch = Branching(), small_batch()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    found = lightning_amp.profile(module, batch)
+    assert found.measured == "a real step"
+    assert "DataDependent" in found.reason
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert found.peak_bytes == measured(module, batch)
+    twice = lightning_amp.profile(module, batch, batch_size=8)
+    assert twice.peak_bytes > found.peak_bytes
+    assert twice.batch_size == 8
+
+
+def test_tensors_may_be_copied_within_a_step() -> None:
+    """torch's own way of copying would write to memory that is not there."""
+
+    class Copying(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            copy.deepcopy([self.net, torch.tensor(2.0), self.scale])
+            MeanMetric()
+            return super().training_step(batch, batch_idx)
+
+    module, batch = Copying(), small_batch(32)
+    module.scale = torch.ones(1000)
+    found = lightning_amp.profile(module, batch)
+    assert found.measured == "fake tensors", found.reason
+    assert found.peak_bytes == pytest.approx(measured(module, batch), rel=0.001)
+
+
+def test_what_cannot_be_profiled_is_refused() -> None:
+    with torch.device("meta"):
+        module = Branching()
+    with pytest.raises(ModelError, match="'Branching', whose step failed without values.*device 'meta'"):
+        lightning_amp.profile(module, small_batch())
+    with pytest.raises(ModelError, match="'Small', whose training step fails: .*'input'"):
+        lightning_amp.profile(Small(), ["no", "tensors"])
+    with pytest.raises(ModelError, match="'Linear' was found; give a LightningModule"):
+        lightning_amp.profile(nn.Linear(2, 2), small_batch())
+    with pytest.raises(ModelError, match="batch_size of 0 was asked for"):
+        lightning_amp.profile(Small(), small_batch(), batch_size=0)
+    locked = Small()
+    locked.stream = (line for line in "ab")
+    with pytest.raises(ModelError, match="'Small', which cannot be copied: .*generator"):
+        lightning_amp.profile(locked, small_batch())
+
+
+class Manual(Small):
+    """Two optimisers, one of them torch's own, a backward pass of autograd's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers(use_pl_optimizer=False)
+        for optimizer, net in ((first, self.net), (second, self.other)):
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.net.parameters()),
+            torch.optim.SGD(self.other.parameters(), momentum=0.9),
+        ]
+
+
+class Closure(Small):
+    """The optimiser runs forward and backward several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3, history_size=2)
+
+
+class Scheduled(Small):
+    """Asks the Trainer how long the run is, and for a metric that is not there."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.net[0].parameters())
+        self.net[2].requires_grad_(False)
+        assert self.trainer.estimated_stepping_batches > 1
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+class Late(Small):
+    """Makes its layers in hooks, and would download data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def prepare_data(self) -> None:
+        raise AssertionError("data are not downloaded for a profile")
+
+    def setup(self, stage: str) -> None:
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("kind", [Manual, Scheduled, Late])
+def test_lightnings_ways_are_followed(kind: type[Small]) -> None:
+    module, batch = kind(), small_batch(32)
+    found = lightning_amp.profile(module, batch)
+    assert found.measured == "fake tensors", found.reason
+    consistent(found)
+    if kind is Late:
+        module.prepare_data = lambda: None  # type: ignore[method-assign]
+    if kind is not Scheduled:
+        assert found.peak_bytes == measured(module, batch)
+    assert {moment.phase for moment in found.timeline} == {"forward", "backward", "optimiser"}
+
+
+def test_an_optimiser_that_looks_at_values_is_measured() -> None:
+    module, batch = Closure(), small_batch(32)
+    found = lightning_amp.profile(module, batch)
+    assert found.measured == "a real step"
+    assert found.peak_bytes == measured(module, batch)
+    assert {moment.phase for moment in found.timeline} >= {"forward", "backward", "optimiser"}
+
+
+def test_seven_billion_parameters_need_no_memory() -> None:
+    with torch.device("meta"):
+        layers = [nn.Linear(12288, 12288, bias=False) for _ in range(48)]
+        module = Small(nn.Sequential(nn.Linear(5, 12288), *layers, nn.Linear(12288, 3)))
+    found = lightning_amp.profile(module, small_batch())
+    weights = 48 * 12288**2 + 5 * 12288 + 12288 + 3 * 12288 + 3
+    assert found.by_kind["parameters"] == 4 * weights
+    assert found.by_kind["gradients"] == 4 * weights
+    assert found.by_kind["optimiser state"] == 8 * weights + 4 * 52
+    assert found.largest == "parameters"
+
+
+def test_a_profile_is_plain_values() -> None:
+    found = lightning_amp.profile(Small(), small_batch())
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["peak_bytes"] == found.peak_bytes
+    assert plain["largest"] in PARTS
+    assert plain["schema"] == 1
+    assert plain["tensors"][0]["shape"] == list(found.tensors[0].shape)

@@ -1,0 +1,262 @@
+"""Claim: a captured block computes what the block computes, or stays as it is for a reason that is named."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_amp.graph.capture import Captures, capture_blocks, find_blocks
+from lightning_amp.graph.check import difference
+from tests.any_module import NAMES, make
+from tests.graph.calls import calls_of, forward_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def by_graph(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return Captures().run(block, *args, **kwargs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_the_blocks_of_eight_modules_are_captured_and_exact(name: str) -> None:
+    """In float64, dropout on: results, loss, all gradients and buffers, to 1e-10."""
+    calls = calls_of(name)
+    assert calls
+    for call in calls:
+        found = Captures().of(call.block, call.args, call.kwargs)
+        assert found.reason == "", call.fqn
+        assert difference(call.block, by_graph, call.args, call.kwargs) == ""
+
+
+def test_blocks_are_found_and_captured_once_per_class_and_signature() -> None:
+    module, batch = make("evoformer")
+    captures = Captures()
+    found = capture_blocks(module, forward_of(module, batch), captures)
+    assert sorted(found) == sorted(find_blocks(module)) == ["blocks.0", "blocks.1"]
+    assert found["blocks.0"] == found["blocks.1"]
+    assert len(captures.all) == 1
+    module.eval()
+    capture_blocks(module, forward_of(module, batch), captures)
+    assert len(captures.all) == 2
+
+
+class Base(nn.Module):
+    """A layer, and a call counter that a test may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.flag, self.calls = True, 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).relu()
+
+
+class Flag(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if self.flag else x * 2
+
+
+class InPlace(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2))
+
+
+class Buffer(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.layer(x) * self.count
+
+
+class Nested(Base):
+    def forward(self, x: Tensor, *, more: dict[str, Tensor] | None = None) -> Any:
+        y = self.layer(x)
+        return {"a": (y, [y.sum(), None, 3]), "b": None if more is None else more["y"] * y}
+
+
+class Shared(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.gelu(self.layer(x)))
+
+
+class ByValue(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+class Counting(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+class Chance(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if random.random() < 0.5 else x
+
+
+class Twice(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Custom(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(Twice.apply(self.layer(x)))
+
+
+class Outside(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = [torch.full((4,), 2.0, dtype=torch.float64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale[0].to(x.dtype)
+
+
+class Constant(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.tensor(3.0 if self.flag else 4.0, dtype=x.dtype)
+
+
+class Hooked(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_forward_hook(lambda module, args, result: result + 1)
+
+
+class HasTo(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to = nn.Linear(4, 4)
+
+
+class Compiled(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(nn.Linear(4, 4), backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def x_of(rows: int = 3) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested, Shared, Constant])
+def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
+    """Gradients that are None included: `unused` has none."""
+    found = Captures().of(kind(), (x_of().detach(),), {})
+    assert found.reason == ""
+    assert difference(kind(), by_graph, (x_of(),)) == ""
+    assert found.changed == {InPlace: ("input 0",), Buffer: ("count",)}.get(kind, ())
+
+
+def test_nested_arguments_and_results_keep_their_form() -> None:
+    block = Nested()
+    assert difference(block, by_graph, (x_of(),), {"more": {"y": x_of()}}) == ""
+    found = Captures().run(block, x_of(), more={"y": x_of()})
+    assert list(found) == ["a", "b"]
+    assert found["a"][1][1:] == [None, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
+        (Counting, "its forward changes the attribute 'calls'"),
+        (Chance, "its forward draws from Python's or NumPy's random numbers"),
+        (Custom, "the autograd Function 'Twice', whose backward is its own"),
+        (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
+        (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
+        (Compiled, "its submodule 'inner' is compiled"),
+    ],
+)
+def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: str) -> None:
+    block = kind()
+    found = Captures().of(block, (x_of(),), {})
+    assert found.graph is None
+    assert pytest.importorskip("re").search(reason, found.reason), found.reason
+    random.seed(0)
+    right = kind.forward(block, x_of()) if kind is Hooked else block(x_of())
+    if kind is Counting:
+        block.calls -= 1
+    random.seed(0)
+    assert torch.equal(Captures().run(block, x_of()), right)
+
+
+def test_an_attribute_named_to_is_a_reason() -> None:
+    found = Captures().of(HasTo(), (x_of(),), {})
+    assert found.reason == "it has an attribute 'to', which hides the method of that name"
+
+
+def test_a_branch_that_changes_is_captured_again() -> None:
+    captures, block = Captures(), Flag()
+    for flag in (True, False, True):
+        block.flag = flag
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
+    assert len(captures.all) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: (block.eval(), x_of()),
+        lambda block: (block, x_of(5)),
+        lambda block: (block.double(), x_of().double()),
+        lambda block: (block, x_of().detach()),
+        lambda block: (block, x_of(4).t()),
+        lambda block: (block.requires_grad_(False), x_of()),
+    ],
+)
+def test_every_guard_asks_for_another_graph(change: Any) -> None:
+    captures, block = Captures(), Base()
+    captures.of(block, (x_of(),), {})
+    block, x = change(block)
+    assert torch.equal(captures.run(block, x), block(x))
+    assert captures.run(block, x).requires_grad == block(x).requires_grad
+    assert len(captures.all) == 2
+
+
+def test_the_gradient_mode_and_autocast_are_guards() -> None:
+    captures, block = Captures(), Base()
+    captures.of(block, (x_of(),), {})
+    with torch.no_grad():
+        captures.of(block, (x_of(),), {})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
+    assert len(captures.all) == 3
+
+
+def test_arguments_that_are_one_tensor_have_a_graph_of_their_own() -> None:
+    class Two(Base):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x if x is y else x + y)
+
+    captures, block, x = Captures(), Two(), x_of()
+    assert torch.equal(captures.run(block, x, x), block(x, x))
+    assert torch.equal(captures.run(block, x, x_of()), block(x, x_of()))
+
+
+def test_a_wrong_form_is_seen() -> None:
+    """The check itself: results, gradients, buffers."""
+    assert "result 0: differs by" in difference(Base(), lambda b, x: b(x) * (1 + 1e-9), (x_of(),))
+    assert "gradient of input 0: differs" in difference(Base(), lambda b, x: b(Twice.apply(x)), (x_of(),))
+    assert "buffer count: differs" in difference(Buffer(), lambda b, x: b.layer(x) * (b.count + 1), (x_of(),))
+    assert "gradient of unused.weight" in difference(
+        Base(), lambda b, x: b(x) + 0 * b.unused.weight.sum(), (x_of(),)
+    )
+    assert "result 0: torch.float64 (3, 3)" in difference(Base(), lambda b, x: b(x)[:, :3], (x_of(),))

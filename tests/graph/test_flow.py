@@ -1,0 +1,184 @@
+"""Claim: what a rule says flows, flows: a piece of the result is what the operator makes of a piece of the arguments.
+
+Every operator of every block is run on halves of the dims that its rule names, and compared with half of its result.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_amp.errors import ModelError
+from lightning_amp.graph.build_table import build_table
+from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.flow import RULES, Call, dims_of, register_flow
+from lightning_amp.graph.table import OPERATOR, Table
+from tests.any_module import NAMES
+from tests.graph.calls import calls_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+
+
+class Op(nn.Module):
+    """A function as a block."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def halves(n: int) -> list[tuple[int, int]]:
+    return [(0, n // 2), (n // 2, n - n // 2)]
+
+
+def check(block: nn.Module, args: Any, kwargs: Any | None = None) -> tuple[Table, int]:
+    """Compare every flow of every operator; returns the table and how many flows there were."""
+    captures = Captures()
+    capture = captures.of(block, args, kwargs or {})
+    table, checked = build_table(capture), 0
+    assert capture.graph is not None
+    values: dict[Any, Any] = {}
+    state = [*block.parameters(), *block.buffers()]
+    given = iter(
+        [*state, *(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))]
+    )
+    for node, row in zip(capture.graph.graph.nodes, (*table.rows, None), strict=True):
+        if node.op == "placeholder":
+            values[node] = next(given).detach()
+        elif row is not None:
+            values[node] = node.target(
+                *torch.fx.map_arg((node.args), values.get), **torch.fx.map_arg(node.kwargs, values.get)
+            )
+            for d, sources in enumerate(row.dims or ()):
+                if sources and row.shape[d] % 2 == 0 and row.op != "getitem":
+                    checked += 1
+                    compare(node, values, d, sources)
+    return table, checked
+
+
+def compare(node: Any, values: dict[Any, Any], d: int, sources: Any) -> None:
+    whole = values[node][0] if isinstance(values[node], list | tuple) else values[node]
+    op = node.target._schema.name.removeprefix("aten::")
+    for lo, n in halves(whole.shape[d]):
+        count = -1
+
+        def piece(given: Any, lo: int = lo, n: int = n) -> Any:
+            nonlocal count
+            value = values[given]
+            if isinstance(value, Tensor):
+                count += 1
+                for k, dim in sources:
+                    if k == count:
+                        size = value.shape[dim]
+                        value = value.narrow(dim, lo * size // whole.shape[d], n * size // whole.shape[d])
+            return value
+
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), piece)
+        right = whole.narrow(d, lo, n)
+        if op in RESHAPES:
+            assert torch.equal(args[0].reshape(-1), right.reshape(-1)), node
+            continue
+        if op == "expand":
+            args = (args[0], [n if i == d else size for i, size in enumerate(args[1])])
+        found = node.target(*args, **kwargs)
+        found = found[0] if isinstance(found, list | tuple) else found
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, msg=f"{node.format_node()} dim {d}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flow_of_the_eight_modules(name: str) -> None:
+    for call in calls_of(name):
+        table, checked = check(call.block.eval(), call.args, call.kwargs)
+        assert table.unknown == ()
+        assert checked > 0
+
+
+X, Y, S = torch.randn(4, 6, 8), torch.randn(4, 8, 2), torch.randn(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "dims"),
+    [
+        (lambda x: torch.cat([x, x * 2], 1), (X,), (((0, 0), (1, 0)), (), ((0, 2), (1, 2)))),
+        (
+            lambda x: torch.stack([x, x * 2], 1),
+            (X,),
+            (((0, 0), (1, 0)), (), ((0, 1), (1, 1)), ((0, 2), (1, 2))),
+        ),
+        (lambda x: x.select(1, 2), (X,), (((0, 0),), ((0, 2),))),
+        (lambda x: x.sum(1), (X,), (((0, 0),), ((0, 2),))),
+        (lambda x: x.mean((0, -1), keepdim=True), (X,), ((), ((0, 1),), ())),
+        (lambda x: x.sum(), (X,), ()),
+        (lambda x: x.softmax(-1), (X,), (((0, 0),), ((0, 1),), ())),
+        (lambda x: x.cumsum(1), (X,), (((0, 0),), (), ((0, 2),))),
+        (lambda x, y: torch.bmm(x, y), (X, Y), (((0, 0), (1, 0)), ((0, 1),), ((1, 2),))),
+        (lambda x, y: torch.matmul(x, y), (X, Y[0]), (((0, 0),), ((0, 1),), ((1, 1),))),
+        (lambda x, y: torch.matmul(x, y), (X, Y[0, :, 0]), (((0, 0),), ((0, 1),))),
+        (lambda x, y: torch.einsum("bij,bjk->kbi", x, y), (X, Y), (((1, 2),), ((0, 0), (1, 0)), ((0, 1),))),
+        (lambda x: x + torch.ones_like(x)[:, :1], (X,), (((0, 0), (1, 0)), ((0, 1),), ((0, 2), (1, 2)))),
+        (lambda x: x.reshape(4, 6, 2, 4), (X,), (((0, 0),), ((0, 1),), ((0, 2),), ())),
+        (lambda x: x.flatten(1), (X,), (((0, 0),), ((0, 1),))),
+        (lambda x: x.reshape(8, 24), (X,), (((0, 0),), ())),
+        (lambda x: x.permute(2, 0, 1), (X,), (((0, 2),), ((0, 0),), ((0, 1),))),
+        (lambda x: x.unsqueeze(1).expand(4, 2, 6, 8), (X,), (((0, 0),), (), ((0, 2),), ((0, 3),))),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (X,), None),
+        (lambda x: F.max_pool1d(x, 2), (X,), (((0, 0),), ((0, 1),), ())),
+        (
+            lambda w, i: F.embedding(i, w),
+            (S, torch.zeros(6, 2, dtype=torch.long)),
+            (((1, 0),), ((1, 1),), ((0, 1),)),
+        ),
+    ],
+)
+def test_rules_by_hand(function: Any, args: Any, dims: Any) -> None:
+    table, _ = check(Op(function), args)
+    last = [row for row in table.rows if row.kind == OPERATOR][-1]
+    if dims is None:
+        dims = (((0, 0), (1, 0), (2, 0)), (), ((2, 2),))
+    assert last.dims == dims
+
+
+def test_a_block_of_attention_flows_along_cells_and_ends_along_genes() -> None:
+    call = next(c for c in calls_of("gene_transformer") if type(c.block).__name__ == "Block")
+    table = build_table(Captures().of(call.block, call.args, call.kwargs))
+    x = next(i for i, row in enumerate(table.rows) if row.kind == "input")
+    cells = table.follow(x, 0)
+    assert cells[table.outputs[0]] == 0
+    assert table.ends(x, 0) == {}
+    assert set(table.ends(x, 1).values()) == {"aten.scaled_dot_product_attention.default"}
+    assert "aten.layer_norm.default" in table.ends(x, 2).values()
+
+
+def test_an_unknown_operator_ends_the_flow_and_is_named() -> None:
+    table, _ = check(Op(lambda x: torch.flip(x, [0]) * 2), (X,))
+    assert table.unknown == ("aten.flip.default",)
+    assert table.follow(0, 1) == {0: 1}
+    assert list(table.ends(0, 1).values()) == ["aten.flip.default"]
+
+
+def test_rules_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(RULES, "flip", raising=False)
+
+    @register_flow("flip")
+    def _flip(call: Call) -> Any:
+        return [[] if d in call.arguments["dims"] else [(0, d)] for d in range(len(call.result))]
+
+    table, _ = check(Op(lambda x: torch.flip(x, [0]) * 2), (X,))
+    assert table.unknown == ()
+    assert table.follow(0, 1) == {0: 1, 1: 1, 2: 1}
+    with pytest.raises(ModelError, match="registered for 'flip', which has one"):
+        register_flow("flip")(_flip)
+    del RULES["flip"]
+    register_flow("flip")(lambda call: [[(0, 7)]])
+    with pytest.raises(ModelError, match="the flow rule of 'flip' says"):
+        dims_of(Call(op="flip", shapes=((2,),), result=(2,)))
+    del RULES["flip"]
