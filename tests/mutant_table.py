@@ -534,7 +534,7 @@ MUTANTS = [
         "cut",
         "bound: an interval left out",
         f"{LINE}/least_sum.py",
-        "intervals += [(middle + 1, high), (lowest, middle)]",
+        "intervals += [(lowest, middle), (middle + 1, high)]",
         "intervals += [(lowest, middle)]",
         CUT,
     ),

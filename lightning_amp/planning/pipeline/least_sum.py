@@ -13,6 +13,8 @@ How many bounds are tested depends on how closely the staircase of met bounds fo
 some hundreds for 50,000 layers on 1,000 devices.
 """
 
+from collections import deque
+
 from lightning_amp.planning.sizes.ordered_runs import OrderedRuns
 
 FIRST_HALVINGS = 12
@@ -23,16 +25,17 @@ def least_sum(runs: OrderedRuns) -> list[int] | None:
     search = _Search(runs)
     if not search.begin():
         return None
-    intervals = [(search.least_forward, search.most_forward)]
+    intervals = deque([(search.least_forward, search.most_forward)])
     while intervals:
-        low, high = intervals.pop()
+        # the widest first: a better sum may be anywhere, and the sooner it is known, the more is dropped
+        low, high = intervals.popleft()
         lowest = search.raised(low)
         if lowest is None:
             continue
         high = min(high, search.most_forward)
         if lowest <= high and search.met(high, search.least - 1 - lowest):
             middle = (lowest + min(high, search.most_forward)) // 2
-            intervals += [(middle + 1, high), (lowest, middle)]
+            intervals += [(lowest, middle), (middle + 1, high)]
     return search.best
 
 
