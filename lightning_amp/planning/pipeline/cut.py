@@ -58,7 +58,7 @@ def cut_pipeline(
     *,
     send_forward: Numbers | None = None,
     send_backward: Numbers | None = None,
-    layer_bytes: Numbers | None = None,
+    layer_bytes: Numbers | Iterable[Numbers] | None = None,
     stage_bytes: Numbers | float | None = None,
     speeds: Numbers | None = None,
 ) -> PipelineCut:
@@ -84,10 +84,9 @@ def cut_pipeline(
     check_count("n_stages", n_stages)
     costs = [numbers_of("forward", forward)]
     layers = len(costs[0])
-    rest = {"backward": backward, "send_forward": send_forward, "send_backward": send_backward}
-    costs += [
-        [0] * layers if given is None else numbers_of(name, given, layers) for name, given in rest.items()
-    ]
+    costs.append(numbers_of("backward", backward, layers))
+    for name, sends in (("send_forward", send_forward), ("send_backward", send_backward)):
+        costs.append([0] * layers if sends is None else numbers_of(name, sends, layers))
     pace, unit = paces(
         [1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True)
     )

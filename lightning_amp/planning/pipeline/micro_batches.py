@@ -11,7 +11,7 @@ the paper does: what is sent once per cut is in T but not in what is minimised, 
 Legend: K layers, P numbers of micro-batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.pipeline.cut import cut_pipeline
-from lightning_amp.planning.pipeline.numbers import Numbers, check_count, numbers_of
+from lightning_amp.planning.pipeline.numbers import Numbers, check_count, numbers_of, speeds_of
 
 Table = Float[np.ndarray, "P K"]
 
@@ -124,10 +124,13 @@ def gpipe_seconds(
         times: Of the layers.
         ends: One past the last layer of every stage, as `cut_pipeline` returns them.
         speeds: Of every stage's device; none: all 1.
+
+    Raises:
+        PlanError: Fewer speeds than stages, or a number out of range.
     """
     starts = np.array((0, *ends[:-1]))
     used = starts < np.array(ends)
-    speed = np.ones(len(ends)) if speeds is None else np.array(numbers_of("speeds", speeds)[: len(ends)])
+    speed = np.array(speeds_of(speeds, len(ends)))
     cuts = starts[used][1:]
     forward = np.add.reduceat(times.forward, starts[used], axis=1) / speed[used]
     backward = np.add.reduceat(times.backward, starts[used], axis=1) / speed[used]
@@ -146,7 +149,7 @@ class Devices:
 
     n_stages: int
     speeds: Numbers | None = None
-    layer_bytes: Numbers | None = None
+    layer_bytes: Numbers | Iterable[Numbers] | None = None
     stage_bytes: Numbers | float | None = None
 
 

@@ -40,6 +40,22 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
     return listed
 
 
+def speeds_of(speeds: Any, stages: int) -> list[float]:
+    """Speeds of the devices that have a stage, 1 where none are given; those of idle devices after them are left out.
+
+    Raises:
+        PlanError: Fewer speeds than stages, or a number out of range.
+    """
+    if speeds is None:
+        return [1.0] * stages
+    listed = numbers_of("speeds", speeds, above_zero=True)
+    if len(listed) < stages:
+        raise PlanError(
+            f"speeds was asked for with {len(listed)!r} numbers and {stages!r} stages: pass one for every stage"
+        )
+    return listed[:stages]
+
+
 def _is_number(n: object, *, above_zero: bool = False) -> bool:
     """Whether it is a number from 0 to `LARGEST`; nan is none."""
     if isinstance(n, bool) or not isinstance(n, int | float):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.pipeline.numbers import Numbers, numbers_of
+from lightning_amp.planning.pipeline.numbers import Numbers, numbers_of, speeds_of
 from lightning_amp.planning.pipeline.schedules import Order, Pass
 
 
@@ -66,13 +66,8 @@ class StageTimes:
                 f"ends={ends!r} was asked for with {layers!r} layers; allowed is one past the last layer of every"
                 " stage, in order, the last one the number of layers: correct it"
             )
-        # speeds may name devices after the last stage, which the cut has left idle
-        known = [1.0] * len(runs) if speeds is None else numbers_of("speeds", speeds, above_zero=True)
-        if len(known) < len(runs):
-            raise PlanError(
-                f"speeds was asked for with {len(known)!r} numbers and {len(runs)!r} stages: pass one for every stage"
-            )
-        used = [(start, end, speed) for (start, end), speed in zip(runs, known, strict=False) if end > start]
+        paces = speeds_of(speeds, len(runs))
+        used = [(start, end, speed) for (start, end), speed in zip(runs, paces, strict=True) if end > start]
         return cls(
             forward=tuple(sum(there[start:end]) / speed for start, end, speed in used),
             backward=tuple(sum(back[start:end]) / speed for start, end, speed in used),

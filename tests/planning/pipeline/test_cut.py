@@ -190,6 +190,7 @@ GOOD: dict[str, Any] = {"forward": [1, 2], "backward": [1, 2], "n_stages": 2}
         ({"forward": [1, "2"]}, r"forward\[1\]='2' was asked for"),
         ({"forward": [1, True]}, r"forward\[1\]=True was asked for"),
         ({"backward": [-1, 1]}, r"backward\[0\]=-1 was asked for; allowed are numbers from 0"),
+        ({"backward": None}, "backward=None was asked for; allowed is a list of numbers"),
         ({"backward": [1]}, "backward was asked for with 1 numbers; allowed are 2"),
         ({"send_forward": [1, 1, 1]}, "send_forward was asked for with 3 numbers; allowed are 2"),
         ({"send_backward": [1, -2]}, r"send_backward\[1\]=-2 was asked for"),

@@ -96,6 +96,11 @@ def test_searches_keep_to_bytes_and_speeds() -> None:
         assert all(runs <= [3, 5, 3][: len(runs)])
 
 
+def test_it_refuses_fewer_speeds_than_stages() -> None:
+    with pytest.raises(PlanError, match="speeds was asked for with 1 numbers and 2 stages"):
+        gpipe_seconds(draw(0), (3, 9), speeds=[1])
+
+
 def test_times_between_measured_sizes() -> None:
     measured = {name: np.array([[1.0, 10.0], [3.0, 10.0], [4.0, 20.0]]) for name in NAMES}
     times = times_at(8, (1, 2, 3, 4), (2, 4, 8), measured)
