@@ -1,4 +1,4 @@
-"""Claim: what the cut of a pipeline is compared with is right: the dynamic program is exact, and IMD as near as proven."""
+"""Claim: what the cut of a pipeline is compared with is right: the dynamic program exactly, IMD as near as proven."""
 
 import pytest
 

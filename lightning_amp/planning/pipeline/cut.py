@@ -136,7 +136,8 @@ def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -
 
 
 def _rows(layer_bytes: Any, stages: int, layers: int) -> list[list[float]]:
-    rows = list(layer_bytes) if isinstance(layer_bytes, Iterable) else layer_bytes
+    rows = layer_bytes.tolist() if hasattr(layer_bytes, "tolist") else layer_bytes
+    rows = list(rows) if isinstance(rows, Iterable) else rows
     if not isinstance(rows, list) or not any(isinstance(row, Iterable) for row in rows):
         return [numbers_of("layer_bytes", rows, layers)]
     if len(rows) != stages:

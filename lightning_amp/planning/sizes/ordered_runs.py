@@ -16,7 +16,6 @@ at which any device could go further, and from one that is met to what its runs 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import lcm
 
 
@@ -150,11 +149,11 @@ class OrderedRuns:
         )
 
 
-def whole(numbers: Sequence[float], unit: int = 0) -> tuple[list[int], int]:
-    """The numbers times their least common denominator, or a multiple of it, and that: nothing is rounded."""
-    exact = [Fraction(n) for n in numbers]
-    scale = unit or lcm(*(n.denominator for n in exact))
-    return [n.numerator * (scale // n.denominator) for n in exact], scale
+def whole(numbers: Sequence[float]) -> tuple[list[int], int]:
+    """The numbers times their least common denominator, and that: nothing is rounded."""
+    exact = [n.as_integer_ratio() for n in numbers]
+    scale = lcm(*(denominator for _, denominator in exact))
+    return [numerator * (scale // denominator) for numerator, denominator in exact], scale
 
 
 def paces(speeds: Sequence[float]) -> tuple[list[int], int]:

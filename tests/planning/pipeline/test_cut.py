@@ -200,6 +200,7 @@ GOOD: dict[str, Any] = {"forward": [1, 2], "backward": [1, 2], "n_stages": 2}
         ({"layer_bytes": [[1, 1]], "stage_bytes": 1}, "layer_bytes was asked for with 1 rows; allowed are"),
         ({"layer_bytes": [[1, 1], [1, nan]], "stage_bytes": 1}, r"layer_bytes\[1\]\[1\]=nan was asked for"),
         ({"layer_bytes": 4, "stage_bytes": 4}, "layer_bytes=4 was asked for; allowed is a list"),
+        ({"layer_bytes": np.array(4), "stage_bytes": 4}, "layer_bytes=4 was asked for; allowed is a list"),
         ({"stage_bytes": 4}, "stage_bytes=4 was asked for without layer_bytes"),
         (
             {"layer_bytes": [1, 1], "stage_bytes": -4},
