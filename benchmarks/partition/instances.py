@@ -14,12 +14,17 @@ GRID = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Times of layers in multiples of 1 / GRID, as `cut_pipeline` names them."""
+    """Times of layers, as `cut_pipeline` names them; as drawn, in multiples of 1 / GRID."""
 
-    forward: list[int]
-    backward: list[int]
-    send_forward: list[int]
-    send_backward: list[int]
+    forward: list[float]
+    backward: list[float]
+    send_forward: list[float]
+    send_backward: list[float]
+
+    def as_floats(self) -> "Instance":
+        """The same with times that need all bits of a float, as measured ones do."""
+        four = (self.forward, self.backward, self.send_forward, self.send_backward)
+        return Instance(*([time / (3 * GRID) for time in times] for times in four))
 
     def cut(self, stages: int) -> PipelineCut:
         """The product's answer, in the same unit."""
@@ -32,7 +37,7 @@ class Instance:
         )
 
     def runs(self, stages: int) -> OrderedRuns:
-        """The same layers for those who pack them otherwise."""
+        """The same layers, as drawn, for those who pack them otherwise."""
         return OrderedRuns(
             forward=list(accumulate(self.forward, initial=0)),
             backward=list(accumulate(self.backward, initial=0)),
