@@ -3,7 +3,7 @@
     python -m benchmarks.pipeline [--quick] [--only quality] [--out docs/pipeline.md]
 
 Quality beside a dynamic program and IMD (their Figures 6 and 7), time beside both (8 and 9), and how often cross-search
-stops short of the best pair. About 25 minutes on one core, most of it IMD with eta 1000; no GPU, no torch.
+stops short of the best pair. About 5 minutes on one quiet core, most of it IMD with eta 1000; no GPU, no torch.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def main() -> None:
     if asked.only:
         print("\n".join(SECTIONS[asked.only](quick=asked.quick)))
         return
-    text = ["# Cutting layers into the stages of a pipeline", ""]
+    text = ["# Cutting layers into the stages of a pipeline", "", "Written by `python -m benchmarks.pipeline`.", ""]
     for section in SECTIONS.values():
         text += section(quick=asked.quick)
     asked.out.write_text("\n".join(text).rstrip() + "\n")
