@@ -3,11 +3,10 @@
     python -m benchmarks.pipeline [--quick] [--only quality] [--out docs/pipeline.md]
 
 Quality beside a dynamic program and IMD (their Figures 6 and 7), time beside both (8 and 9), and how often cross-search
-stops short of the best pair. About 5 minutes on one quiet core, most of it IMD with eta 1000; no GPU, no torch.
+stops short of the best pair. About 5 minutes on one quiet core, most of it IMD with eta 1000; no GPU.
 """
 
 import argparse
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from statistics import mean, median
 
 import numpy as np
 
+from benchmarks.page import paragraph, table
 from benchmarks.partition.dynamic_program import least_sum, one_pass, tables
 from benchmarks.partition.imd import imd
 from benchmarks.partition.instances import Instance, draw
@@ -33,20 +33,6 @@ STAGES = (4, 5)
 PASS_LAYERS = 2000
 """Layers up to which one pass of the dynamic program is timed."""
 COUNTS = tuple(range(1, 65))
-
-
-def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Markdown."""
-    yield f"| {' | '.join(header)} |"
-    yield "|" + "---|" * len(header)
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""
-
-
-def paragraph(text: str) -> Iterator[str]:
-    """Text of several lines as one paragraph."""
-    yield from textwrap.wrap(" ".join(text.split()), 110)
-    yield ""
 
 
 def ratios(layers: int, stages: int, instances: int, sending: float) -> dict[str, list[float]]:
@@ -205,7 +191,12 @@ def main() -> None:
     if asked.only:
         print("\n".join(SECTIONS[asked.only](quick=asked.quick)))
         return
-    text = ["# Cutting layers into the stages of a pipeline", "", "Written by `python -m benchmarks.pipeline`.", ""]
+    text = [
+        "# Cutting layers into the stages of a pipeline",
+        "",
+        "Written by `python -m benchmarks.pipeline`.",
+        "",
+    ]
     for section in SECTIONS.values():
         text += section(quick=asked.quick)
     asked.out.write_text("\n".join(text).rstrip() + "\n")
