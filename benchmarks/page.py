@@ -30,7 +30,7 @@ def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 def paragraph(text: str) -> Iterator[str]:
     """Text of several lines as one paragraph."""
-    yield from textwrap.wrap(" ".join(text.split()), 110)
+    yield from textwrap.wrap(" ".join(text.split()), 110, break_on_hyphens=False)
     yield ""
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.parallel.contract.change import Change as Change
+    from lightning_amp.planning.pipeline.cut import PipelineCut as PipelineCut
+    from lightning_amp.planning.pipeline.cut import cut_pipeline as cut_pipeline
     from lightning_amp.planning.plan.plan import Plan as Plan
     from lightning_amp.planning.plan.register_technique import register_technique as register_technique
     from lightning_amp.planning.policies.make_plan import plan as plan
@@ -48,6 +50,8 @@ _HOME = {
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Change": "parallel.contract.change",
+    "PipelineCut": "planning.pipeline.cut",
+    "cut_pipeline": "planning.pipeline.cut",
     "Plan": "planning.plan.plan",
     "plan": "planning.policies.make_plan",
     "register_technique": "planning.plan.register_technique",

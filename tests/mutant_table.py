@@ -30,6 +30,10 @@ SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
 ANY, GRAPH = "tests/footprint/test_profile_module.py", "tests/graph/test_capture.py"
 FLOW, TABLE = "tests/graph/test_flow.py", "tests/graph/test_table.py"
 RACE = "tests/lightning/strategy/test_race.py"
+RUNS, LINE = "lightning_amp/planning/sizes/ordered_runs.py", "lightning_amp/planning/pipeline"
+CUT = "tests/planning/pipeline/test_cut.py"
+WHEN = "tests/planning/pipeline/test_schedules.py"
+COUNT = "tests/planning/pipeline/test_micro_batches.py"
 
 MUTANTS = [
     Mutant(
@@ -639,5 +643,93 @@ MUTANTS = [
         "last[row.storage] = max(last.get(row.storage, i), row.last_use, i)",
         "last[row.storage] = max(last.get(row.storage, i), i)",
         TABLE,
+    ),
+    Mutant(
+        "cut",
+        "missing: sending back over a cut",
+        RUNS,
+        "b = max(b, (self.backward[end] - self.backward[start]) * device.pace, self.send_backward[end])",
+        "b = max(b, (self.backward[end] - self.backward[start]) * device.pace)",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "cap: a byte more",
+        RUNS,
+        "most = device.bytes_before[start] + device.cap",
+        "most = device.bytes_before[start] + device.cap + 1",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "bound: the furthest next one",
+        RUNS,
+        "least = found if least is None else min(least, found)",
+        "least = found if least is None else max(least, found)",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "scale: paces of unequal devices",
+        RUNS,
+        "return [scale * (common // speed) for speed in exact], common",
+        "return [common // speed for speed in exact], common",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "bound: an interval left out",
+        f"{LINE}/least_sum.py",
+        "intervals += [(lowest, middle), (middle + 1, high)]",
+        "intervals += [(lowest, middle)]",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "shard: gradient of the layer before the cut",
+        f"{LINE}/cut.py",
+        "send_backward=[0, *(unit * time for time in columns[3][1:]), 0],",
+        "send_backward=[0, *(unit * time for time in columns[3][:-1]), 0],",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "cap: the first device's for all",
+        f"{LINE}/cut.py",
+        "cap=room[i % len(room)]",
+        "cap=room[0]",
+        CUT,
+    ),
+    Mutant(
+        "cut",
+        "schedule: too much in flight",
+        f"{LINE}/schedules.py",
+        'first = [micro_batches if name == "gpipe" else devices - device for device in range(devices)]',
+        'first = [micro_batches if name == "gpipe" else devices for device in range(devices)]',
+        WHEN,
+    ),
+    Mutant(
+        "cut",
+        "schedule: other first passes",
+        f"{LINE}/schedules.py",
+        "first = min((stages - 1) * (micro_batches // rounds) + 2 * (devices - 1 - device), len(places))",
+        "first = min(stages * (micro_batches // rounds) + 2 * (devices - 1 - device), len(places))",
+        WHEN,
+    ),
+    Mutant(
+        "cut",
+        "time: a link carries all at once",
+        f"{LINE}/timeline.py",
+        "arrival = max(at, self._link_free.get((device, other), 0.0)) + takes",
+        "arrival = at + takes",
+        WHEN,
+    ),
+    Mutant(
+        "cut",
+        "shard: gradient of the layer before the cut",
+        f"{LINE}/micro_batches.py",
+        "on, back = times.send_forward[:, cuts - 1], times.send_backward[:, cuts]",
+        "on, back = times.send_forward[:, cuts - 1], times.send_backward[:, cuts - 1]",
+        COUNT,
     ),
 ]

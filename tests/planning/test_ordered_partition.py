@@ -9,16 +9,17 @@ import pytest
 from lightning_amp.planning.sizes.ordered_partition import deal
 
 
-def bottleneck(costs, ends) -> Fraction:
+def bottleneck(costs, ends, speeds=()) -> Fraction:
     """The exact time of the slowest rank."""
     exact = [Fraction(c) for c in costs]
-    return max(sum(exact[a:b]) for a, b in pairwise((0, *ends)))
+    runs = zip(pairwise((0, *ends)), speeds or [1] * len(ends), strict=True)
+    return max(sum(exact[a:b]) / Fraction(speed) for (a, b), speed in runs)
 
 
-def best(costs, ranks) -> tuple[int, ...]:
+def best(costs, ranks, speeds=()) -> tuple[int, ...]:
     """All partitions tried; the first of the optimal ones in the order of their ends."""
     tried = ((*ends, len(costs)) for ends in combinations(range(1, len(costs)), ranks - 1))
-    return min(tried, key=lambda ends: (bottleneck(costs, ends), ends))
+    return min(tried, key=lambda ends: (bottleneck(costs, ends, speeds), ends))
 
 
 def numbers(rng: random.Random, n: int) -> tuple[float, ...]:
@@ -38,6 +39,19 @@ def test_it_finds_what_trying_all_partitions_finds(seed: int) -> None:
     ranks = rng.randrange(1, min(strata, 5) + 1)
     costs = numbers(rng, strata)
     assert deal(costs, ranks) == best(costs, ranks)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_ranks_of_unequal_speed(seed: int) -> None:
+    rng = random.Random(seed)
+    strata = rng.randrange(4, 10)
+    ranks = rng.randrange(2, 5)
+    # alike enough that no rank is better left without a stratum
+    costs = tuple(rng.uniform(1, 1.2) for _ in range(strata))
+    speeds = tuple(rng.choice((1.0, 0.5, rng.uniform(0.7, 1))) for _ in range(ranks))
+    ends = deal(costs, ranks, speeds)
+    assert bottleneck(costs, ends, speeds) == bottleneck(costs, best(costs, ranks, speeds), speeds)
+    assert all(a < b for a, b in pairwise((0, *ends)))
 
 
 def test_rounding_does_not_decide() -> None:
@@ -60,3 +74,5 @@ def test_known_answers() -> None:
     assert deal((4, 3, 2, 1), 2) == (1, 4)
     assert deal((0, 0, 5), 3) == (1, 2, 3)
     assert deal((0, 0), 2) == (1, 2)
+    assert deal((1,) * 6, 2, (1.0, 0.5)) == (4, 6)
+    assert deal((1, 1, 1), 3, (1.0, 0.1, 1.0)) == (1, 2, 3), "a slow rank has a stratum too"

@@ -1,0 +1,73 @@
+"""Times, bytes and counts as callers hand them over, checked."""
+
+from collections.abc import Iterable
+from typing import Any, SupportsFloat, TypeAlias
+
+from lightning_amp.errors import PlanError
+
+Numbers: TypeAlias = Iterable[SupportsFloat]
+LARGEST = 1e100
+"""More than any time or number of bytes, and sums of these stay floats."""
+
+
+def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: bool = False) -> list[float]:
+    """The numbers as Python's own, unrounded.
+
+    Args:
+        name: What the caller calls them.
+        given: A list, a tuple, an array.
+        length: How many there must be; none: one or more.
+        above_zero: Whether 0 is not allowed either.
+
+    Raises:
+        PlanError: Something else, or a number out of range.
+    """
+    found = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+        raise PlanError(f"{name}={given!r} was asked for; allowed is a list of numbers: pass one")
+    listed = [n.item() if hasattr(n, "item") else n for n in found]
+    if not listed or length not in (None, len(listed)):
+        raise PlanError(
+            f"{name} was asked for with {len(listed)!r} numbers; allowed are"
+            f" {'one or more' if length is None else repr(length)}: pass one for each"
+        )
+    for place, n in enumerate(listed):
+        if not _is_number(n, above_zero=above_zero):
+            raise PlanError(
+                f"{name}[{place}]={n!r} was asked for; allowed are numbers {'above 0' if above_zero else 'from 0'} to"
+                f" {LARGEST:g}: correct it"
+            )
+    return listed
+
+
+def speeds_of(speeds: Any, stages: int) -> list[float]:
+    """Speeds of the devices that have a stage, 1 where none are given; those of idle devices after them are left out.
+
+    Raises:
+        PlanError: Fewer speeds than stages, or a number out of range.
+    """
+    if speeds is None:
+        return [1.0] * stages
+    listed = numbers_of("speeds", speeds, above_zero=True)
+    if len(listed) < stages:
+        raise PlanError(
+            f"speeds was asked for with {len(listed)!r} numbers and {stages!r} stages: pass one for every stage"
+        )
+    return listed[:stages]
+
+
+def _is_number(n: object, *, above_zero: bool = False) -> bool:
+    """Whether it is a number from 0 to `LARGEST`; nan is none."""
+    if isinstance(n, bool) or not isinstance(n, int | float):
+        return False
+    return (n > 0 or (n == 0 and not above_zero)) and n <= LARGEST
+
+
+def check_count(name: str, count: object) -> None:
+    """Refuse what does not count anything.
+
+    Raises:
+        PlanError: Not a whole number of 1 or more.
+    """
+    if type(count) is not int or count < 1:
+        raise PlanError(f"{name}={count!r} was asked for; allowed is a whole number of 1 or more: correct it")

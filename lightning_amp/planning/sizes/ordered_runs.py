@@ -1,0 +1,163 @@
+"""Ordered layers in contiguous runs, one for each of several ordered devices, under a bound on forward and backward.
+
+    time of a run forward      forward costs of its layers, summed, times the device's time for a unit of cost
+    a cut is legal             where what is sent over it takes no longer than the bound, there and back
+    a bound (f, b) is met      where every device's runs forward take f at most, and backward b at most
+
+The test of a bound is greedy: each device in turn takes all that it can, up to the last legal cut. How far a device
+reaches never decreases with where it begins, so no other way reaches further. A device that can take no layer is left
+idle. One test takes O(N log K) steps for K layers and N devices.
+
+Exact: costs are whole numbers, into which `whole` turns floats without rounding, and a search asks only for bounds
+that some run really reaches (in the manner of Nicol, 1994): from a bound that is not met it goes on at the least one
+at which any device could go further, and from one that is met to what its runs take. So it ends at an optimum.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What takes one run.
+
+    Attributes:
+        pace: Time that it needs for a unit of cost, a whole number above 0.
+        bytes_before: Bytes before every layer and after the last one, K + 1 whole numbers; none: no cap.
+        cap: Bytes that its run may have.
+    """
+
+    pace: int = 1
+    bytes_before: Sequence[int] = ()
+    cap: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderedRuns:
+    """K layers on N devices; all numbers are whole, and lists have K + 1: one for every place where a cut can be.
+
+    Attributes:
+        forward: Forward costs before every layer, and of all.
+        backward: Backward costs, likewise.
+        send_forward: Time of what is sent over the cut before every layer; 0 at either end, where nothing is.
+        send_backward: Time of the gradients that are sent back over the cut, likewise.
+        devices: The devices, in their order.
+    """
+
+    forward: Sequence[int]
+    backward: Sequence[int]
+    send_forward: Sequence[int]
+    send_backward: Sequence[int]
+    devices: Sequence[Device]
+
+    @property
+    def layers(self) -> int:
+        """K."""
+        return len(self.forward) - 1
+
+    @property
+    def no_bound(self) -> int:
+        """A bound that no run exceeds, forward or backward."""
+        slowest = max(device.pace for device in self.devices)
+        costs = max(self.forward[-1], self.backward[-1]) * slowest
+        return max(costs, *self.send_forward, *self.send_backward)
+
+    def fill(self, f: int, b: int) -> list[int]:
+        """The end of every device's run when each takes all it can; up to the one that takes the last layer.
+
+        The bound is met where the last end is K. A device that is left idle ends where the one before it does.
+        """
+        ends, start, layers = [], 0, self.layers
+        for device in self.devices:
+            end = bisect_right(self.forward, self.forward[start] + f // device.pace, start) - 1
+            end = bisect_right(self.backward, self.backward[start] + b // device.pace, start, end + 1) - 1
+            if device.bytes_before:
+                most = device.bytes_before[start] + device.cap
+                end = bisect_right(device.bytes_before, most, start, end + 1) - 1
+            while end > start and (self.send_forward[end] > f or self.send_backward[end] > b):
+                end -= 1
+            ends.append(end)
+            if end == layers:
+                break
+            start = end
+        return ends
+
+    def times(self, ends: Sequence[int]) -> tuple[int, int]:
+        """The slowest run or sending forward, and backward: the least bound that these runs meet."""
+        f = b = start = 0
+        for device, end in zip(self.devices, ends, strict=False):
+            f = max(f, (self.forward[end] - self.forward[start]) * device.pace, self.send_forward[end])
+            b = max(b, (self.backward[end] - self.backward[start]) * device.pace, self.send_backward[end])
+            start = end
+        return f, b
+
+    def next_forward(self, ends: Sequence[int], b: int) -> int | None:
+        """The least bound forward at which any device could go further than these ends, while backward stays at b.
+
+        Below it, and with any lower bound backward, every device ends where it did or before. None: there is none.
+        """
+        least: int | None = None
+        start = 0
+        for device, end in zip(self.devices, ends, strict=True):
+            at = end + 1
+            while at <= self.layers and self._holds(device, start, at, b):
+                time = (self.forward[at] - self.forward[start]) * device.pace
+                # runs only grow from here on, so nothing further away can be met earlier
+                if least is not None and time >= least:
+                    break
+                if self.send_backward[at] <= b:
+                    found = max(time, self.send_forward[at])
+                    least = found if least is None else min(least, found)
+                at += 1
+            start = end
+        return least
+
+    def _holds(self, device: Device, start: int, end: int, b: int) -> bool:
+        if (self.backward[end] - self.backward[start]) * device.pace > b:
+            return False
+        before = device.bytes_before
+        return not before or before[end] - before[start] <= device.cap
+
+    def least_forward(self, b: int) -> list[int] | None:
+        """Ends of runs whose slowest is as fast forward as it can be while backward takes b at most; None: no runs."""
+        best = self.fill(self.no_bound, b)
+        if best[-1] < self.layers:
+            return None
+        low, high = 0, self.times(best)[0]
+        while low < high:
+            # a tried bound lies below the least that is known to be met, and not below the least that may be
+            middle = (low + high) // 2
+            ends = self.fill(middle, b)
+            if ends[-1] == self.layers:
+                best, high = ends, self.times(ends)[0]
+            else:
+                further = self.next_forward(ends, b)
+                assert further is not None, "a higher bound is met, so some device goes further"
+                low = further
+        return best
+
+    def turned(self) -> "OrderedRuns":
+        """The same with forward and backward exchanged."""
+        return OrderedRuns(
+            forward=self.backward,
+            backward=self.forward,
+            send_forward=self.send_backward,
+            send_backward=self.send_forward,
+            devices=self.devices,
+        )
+
+
+def whole(numbers: Sequence[float]) -> tuple[list[int], int]:
+    """The numbers times their least common denominator, and that: nothing is rounded."""
+    exact = [n.as_integer_ratio() for n in numbers]
+    scale = lcm(*(denominator for _, denominator in exact))
+    return [numerator * (scale // denominator) for numerator, denominator in exact], scale
+
+
+def paces(speeds: Sequence[float]) -> tuple[list[int], int]:
+    """Times that devices of these speeds need for a unit of cost, in whole numbers, and the unit of time as 1 / it."""
+    exact, scale = whole(speeds)
+    common = lcm(*exact)
+    return [scale * (common // speed) for speed in exact], common

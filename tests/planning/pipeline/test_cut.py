@@ -1,0 +1,218 @@
+"""Claim: layers are cut as trying all cuts would, exactly, on unequal devices, with sendings and caps, or refused."""
+
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations_with_replacement, pairwise
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lightning_amp
+from lightning_amp import PlanError, cut_pipeline
+
+
+@dataclass
+class Instance:
+    """Layers and devices, every number as `cut_pipeline` takes it."""
+
+    forward: list[float]
+    backward: list[float]
+    send_forward: list[float]
+    send_backward: list[float]
+    speeds: list[float]
+    rows: list[list[float]]
+    caps: list[float]
+
+    def times(self, ends: tuple[int, ...]) -> tuple[Fraction, Fraction]:
+        """The exact rho of Eq. 8, forward and backward, stage by stage; a device without layers does nothing."""
+        f = b = Fraction(0)
+        for speed, (start, end) in zip(self.speeds, pairwise((0, *ends)), strict=False):
+            if start == end:
+                continue
+            f = max(f, sum(map(Fraction, self.forward[start:end])) / Fraction(speed))
+            b = max(b, sum(map(Fraction, self.backward[start:end])) / Fraction(speed))
+            if end < len(self.forward):
+                f, b = max(f, Fraction(self.send_forward[end - 1])), max(b, Fraction(self.send_backward[end]))
+        return f, b
+
+    def fits(self, ends: tuple[int, ...]) -> bool:
+        """Whether every stage keeps to its cap."""
+        runs = zip(self.rows, self.caps, pairwise((0, *ends)), strict=False)
+        return all(sum(row[start:end]) <= cap for row, cap, (start, end) in runs)
+
+    def least(self) -> Fraction | None:
+        """All cuts tried; None: none fits."""
+        layers, stages = len(self.forward), len(self.speeds)
+        tried = ((*ends, layers) for ends in combinations_with_replacement(range(layers + 1), stages - 1))
+        return min((sum(self.times(ends)) for ends in tried if self.fits(ends)), default=None)
+
+
+def draw(rng: random.Random) -> tuple[Instance, dict[str, Any]]:
+    """An instance, and the keywords that say it."""
+    layers, stages = rng.randrange(1, 9), rng.randrange(1, 5)
+    number = rng.choice(
+        (
+            lambda: rng.randrange(5),
+            lambda: rng.uniform(50, 100),
+            lambda: rng.randrange(1, 30) / 10,
+            lambda: 10 ** rng.uniform(-6, 6),
+        )
+    )
+    sending = rng.choice((0, 1, 5))
+    four = [[factor * number() for _ in range(layers)] for factor in (1, 1, sending, sending)]
+    speeds = [rng.choice((rng.uniform(0.2, 2), 0.5, 1.0)) for _ in range(stages)]
+    rows = [[float(rng.randrange(1, 10)) for _ in range(layers)] for _ in range(stages)]
+    caps = [float(rng.randrange(5, 40)) for _ in range(stages)]
+    kind = rng.choice(("no cap", "one cap", "a cap for each", "a row for each"))
+    if kind != "a row for each":
+        rows = rows[:1] * stages
+    if kind in ("no cap", "one cap"):
+        caps = [caps[0] if kind == "one cap" else inf] * stages
+    keywords: dict[str, Any] = {"send_forward": four[2], "send_backward": four[3]} if sending else {}
+    if rng.random() < 0.7:
+        keywords["speeds"] = speeds
+    else:
+        speeds = [1.0] * stages
+    if kind != "no cap":
+        keywords["layer_bytes"] = rows if kind == "a row for each" else rows[0]
+        keywords["stage_bytes"] = caps[0] if kind == "one cap" else caps
+    return Instance(*four, speeds, rows, caps), keywords
+
+
+def compare(seed: int) -> None:
+    """The cut of one random instance against all cuts."""
+    instance, keywords = draw(random.Random(seed))
+    least, stages = instance.least(), len(instance.speeds)
+    if least is None:
+        with pytest.raises(PlanError, match="stages that take all they can hold the first"):
+            cut_pipeline(instance.forward, instance.backward, stages, **keywords)
+        return
+    cut = cut_pipeline(instance.forward, instance.backward, stages, **keywords)
+    f, b = instance.times(cut.ends)
+    assert f + b == least
+    assert (cut.rho_forward, cut.rho_backward) == (float(f), float(b))
+    assert cut.total == cut.rho_forward + cut.rho_backward
+    assert instance.fits(cut.ends)
+    assert cut.ends[-1] == len(instance.forward)
+    if "speeds" not in keywords and not isinstance(keywords.get("stage_bytes"), list):
+        assert all(start < end for start, end in pairwise((0, *cut.ends))), (
+            "among equals none is idle in between"
+        )
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_it_finds_what_trying_all_cuts_finds(first: int) -> None:
+    for seed in range(first, first + 50):
+        compare(seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_it_finds_what_trying_all_cuts_finds_ten_thousand_times(first: int) -> None:
+    for seed in range(first, first + 1000):
+        compare(seed)
+
+
+def test_known_answers() -> None:
+    even = cut_pipeline([1, 1, 1, 1], [2, 2, 2, 2], 2)
+    assert (even.ends, even.rho_forward, even.rho_backward, even.total) == ((2, 4), 2.0, 4.0, 6.0)
+    # forward alone would cut after the first layer, backward alone before the last
+    assert cut_pipeline([4, 1, 1, 1], [1, 2, 2, 9], 2).ends == (3, 4)
+    # a device of half the speed gets a third
+    assert cut_pipeline([1] * 6, [0] * 6, 2, speeds=[1, 0.5]).ends == (4, 6)
+    assert lightning_amp.PipelineCut is type(even)
+
+
+def test_sendings_count_where_equation_8_counts_them() -> None:
+    # what the last layer of a stage returns, and the gradient that the first layer of the next one returns
+    assert cut_pipeline([1, 1], [1, 1], 2, send_forward=[1.5, 9], send_backward=[9, 1.75]).total == 3.25
+    # neither is added to what a stage computes
+    assert cut_pipeline([3, 3], [3, 3], 2, send_forward=[3, 0], send_backward=[0, 3]).total == 6
+    # where sending takes longer than computing everything, one stage is best
+    slow = cut_pipeline([1, 1], [1, 1], 2, send_forward=[5, 5], send_backward=[5, 5])
+    assert (slow.ends, slow.total) == ((2,), 4.0)
+    # a stage goes past places where a cut would be too expensive
+    assert cut_pipeline([1] * 5, [1] * 5, 2, send_forward=[9, 9, 9, 1, 9]).ends == (4, 5)
+
+
+def test_a_device_that_would_hold_the_others_up_is_left_idle() -> None:
+    cut = cut_pipeline([1, 1, 1, 1], [1, 1, 1, 1], 3, speeds=[1, 0.1, 1])
+    assert (cut.ends, cut.total) == ((2, 2, 4), 4.0)
+    assert cut_pipeline([1, 1], [1, 1], 5).ends == (1, 2)
+
+
+def test_rounding_does_not_decide() -> None:
+    # the small time is lost in a float's sum, and the second cut only loses it too
+    assert cut_pipeline([2.0**60, 1.0, 2.0**60, 2.0], [0] * 4, 2).ends == (2, 4)
+    # of floats 0.1 + 0.2 is more than 0.3
+    assert cut_pipeline([0.3, 0.1, 0.2], [0, 0, 0], 2).ends == (1, 3)
+
+
+def test_bytes_of_a_layer_may_depend_on_the_stage() -> None:
+    # under 1F1B the first of two stages keeps two micro-batches, the second one only one
+    rows = [[2, 2, 2, 2], [1, 1, 1, 1]]
+    assert cut_pipeline([1] * 4, [1] * 4, 2, layer_bytes=rows, stage_bytes=3).ends == (1, 4)
+
+
+def test_it_takes_arrays_and_whole_numbers_of_any_size() -> None:
+    times = np.linspace(1, 2, 12, dtype=np.float32)
+    cut = cut_pipeline(times, times[::-1], 3, speeds=np.ones(3), layer_bytes=np.ones((3, 12)), stage_bytes=5)
+    assert cut == cut_pipeline(
+        times.tolist(), times[::-1].tolist(), 3, stage_bytes=[5, 5, 5], layer_bytes=[1] * 12
+    )
+    assert cut_pipeline([2**90, 1, 2**90], [0, 0, 0], 2).rho_forward == float(2**90)
+
+
+def test_it_keeps_up_with_many_layers() -> None:
+    rng = random.Random(0)
+    forward, backward, on, back = ([rng.uniform(50, 100) for _ in range(10_000)] for _ in range(4))
+    cut = cut_pipeline(forward, backward, 50, send_forward=on, send_backward=back)
+    assert cut.total <= 1.02 * (sum(forward) + sum(backward)) / 50
+
+
+GOOD: dict[str, Any] = {"forward": [1, 2], "backward": [1, 2], "n_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_stages": 0}, "n_stages=0 was asked for; allowed is a whole number of 1 or more"),
+        ({"n_stages": 2.0}, r"n_stages=2\.0 was asked for"),
+        ({"n_stages": True}, "n_stages=True was asked for"),
+        ({"forward": []}, "forward was asked for with 0 numbers; allowed are one or more"),
+        ({"forward": 3}, "forward=3 was asked for; allowed is a list of numbers"),
+        ({"forward": "12"}, "forward='12' was asked for; allowed is a list of numbers"),
+        ({"forward": [1, nan]}, r"forward\[1\]=nan was asked for; allowed are numbers from 0"),
+        ({"forward": [1, inf]}, r"forward\[1\]=inf was asked for"),
+        ({"forward": [1, "2"]}, r"forward\[1\]='2' was asked for"),
+        ({"forward": [1, True]}, r"forward\[1\]=True was asked for"),
+        ({"backward": [-1, 1]}, r"backward\[0\]=-1 was asked for; allowed are numbers from 0"),
+        ({"backward": None}, "backward=None was asked for; allowed is a list of numbers"),
+        ({"backward": [1]}, "backward was asked for with 1 numbers; allowed are 2"),
+        ({"send_forward": [1, 1, 1]}, "send_forward was asked for with 3 numbers; allowed are 2"),
+        ({"send_backward": [1, -2]}, r"send_backward\[1\]=-2 was asked for"),
+        ({"speeds": [1]}, "speeds was asked for with 1 numbers; allowed are 2"),
+        ({"speeds": [1, 0]}, r"speeds\[1\]=0 was asked for; allowed are numbers above 0"),
+        ({"layer_bytes": [1]}, "layer_bytes was asked for with 1 numbers; allowed are 2"),
+        ({"layer_bytes": [[1, 1]], "stage_bytes": 1}, "layer_bytes was asked for with 1 rows; allowed are"),
+        ({"layer_bytes": [[1, 1], [1, nan]], "stage_bytes": 1}, r"layer_bytes\[1\]\[1\]=nan was asked for"),
+        ({"layer_bytes": 4, "stage_bytes": 4}, "layer_bytes=4 was asked for; allowed is a list"),
+        ({"layer_bytes": np.array(4), "stage_bytes": 4}, "layer_bytes=4 was asked for; allowed is a list"),
+        ({"stage_bytes": 4}, "stage_bytes=4 was asked for without layer_bytes"),
+        (
+            {"layer_bytes": [1, 1], "stage_bytes": -4},
+            r"stage_bytes\[0\]=-4 was asked for; allowed are numbers",
+        ),
+        (
+            {"layer_bytes": [1, 1], "stage_bytes": [4]},
+            "stage_bytes was asked for with 1 numbers; allowed are 2",
+        ),
+        ({"layer_bytes": [1, 3], "stage_bytes": 2}, "hold the first 1 layers and no more: allow more bytes"),
+    ],
+)
+def test_it_refuses(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        cut_pipeline(**GOOD | changed)

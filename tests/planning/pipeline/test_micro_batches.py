@@ -1,0 +1,128 @@
+"""Claim: the time of a step is Eq. 8 for every number of micro-batches at once; no search misses a better pair."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from lightning_amp import PlanError
+from lightning_amp.planning.pipeline.micro_batches import (
+    Devices,
+    LayerTimes,
+    cross_search,
+    gpipe_seconds,
+    search_all,
+    times_at,
+)
+from lightning_amp.planning.pipeline.schedules import schedule
+from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
+
+NAMES = ("forward", "backward", "send_forward", "send_backward")
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def draw(seed: int, layers: int = 9) -> LayerTimes:
+    """Layers whose time is some fixed part and some part that shrinks more or less with the micro-batch."""
+    rng = np.random.default_rng(seed)
+    p = np.array(COUNTS)[:, None]
+    tables = [
+        rng.uniform(50, 100, layers) / p ** rng.uniform(0.4, 1, layers) + rng.uniform(0, 9, layers)
+        for _ in NAMES
+    ]
+    return LayerTimes(counts=COUNTS, **dict(zip(NAMES, tables, strict=True)))
+
+
+def row_of(times: LayerTimes, row: int) -> dict[str, list[float]]:
+    return {name: getattr(times, name)[row].tolist() for name in NAMES}
+
+
+@pytest.mark.parametrize("speeds", [None, [1.0, 0.5, 2.0, 1.0]])
+@pytest.mark.parametrize("ends", [(9,), (2, 9), (3, 5, 9), (1, 2, 3, 9), (4, 4, 9)])
+def test_the_time_of_a_step_is_that_of_its_schedule(
+    ends: tuple[int, ...], speeds: list[float] | None
+) -> None:
+    times = draw(0)
+    found = gpipe_seconds(times, ends, speeds=speeds)
+    for row, p in enumerate(COUNTS):
+        stages = StageTimes.of(ends, **row_of(times, row), speeds=speeds)
+        line = timeline(schedule("gpipe", len(stages.forward), p), stages)
+        assert found[row] == pytest.approx(line.seconds)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_searching_all_finds_the_best_of_all_optimal_cuts(seed: int) -> None:
+    times = draw(seed)
+    everything = search_all(times, Devices(n_stages=3))
+    every_cut = [(*ends, 9) for n in range(3) for ends in combinations(range(1, 9), n)]
+    best_of_rows = []
+    for row in range(len(COUNTS)):
+        # the least rho_1 + rho_2 that any cut has for this number of micro-batches
+        stages = [StageTimes.of(ends, **row_of(times, row)) for ends in every_cut]
+        least = min(max(s.forward + s.send_forward) + max(s.backward + s.send_backward) for s in stages)
+        best_of_rows += [
+            gpipe_seconds(times, ends).min()
+            for ends, s in zip(every_cut, stages, strict=True)
+            if max(s.forward + s.send_forward) + max(s.backward + s.send_backward) <= least
+        ]
+    assert everything.seconds == pytest.approx(min(best_of_rows))
+    row = COUNTS.index(everything.micro_batches)
+    assert gpipe_seconds(times, everything.ends)[row] == everything.seconds
+    for first in (None, *COUNTS):
+        crossed = cross_search(times, Devices(n_stages=3), first=first)
+        assert crossed.seconds >= everything.seconds
+        row = COUNTS.index(crossed.micro_batches)
+        assert (
+            gpipe_seconds(times, crossed.ends).min()
+            == gpipe_seconds(times, crossed.ends)[row]
+            == crossed.seconds
+        )
+
+
+def test_cross_search_can_stop_short() -> None:
+    short = [
+        seed
+        for seed in range(40)
+        if cross_search(draw(seed), Devices(n_stages=3)).seconds
+        > search_all(draw(seed), Devices(n_stages=3)).seconds * (1 + 1e-9)
+    ]
+    assert 0 < len(short) < 40
+
+
+def test_searches_keep_to_bytes_and_speeds() -> None:
+    devices = Devices(n_stages=3, speeds=[1, 2, 1], layer_bytes=[1] * 9, stage_bytes=[3, 5, 3])
+    for search in (cross_search, search_all):
+        ends = search(draw(1), devices).ends
+        runs = np.diff([0, *ends])
+        assert all(runs <= [3, 5, 3][: len(runs)])
+
+
+def test_it_refuses_fewer_speeds_than_stages() -> None:
+    with pytest.raises(PlanError, match="speeds was asked for with 1 numbers and 2 stages"):
+        gpipe_seconds(draw(0), (3, 9), speeds=[1])
+
+
+def test_times_between_measured_sizes() -> None:
+    measured = {name: np.array([[1.0, 10.0], [3.0, 10.0], [4.0, 20.0]]) for name in NAMES}
+    times = times_at(8, (1, 2, 3, 4), (2, 4, 8), measured)
+    # micro-batches of 8, 4, 3 (the largest of three) and 2 rows
+    assert times.forward.tolist() == [[4, 20], [3, 10], [2, 10], [1, 10]]
+    with pytest.raises(
+        PlanError, match="micro-batches of 1 to 8 rows were asked for, and layers were measured with 2"
+    ):
+        times_at(8, (1, 8), (2, 4, 8), measured)
+
+
+def test_it_refuses_tables_that_do_not_fit() -> None:
+    good = {name: np.ones((2, 3)) for name in NAMES}
+    with pytest.raises(PlanError, match=r"counts=\(2, 1\) was asked for; allowed are rising"):
+        LayerTimes(counts=(2, 1), **good)
+    with pytest.raises(PlanError, match="counts=0 was asked for"):
+        LayerTimes(counts=(0, 1), **good)
+    with pytest.raises(
+        PlanError, match=r"backward was asked for with a table of \(1, 3\); allowed is \(2, 3\)"
+    ):
+        LayerTimes(counts=(1, 2), **good | {"backward": np.ones((1, 3))})
+    with pytest.raises(PlanError, match=r"forward\[4\]=-1.0 was asked for"):
+        LayerTimes(counts=(1, 2), **good | {"forward": np.array([[1, 1, 1], [1, -1, 1]], dtype=float)})
+    with pytest.raises(PlanError, match=r"first=5 was asked for; allowed are \(1, 2\)"):
+        cross_search(LayerTimes(counts=(1, 2), **good), Devices(n_stages=2), first=5)

@@ -1,0 +1,213 @@
+"""Claim: schedules compute every pass once in torch's order, and their times are those of the longest path."""
+
+import random
+from itertools import pairwise
+
+import networkx
+import pytest
+
+from lightning_amp import PlanError, cut_pipeline
+from lightning_amp.planning.pipeline.schedules import (
+    SCHEDULES,
+    Order,
+    Pass,
+    bytes_in_flight,
+    most_in_flight,
+    schedule,
+)
+from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
+
+SHAPES = [(1, 1, 1), (1, 4, 3), (2, 4, 2), (3, 3, 2), (4, 8, 2), (4, 8, 3), (4, 4, 1), (5, 2, 1), (3, 7, 1)]
+"""Devices, micro-batches, stages on a device."""
+
+
+def all_schedules() -> list[tuple[str, int, int, int]]:
+    return [
+        (name, devices, micro_batches, stages)
+        for name in SCHEDULES
+        for devices, micro_batches, stages in SHAPES
+        if (name == "interleaved" or stages == 1)
+        and (name != "interleaved" or micro_batches % max(1, micro_batches // devices) == 0)
+    ]
+
+
+def draw(stages: int, seed: int = 0) -> StageTimes:
+    rng = random.Random(seed)
+    there, back, on, returned = (tuple(rng.uniform(1, 3) for _ in range(stages)) for _ in range(4))
+    return StageTimes(
+        forward=there,
+        backward=back,
+        send_forward=(*on[: stages - 1], 0.0),
+        send_backward=(0.0, *returned[1:]),
+    )
+
+
+def longest_path(orders: tuple[Order, ...], times: StageTimes) -> float:
+    """The time of a schedule by a graph of what waits for what, edges weighing what is computed or sent."""
+    graph = networkx.DiGraph()
+
+    def takes(step: Pass) -> float:
+        return (times.backward if step.backward else times.forward)[step.stage]
+
+    for order in orders:
+        sent: dict[tuple[int, bool], tuple[str, Pass]] = {}
+        for step, after in pairwise((*order, None)):
+            graph.add_edge(("begin", step), ("end", step), weight=takes(step))
+            if after is not None:
+                graph.add_edge(("end", step), ("begin", after), weight=0.0)
+            last = len(times.forward) - 1
+            if step.stage == (0 if step.backward else last):
+                if not step.backward:
+                    graph.add_edge(("end", step), ("begin", step._replace(backward=True)), weight=0.0)
+                continue
+            to = step._replace(stage=step.stage + (-1 if step.backward else 1))
+            if len(orders) == 1:
+                graph.add_edge(("end", step), ("begin", to), weight=0.0)
+                continue
+            cost = (times.send_backward if step.backward else times.send_forward)[step.stage]
+            graph.add_edge(("end", step), ("send", step), weight=0.0)
+            graph.add_edge(("send", step), ("begin", to), weight=cost)
+            # a link carries one after the other
+            link = (to.stage % len(orders), len(orders) > 2 and step.backward)
+            if link in sent:
+                kind, before = sent[link]
+                waits = (times.send_backward if before.backward else times.send_forward)[before.stage]
+                graph.add_edge((kind, before), ("send", step), weight=waits)
+            sent[link] = ("send", step)
+    return networkx.dag_longest_path_length(graph)
+
+
+@pytest.mark.parametrize(("name", "devices", "micro_batches", "stages"), all_schedules())
+def test_every_pass_once_and_nothing_early(name: str, devices: int, micro_batches: int, stages: int) -> None:
+    orders = schedule(name, devices, micro_batches, stages_per_device=stages)
+    passes = [step for order in orders for step in order]
+    assert len(passes) == len(set(passes)) == 2 * devices * stages * micro_batches
+    assert all(step.stage % devices == device for device, order in enumerate(orders) for step in order)
+    times = draw(devices * stages)
+    line = timeline(orders, times)
+    assert line.seconds == pytest.approx(longest_path(orders, times))
+    begins = {step: begin for device in line.passes for step, (begin, _) in device.items()}
+    ends = {step: end for device in line.passes for step, (_, end) in device.items()}
+    for step in passes:
+        before = step._replace(stage=step.stage + (1 if step.backward else -1))
+        if before in ends:
+            assert begins[step] >= ends[before]
+        if step.backward:
+            assert begins[step] >= ends[step._replace(backward=False)]
+    assert all(list(done) == list(order) for done, order in zip(line.passes, orders, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gpipe_takes_what_equation_6_says(seed: int) -> None:
+    rng = random.Random(seed)
+    stages, p = rng.randrange(1, 6), rng.randrange(1, 9)
+    times = draw(stages, seed)
+    columns = (times.forward, times.backward, times.send_forward, times.send_backward)
+    slowest = max(times.forward + times.send_forward) + max(times.backward + times.send_backward)
+    expected = sum(map(sum, columns)) + (p - 1) * slowest
+    assert timeline(schedule("gpipe", stages, p), times).seconds == pytest.approx(expected)
+
+
+def even(stages: int, forward: float, backward: float) -> StageTimes:
+    nothing = (0.0,) * stages
+    return StageTimes(
+        forward=(forward,) * stages,
+        backward=(backward,) * stages,
+        send_forward=nothing,
+        send_backward=nothing,
+    )
+
+
+def test_bubbles_of_equal_stages() -> None:
+    # (N - 1) / (p + N - 1), and with v stages on a device (N - 1) / (v p + N - 1) (Narayanan et al. 2021, 2.2)
+    for name in ("gpipe", "1f1b"):
+        line = timeline(schedule(name, 4, 8), even(4, 1.0, 2.0))
+        assert line.seconds == 3.0 * (8 + 3)
+        assert line.idle == pytest.approx([3 / 11] * 4)
+    twice = timeline(schedule("interleaved", 4, 8, stages_per_device=2), even(8, 0.5, 1.0))
+    assert twice.idle == pytest.approx([3 / 19] * 4)
+
+
+def test_micro_batches_in_flight() -> None:
+    assert [most_in_flight(order) for order in schedule("gpipe", 3, 5)] == [{0: 5}, {1: 5}, {2: 5}]
+    assert [most_in_flight(order) for order in schedule("1f1b", 3, 5)] == [{0: 3}, {1: 2}, {2: 1}]
+    assert [most_in_flight(order) for order in schedule("1f1b", 3, 2)] == [{0: 2}, {1: 2}, {2: 1}]
+    # (v - 1) m + 2 (N - 1 - r) + 1 in all: 4 + 6 + 1 on the first device
+    orders = schedule("interleaved", 4, 8, stages_per_device=2)
+    assert [bytes_in_flight(order, [1] * 8) for order in orders] == [11, 9, 7, 5]
+    assert bytes_in_flight(schedule("1f1b", 2, 4)[0], [100, 7]) == 200
+    assert bytes_in_flight(schedule("1f1b", 2, 4)[1], [100, 7]) == 7
+
+
+@pytest.mark.parametrize(
+    ("devices", "micro_batches", "stages"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 6, 1), (4, 2, 2)]
+)
+def test_interleaved_is_torch_s(devices: int, micro_batches: int, stages: int) -> None:
+    """Against the operations that torch itself lists."""
+    pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
+    rounds = max(1, micro_batches // devices)
+    per_round = micro_batches // rounds
+    for rank, order in enumerate(schedule("interleaved", devices, micro_batches, stages_per_device=stages)):
+        first = pipelining._get_warmup_ops(rank, stages, per_round, devices, micro_batches, multiply_factor=2)
+        all_ = stages * micro_batches
+        listed = pipelining._get_1f1b_rank_ops(
+            stages,
+            devices,
+            first,
+            all_ - first,
+            first,
+            rank,
+            lambda step, rank=rank: (step // per_round) % stages * devices + rank,
+            lambda step, rank=rank, first=first: (
+                (stages - 1 - (step - first) // per_round % stages) * devices + rank
+            ),
+        )
+        theirs = [
+            (a.computation_type.name != "FORWARD", a.stage_index, a.microbatch_index) for a in listed if a
+        ]
+        assert list(order) == theirs
+
+
+def test_times_of_stages_are_those_of_the_cut() -> None:
+    rng = random.Random(3)
+    forward, backward, on, back = ([rng.uniform(1, 2) for _ in range(12)] for _ in range(4))
+    sends = {"send_forward": on, "send_backward": back}
+    for speeds in (None, [1, 0.05, 0.5, 0.01, 1, 0.01]):
+        cut = cut_pipeline(forward, backward, 6 if speeds else 4, speeds=speeds, **sends)
+        times = StageTimes.of(cut.ends, forward, backward, speeds=speeds, **sends)
+        assert max(times.forward + times.send_forward) == pytest.approx(cut.rho_forward)
+        assert max(times.backward + times.send_backward) == pytest.approx(cut.rho_backward)
+        assert len(times.forward) == sum(a < b for a, b in pairwise((0, *cut.ends)))
+        assert times.send_forward[-1] == times.send_backward[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("zb", 2, 2, 1), "schedule='zb' was asked for; allowed are 'gpipe', '1f1b', 'interleaved'"),
+        (("1f1b", 0, 2, 1), "devices=0 was asked for; allowed is a whole number of 1 or more"),
+        (("1f1b", 2, 2.5, 1), r"micro_batches=2\.5 was asked for"),
+        (("gpipe", 2, 2, 2), "schedule='gpipe' was asked for with 2 stages on a device"),
+        (
+            ("interleaved", 4, 9, 2),
+            "9 micro-batches on 4 devices, which are 2 rounds of unequal length; choose a",
+        ),
+    ],
+)
+def test_it_refuses_a_schedule(asked: tuple, message: str) -> None:
+    name, devices, micro_batches, stages = asked
+    with pytest.raises(PlanError, match=message):
+        schedule(name, devices, micro_batches, stages_per_device=stages)
+
+
+def test_it_refuses_times_that_do_not_fit() -> None:
+    with pytest.raises(PlanError, match="a schedule of 2 stages was asked for with the times of 3"):
+        timeline(schedule("1f1b", 2, 2), even(3, 1, 1))
+    with pytest.raises(PlanError, match=r"ends=\(1, 3\) was asked for with 2 layers"):
+        StageTimes.of((1, 3), [1, 1], [1, 1])
+    with pytest.raises(PlanError, match="speeds was asked for with 1 numbers and 2 stages"):
+        StageTimes.of((1, 2), [1, 1], [1, 1], speeds=[1])
+    with pytest.raises(
+        PlanError, match="stage_bytes was asked for with 1 numbers and a schedule of 2 stages"
+    ):
+        bytes_in_flight(schedule("1f1b", 2, 2)[1], [1])
