@@ -41,7 +41,7 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     assert made["strategies"] == ["S1", "S3"]
     assert made["budget_bytes"] == 24 * 2**30
     assert made["batch_size"] == 8
-    assert main(["plan", str(data_dir), "--keys", "convolution", "--window", "10"]) == 0
+    assert main(["plan", str(data_dir), "--policy", "paper", "--keys", "convolution", "--window", "10"]) == 0
     text = capsys.readouterr().out
     assert "single-device execution" in text
     assert max(map(len, text.splitlines())) <= max(80, len(str(data_dir)) + len("Profile of "))
