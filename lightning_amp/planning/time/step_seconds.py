@@ -1,8 +1,8 @@
 """What a training step of a decoder takes: operations, bytes, kernels and collectives, and from these its seconds.
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
-    seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, what keeping less takes
-                           in Python (`PYTHON`), its collectives (collectives.py)
+    seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, views and Python
+                           (`PYTHON`), its collectives (collectives.py)
     seconds of a step      those of all strata that the slowest rank has, the region's and the parameters' collectives
 
 Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
@@ -32,8 +32,8 @@ from lightning_amp.planning.time.collectives import (
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
-PYTHON = {"retain": 0, "recompute": 180, "stream": 130}
-"""Kernels that take as long as a stratum's own backward pass, started from Python, and what it saves and restores."""
+PYTHON = {"recompute": 170, "stream": 100, "fused": 55, "sparse": 16}
+"""What a choice adds to a stratum beside its kernels, in kernels that take as long: views, and Python of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +121,14 @@ def _sending_seconds(s: TimedSizes) -> float:
     return sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s))
 
 
+def _python_seconds(s: TimedSizes) -> float:
+    leaves = s.attends * PYTHON.get(s.axes.attention, 0) + PYTHON.get(s.axes.likelihood, 0)
+    kernels = PYTHON.get(s.axes.activations, 0) + (1 + s.recomputed) * leaves
+    return kernels * s.rates.overhead_seconds
+
+
 IN_PYTHON: Term[TimedSizes, float] = Term(
-    lambda s: PYTHON[s.axes.activations] * s.rates.overhead_seconds, "activations", of_features=False
+    _python_seconds, "activations", "attention", "likelihood", of_features=False
 )
 COMPUTING: tuple[Term[TimedSizes, float], ...] = (
     *(
