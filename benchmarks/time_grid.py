@@ -93,7 +93,12 @@ def predicted(size: Size, chosen: Chosen, *, ranks: int, threads: int) -> float:
     """Seconds of a step by the model."""
     mesh = MeshShape(data=ranks // chosen[0], model=chosen[0])
     decoder = replace(size.decoder(), threads=threads)
-    return step_seconds(decoder, Axes.of(chosen[1]), mesh, cells=size.cells, rates=CPU_CORE)
+    rates = replace(
+        CPU_CORE,
+        matmul_flops=threads * CPU_CORE.matmul_flops,
+        memory_bytes=threads * CPU_CORE.memory_bytes,
+    )
+    return step_seconds(decoder, Axes.of(chosen[1]), mesh, cells=size.cells, rates=rates)
 
 
 def per_cell(seconds: float, chosen: Chosen, ranks: int) -> float:

@@ -4,8 +4,9 @@ Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; 
 float32 products, or TF32 ones where asked for (dense), memory bandwidth, and NVLink in one direction, of the RTX 3090
 PCI Express 4.0 x16. Between nodes one 200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say
 nothing of attention, of an operator's overhead and of a message's latency; these are round estimates.
-The figures of "cpu core" were measured, one thread of a server CPU: 95 GFLOP/s in float32 products, 7.5 GB/s through
-operators that allocate their results, 0.7 of the product's rate in attention, 4 microseconds per operator.
+The figures of "cpu core" are fitted to the measured steps of benchmarks/time_grid.jsonl, one thread of a server CPU: 140
+GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
+message by gloo between two of its processes takes 0.3 ms and 1 GB/s.
 
 No device reaches its data sheet. Order and ratios are what a plan needs; `calibrated` fits the rates to one measured
 step, and `to_json` keeps them. A device that is not known gets the rates of the known one whose memory is nearest to
@@ -204,11 +205,11 @@ def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: 
 
 
 CPU_CORE = Rates(
-    matmul_flops=95e9,
-    memory_bytes=7.5e9,
-    attention_share=0.7,
-    overhead_seconds=4e-6,
-    links=Links(intra_bandwidth=2e9, inter_bandwidth=1e9, latency=5e-5, ranks_per_node=64),
+    matmul_flops=140e9,
+    memory_bytes=11.5e9,
+    attention_share=1.0,
+    overhead_seconds=8e-6,
+    links=Links(intra_bandwidth=1e9, inter_bandwidth=1e9, latency=3e-4, ranks_per_node=64),
     device="one CPU core",
 )
 DEVICES = {

@@ -32,7 +32,7 @@ from lightning_amp.planning.time.collectives import (
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
-PYTHON = {"recompute": 170, "stream": 100, "fused": 55, "sparse": 16}
+PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sparse": 20}
 """What a choice adds to a stratum beside its kernels, in kernels that take as long: views, and Python of its own."""
 
 
