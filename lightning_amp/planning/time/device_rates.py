@@ -4,8 +4,8 @@ Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; 
 float32 products, or TF32 ones where asked for (dense), memory bandwidth, and NVLink in one direction, of the RTX 3090
 PCI Express 4.0 x16. Between nodes one 200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say
 nothing of attention, of an operator's overhead and of a message's latency; these are round estimates.
-The figures of "cpu core" are fitted to the measured steps of benchmarks/time_grid.jsonl, one thread of a server CPU: 140
-GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
+The figures of "cpu core" are fitted to the measured steps of benchmarks/time_grid.jsonl, one thread of a server CPU:
+140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
 message by gloo between two of its processes takes 0.3 ms and 1 GB/s.
 
 No device reaches its data sheet. Order and ratios are what a plan needs; `calibrated` fits the rates to one measured
