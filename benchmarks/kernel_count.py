@@ -5,19 +5,23 @@
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
-entries, as the data module hands them out. What the words mean: lightning_amp/simulation/count_operators.py.
+entries, as the data module hands them out. In the last row fused attention is that of torch's kernels, `sdpa`. What the
+words mean: lightning_amp/simulation/count_operators.py.
 """
 
 import argparse
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from benchmarks.side_by_side.cases import OURS, Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.parallel.attention.fused import Kernel
 from lightning_amp.parallel.device_settings import settings_of
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FusedAttention
 from lightning_amp.planning.reports.plan_report import table
 from lightning_amp.simulation.count_operators import OperatorCounter
 
@@ -25,7 +29,11 @@ ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)
 STRATA = (2, 4)
 """Of the two decoders; the first stratum has no key, and is in both."""
-CHOICES: tuple[tuple[str, ...], ...] = ((), ("S4",), ("fused",), ("sparse",), ("stream",), OURS)
+CHOICES: tuple[tuple[tuple[str, ...], Kernel], ...] = (
+    *((chosen, "products") for chosen in ((), ("S4",), ("fused",), ("sparse",), ("stream",), OURS)),
+    (OURS, "sdpa"),
+)
+"""Strategies, and the kernel of fused attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +45,7 @@ class Count:
         window: Anchors in a bucket of attention.
         cells: B.
         strategies: The plan's, beside S1.
+        attention: The kernel of fused attention; says nothing where that is not in the plan.
         kernels_per_stratum: Operators that make or change a tensor.
         operators_per_stratum: All operators.
         views: Operators of a stratum that make and change nothing.
@@ -49,6 +58,7 @@ class Count:
     window: int
     cells: int
     strategies: tuple[str, ...]
+    attention: Kernel
     kernels_per_stratum: float
     operators_per_stratum: float
     views: float
@@ -58,11 +68,23 @@ class Count:
 
 
 def count(
-    strategies: tuple[str, ...], *, cells: int, anchors: int, window: int, dim: int, device_type: str
+    strategies: tuple[str, ...],
+    *,
+    cells: int,
+    anchors: int,
+    window: int,
+    dim: int,
+    device_type: str,
+    attention: Kernel = "products",
 ) -> Count:
     """What one more stratum costs."""
     few, many = (
-        _step(Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window), strategies, device_type)
+        _step(
+            Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window),
+            strategies,
+            device_type,
+            attention,
+        )
         for k in STRATA
     )
     more = STRATA[1] - STRATA[0]
@@ -74,6 +96,7 @@ def count(
         window=window,
         cells=cells,
         strategies=strategies,
+        attention=attention,
         kernels_per_stratum=kernels,
         operators_per_stratum=operators,
         views=operators - kernels,
@@ -83,11 +106,12 @@ def count(
     )
 
 
-def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> OperatorCounter:
+def _step(size: Size, strategies: tuple[str, ...], device_type: str, attention: Kernel) -> OperatorCounter:
     """The operators of a decoder's second step."""
     case = Case(size=size, method=Method(name="", strategies=strategies), threads=1)
     with settings_of(device_type):
-        training = Training(case, plan_of(case, launched=device_type != "cpu"), None)
+        plan = plan_of(case, launched=device_type != "cpu")
+        training = Training(case, plan if attention == "products" else _with_kernel(plan, attention), None)
         if "sparse" in strategies:
             training.batch["x"] = SparseCounts.from_dense(training.batch["x"])
         training.step()
@@ -98,6 +122,16 @@ def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> Operator
         with OperatorCounter() as counter:
             training.module(**training.batch).backward()
     return counter
+
+
+def _with_kernel(plan: Plan, kernel: Kernel) -> Plan:
+    """As in a plan file in which the kernel of fused attention was set."""
+    specs = [
+        replace(rule.spec, keep=False, kernel=kernel) if isinstance(rule.spec, FusedAttention) else rule.spec
+        for rule in plan.rules
+    ]
+    rules = zip(plan.rules, specs, strict=True)
+    return replace(plan, rules=tuple(replace(rule, spec=spec) for rule, spec in rules))
 
 
 def main() -> None:
@@ -113,13 +147,17 @@ def main() -> None:
     parser.add_argument("--device-type", default="cuda")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
-    found = [count(chosen, cells=cells, **sizes) for cells in arguments.cells for chosen in CHOICES]
+    found = [
+        count(chosen, cells=cells, attention=kernel, **sizes)
+        for cells in arguments.cells
+        for chosen, kernel in CHOICES
+    ]
     if arguments.format == "json":
         print(json.dumps([asdict(one) for one in found], indent=2))
         return
     rows = [
         (
-            ",".join(one.strategies) or "eager",
+            _name(one),
             str(one.cells),
             f"{one.kernels_per_stratum:g}",
             f"{one.operators_per_stratum:g}",
@@ -132,7 +170,12 @@ def main() -> None:
     print(table(("plan", "cells", "kernels", "operators", "views", "host syncs", "kernels by module"), rows))
     for one in found:
         for line in one.waits:
-            print(f"{','.join(one.strategies) or 'eager'}, {one.cells} cells: the host waits for {line}")
+            print(f"{_name(one)}, {one.cells} cells: the host waits for {line}")
+
+
+def _name(count: Count) -> str:
+    kernel = "" if count.attention == "products" else f" ({count.attention})"
+    return (",".join(count.strategies) or "eager") + kernel
 
 
 if __name__ == "__main__":

@@ -52,6 +52,12 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+# attention in one kernel, and its backward pass; the public function may pick one that makes all scores
+attend_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+attend_on_cpu_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
+attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+
 __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
@@ -61,6 +67,10 @@ __all__ = [
     "PythonNode",
     "TorchDispatchMode",
     "add_each",
+    "attend_on_cpu",
+    "attend_on_cpu_back",
+    "attend_on_cuda",
+    "attend_on_cuda_back",
     "autograd_node",
     "autograd_order",
     "copy_each",

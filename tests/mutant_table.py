@@ -25,7 +25,7 @@ STREAM = "tests/parallel/strata/test_stream.py"
 SIDE = "tests/parallel/strata/test_thread_pool.py"
 STRATA = "tests/parallel/strata/test_strata_parallel.py"
 NODES = "tests/parallel/nodes/test_nodes.py"
-FUSED = "tests/parallel/attention/test_fused.py"
+FUSED, SDPA = "tests/parallel/attention/test_fused.py", "tests/parallel/attention/test_sdpa.py"
 SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
 ANY, GRAPH = "tests/footprint/test_profile_module.py", "tests/graph/test_capture.py"
 FLOW, TABLE = "tests/graph/test_flow.py", "tests/graph/test_table.py"
@@ -432,9 +432,33 @@ MUTANTS = [
         "fused",
         "table: of the next bucket",
         f"{P}/attention/rotary.py",
-        "part = self._between[back][place : place + n_buckets]",
-        "part = self._between[back][place + (place > 1) :][:n_buckets]",
+        "parts = [self._between[back][place : place + n] for place, n in places]",
+        "parts = [self._between[back][place + (place > 1) :][:n] for place, n in places]",
         FUSED,
+    ),
+    Mutant(
+        "fused",
+        "mask: a row with itself, in one call of the ends",
+        f"{P}/attention/sdpa.py",
+        "own.as_strided((2, window), (first + window, n_columns + 1)).fill_(OWN)",
+        "own.as_strided((2, window), (first, n_columns + 1)).fill_(OWN)",
+        SDPA,
+    ),
+    Mutant(
+        "fused",
+        "shift: gradients of keys by slots of other buckets",
+        f"{P}/attention/sdpa.py",
+        "return 2 if self.ends[0] else 4, 2 if self.ends[1] else 4",
+        "return 3 if self.ends[0] else 4, 3 if self.ends[1] else 4",
+        SDPA,
+    ),
+    Mutant(
+        "fused",
+        "gradient: along a key that was normalised",
+        f"{P}/attention/sdpa.py",
+        "g.addcmul_(key, along, value=-1).div_(divisor)",
+        "g.div_(divisor)",
+        SDPA,
     ),
     Mutant(
         "sparse",

@@ -145,7 +145,7 @@ class _Work:
         kept: Sequence[Tensor] = (),
     ) -> None:
         self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
-        self._dtype = _computed_in(q.dtype, k.dtype, values.dtype)
+        self._dtype = computed_in(q.dtype, k.dtype, values.dtype)
         # tensors without values need no more memory for the second run of a shape
         alike = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
         self.runs = list(alike.values()) if q.is_meta else band.runs
@@ -226,7 +226,7 @@ class _Work:
         norms = torch.linalg.vector_norm(keys, dim=(-2, -1), keepdim=True)
         keys.div_(norms.clamp_min(LEAST_NORM))
         for place, slab in self._slabs(pairs):
-            self._rotary.turn(slab, place=place)
+            self._rotary.turn(slab, (place, len(slab)))
         return keys, norms
 
     def turn_keys_back(self, keys: Tensor, norms: Tensor, grad: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class _Work:
             # a norm below the least one is not divided by, so it has no gradient
             along = torch.mul(key, g, out=flat).sum((-2, -1), keepdim=True).mul_(norm >= LEAST_NORM)
             g.addcmul_(key, along, value=-1).div_(norm.clamp_min(LEAST_NORM))
-            self._rotary.turn(torch.view_as_complex(g), place=place, back=True)
+            self._rotary.turn(torch.view_as_complex(g), (place, len(g)), back=True)
             from_pairs(g, key)
         return self.inside(keys)
 
@@ -245,13 +245,14 @@ class _Work:
         """The turned queries of a run, [bucket, row, D]."""
         queries = self.take("queries", run)
         to_pairs(self.own(q, run), out=queries)
-        self._rotary.turn(queries, place=run.place + self._before + 1)
+        self._rotary.turn(queries, (run.place + self._before + 1, run.n_buckets))
         return queries.view(self._dtype)
 
     def turn_queries_back(self, grad: Tensor, run: Run, dq: Tensor) -> None:
         """From the gradient of a run's turned queries, which is changed, to that of the queries."""
         pairs = grad.view(*grad.shape[:2], -1, 2)
-        self._rotary.turn(torch.view_as_complex(pairs), place=run.place + self._before + 1, back=True)
+        place = run.place + self._before + 1, run.n_buckets
+        self._rotary.turn(torch.view_as_complex(pairs), place, back=True)
         part = _rows(dq, run.own[0], min(run.own[0] + run.n_buckets * run.own[1], len(dq)))
         from_pairs(pairs.as_strided((len(part), *pairs.shape[2:]), pairs.stride()[1:]), part)
 
@@ -351,7 +352,8 @@ def _part(x: Tensor, rows: slice | None) -> Tensor:
 
 
 @lru_cache
-def _computed_in(*dtypes: torch.dtype) -> torch.dtype:
+def computed_in(*dtypes: torch.dtype) -> torch.dtype:
+    """The type of sums and products: float32, or float64 where one is."""
     # kept, because torch counts the question as an operator
     return reduce(torch.promote_types, dtypes, torch.float32)
 

@@ -1,12 +1,15 @@
 """The reference's local attention without scores, weights or gathered neighbours of the whole sequence.
 
-    rows = softmax(mask(R(q D^-0.5) R(k / |k|)^T)) values       a few rows at a time, see banded_softmax.py
+    rows = softmax(mask(R(q D^-0.5) R(k / |k|)^T)) values
+
+    products    a few rows at a time, see banded_softmax.py
+    sdpa        all in one or two calls of torch's fused kernels, see sdpa.py: few operators, more kept
 
 Exact up to rounding: float64 agrees with the reference to 1e-15, output and gradients. In float32 it is closer to the
 float64 result than the reference is, which rounds the angles of its positions to float32. No collectives.
 What shrinks: the scores and weights [N, 3w] and the copies of keys and values [W, 3w, D] become two small chunks, and
-the backward pass needs q, k and values only. The price: the scores are computed a second time in the backward pass,
-unless the weights are kept for it, [N, 3w].
+the backward pass needs q, k and values only; sdpa holds no scores at all, and keeps 3 to 4 tensors [N, D]. The price:
+the scores are computed a second time in the backward pass, unless products keep the weights for it, [N, 3w].
 
 Legend: anchor (N), dim (D), row (of a run of buckets), key (of these rows and their neighbours), w window,
 W = ceil(N / w) buckets.
@@ -15,7 +18,7 @@ W = ceil(N / w) buckets.
 import copy
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -23,27 +26,33 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.attention.banded_softmax import banded_softmax
+from lightning_amp.parallel.attention.sdpa import sdpa_attention
 from lightning_amp.parallel.attention.sizes import check_rows, check_sizes
 from lightning_amp.parallel.checks.cached_check import problem_of
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.shapes import PerAnchor
 
+Kernel = Literal["products", "sdpa"]
 EXAMPLE_WINDOW = 3
 EXAMPLE_ROWS = (2, 12, 14)
 """One bucket; whole buckets; the last one cut short."""
 CLOSE = 1e-10
 
 
-def fuse_attention(attention: nn.Module, *, keep: bool = False) -> nn.Module:
+def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel = "products") -> nn.Module:
     """The same attention, computed by hand.
 
     Args:
         attention: Attention as the reference model's LocalAttention, of all channels.
+        keep: Keep the weights for the backward pass; products only.
+        kernel: How it is computed.
 
     Raises:
-        InstallError: The module has parts that would be lost, or computes something else.
+        InstallError: The module has parts that would be lost, or computes something else; no such kernel; weights are
+            to be kept by a kernel that makes none.
     """
+    _check_kernel(keep, kernel)
     problem = _structure_problem(attention) or problem_of(attention, _value_problem)
     if problem:
         raise InstallError(
@@ -51,7 +60,7 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False) -> nn.Module:
             " LocalAttention(dim, window) does, of all channels, and has nothing beside its numbers can be replaced:"
             " move the rest to its parent, or leave 'fused' out (S3 takes any bucketed attention)"
         )
-    return FusedAttention(cast(Any, attention).dim, cast(Any, attention).window, keep=keep)
+    return FusedAttention(cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel)
 
 
 class FusedAttention(nn.Module):
@@ -64,16 +73,18 @@ class FusedAttention(nn.Module):
         ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
-    def __init__(self, dim: int, window: int, *, keep: bool = False) -> None:
+    def __init__(self, dim: int, window: int, *, keep: bool = False, kernel: Kernel = "products") -> None:
         super().__init__()
         check_sizes("FusedAttention", dim, window)
         self.dim = dim
         self.window = window
         self.keep = keep
+        self.kernel: Kernel = kernel
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
-        return f"dim={self.dim}, window={self.window}" + (", keep=True" if self.keep else "")
+        kernel = "" if self.kernel == "products" else f", kernel={self.kernel!r}"
+        return f"dim={self.dim}, window={self.window}" + (", keep=True" if self.keep else "") + kernel
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
@@ -99,12 +110,13 @@ class FusedAttention(nn.Module):
             before=begin - start,
             after=stop - end,
             keep=self.keep,
+            kernel=self.kernel,
         )
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention over all buckets."""
         check_rows(q, k, values)
-        return fused_rows(q, k, values, window=self.window, keep=self.keep)
+        return fused_rows(q, k, values, window=self.window, keep=self.keep, kernel=self.kernel)
 
 
 def fused_rows(
@@ -116,6 +128,7 @@ def fused_rows(
     before: int = 0,
     after: int = 0,
     keep: bool = False,
+    kernel: Kernel = "products",
 ) -> Float[Tensor, "row dim"]:
     """Local attention of a run of buckets, given the keys and values of its neighbours too.
 
@@ -130,7 +143,21 @@ def fused_rows(
     assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"
     assert before % window == 0, f"{before=} is not a number of whole buckets of {window=}"
     assert after == 0 or n % window == 0, f"{n=} rows end within a bucket of {window=}, and {after=} follow"
+    if kernel == "sdpa":
+        return sdpa_attention(q, k, values, window=window, before=before)
     return banded_softmax(q, k, values, window=window, before=before, keep=keep)
+
+
+def _check_kernel(keep: bool, kernel: object) -> None:
+    if kernel not in get_args(Kernel):
+        raise InstallError(
+            f"'fused' was asked for with kernel={kernel!r}, which there is not; choose one of {get_args(Kernel)!r}"
+        )
+    if keep and kernel == "sdpa":
+        raise InstallError(
+            f"'fused' was asked for with {keep=!r} and {kernel=!r}, which makes no weights that could be kept;"
+            " set keep to false, or choose kernel='products'"
+        )
 
 
 def _structure_problem(attention: nn.Module) -> str:

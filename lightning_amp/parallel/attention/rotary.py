@@ -59,27 +59,29 @@ class Rotary:
 
         self._within = table(window, 1)
         self._between = [factors[:, None] for factors in table(n_buckets, window)]
-        self._parts: dict[tuple[int, int, bool], Tensor] = {}
+        self._parts: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = {}
 
-    def turn(self, x: Complex[Tensor, "bucket row pair"], *, place: int, back: bool = False) -> None:
+    def turn(
+        self, x: Complex[Tensor, "bucket row pair"], *places: tuple[int, int], back: bool = False
+    ) -> None:
         """Multiply by R(i), or by R(i)^T, in place.
 
         Args:
-            x: Buckets from `place` on.
-            place: Place of the first bucket.
+            x: Buckets.
+            places: Runs of places that the buckets have, one after the other: the first one, and how many.
             back: Turn the other way round.
         """
-        within = self._within[back]
-        n_buckets, n_rows, _ = x.shape
+        within, n_rows = self._within[back], x.shape[1]
         x.mul_(within if n_rows == len(within) else within[:n_rows])
-        x.mul_(self._part(place, n_buckets, back))
+        x.mul_(self._part(places, back))
 
-    def _part(self, place: int, n_buckets: int, back: bool) -> Tensor:
+    def _part(self, places: tuple[tuple[int, int], ...], back: bool) -> Tensor:
         """Factors of some buckets; kept, for it is an operator to take a part."""
-        part = self._parts.get((place, n_buckets, back))
+        part = self._parts.get((places, back))
         if part is None:
-            part = self._between[back][place : place + n_buckets]
-            self._parts[place, n_buckets, back] = part
+            parts = [self._between[back][place : place + n] for place, n in places]
+            part = parts[0] if len(parts) == 1 else _whole(parts)
+            self._parts[places, back] = part
         return part
 
 
@@ -88,6 +90,11 @@ def _kept(dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: tor
     # tables made in inference mode could not be used outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
         return Rotary(dim, window, n_buckets, dtype, device)
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return torch.cat(parts)
 
 
 def to_pairs(
