@@ -26,7 +26,10 @@ Kept for the backward pass: s and r, two norms a key, out by call, one logarithm
 the last bucket is cut; banded_softmax.py keeps its inputs. Held at most beside these, in numbers, with M the keys:
 
     forward     out of both calls again, N D
-    backward    gradients of keys and values by bucket, 6 M D, and again one after the other, 6 M D; sums N D + 2 M D
+    backward    gradients of rows, keys and values by bucket, N D + 6 M D; those of keys and values one after the other,
+                6 M D; sums, and what is returned, 2 N D + 3 M D
+
+about 22 N D with what is kept. The mask and the rotation's tables, which stay, are in no prediction.
 
 Not run on a GPU. Second derivatives are refused by torch.
 

@@ -15,10 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.parallel.attention import sdpa
 from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention, fused_rows
 from lightning_amp.parallel.device_settings import settings_of
+from lightning_amp.parallel.install import install
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FusedAttention as FusedSpec
+from lightning_amp.simulation.byte_meter import StepMeter
 from lightning_amp.simulation.count_operators import OperatorCounter
 from tests.parallel.attention.test_fused import (
     DIM,
@@ -31,6 +36,7 @@ from tests.parallel.attention.test_fused import (
     results,
     run,
 )
+from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
 
 def fused(dim: int = DIM, window: int = WINDOW) -> FusedAttention:
@@ -192,6 +198,32 @@ def test_memory_is_as_documented() -> None:
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
     fused(dim, w)(*meta)
     assert measure(fused(dim, w), meta, grad.to("meta")) == (kept, forward, backward)
+
+
+@pytest.mark.parametrize(("n", "window"), [(230, 24), (24, 24), (40, 24)])
+def test_a_simulation_sees_what_is_held(n: int, window: int) -> None:
+    found = []
+    for live, device in ((LiveBytes(), "cpu"), (StepMeter(), "meta")):
+        leaves = [x.detach().to(device).requires_grad_() for x in draw(n)]
+        with live:
+            out = fused(DIM, window)(*leaves)
+            out.backward(torch.empty_like(out))
+        found.append(live.peak)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(), Case(chained=True), Case(variant="paper"), Case(anchors=25), Case(anchors=5)], ids=str
+)
+@pytest.mark.parametrize(
+    "strategies", [("fused",), ("S4", "fused", "sparse", "stream"), ("fused", "recompute")]
+)
+def test_a_decoder_trains_as_on_one_device(case: Case, strategies: tuple[str, ...]) -> None:
+    model = Model(case)
+    plan = Plan.from_json(make_plan(strategies, 1, {"fused": FusedSpec(kernel="sdpa")}).to_json())
+    installed = install(model, plan)
+    assert isinstance(model.decoder.strata[1].get_submodule("key.attention"), FusedAttention)
+    assert_same(train(model, 3, installed), reference(case))
 
 
 def test_masks_are_made_once_and_not_of_fake_tensors() -> None:
