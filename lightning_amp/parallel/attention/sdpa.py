@@ -31,6 +31,9 @@ the last bucket is cut; banded_softmax.py keeps its inputs. Held at most beside 
 
 about 22 N D with what is kept. The mask and the rotation's tables, which stay, are in no prediction.
 
+Under autocast to bfloat16 queries, keys and values meet in it, with sums, weights and logarithms in float32; turned,
+normalised and added up they are in float32. Other numbers below float32 are computed with in float32.
+
 Not run on a GPU. Second derivatives are refused by torch.
 
 Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, bucket, slot (of a bucket's keys).
@@ -60,8 +63,8 @@ OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""
 ALIGNED_COLUMNS = 16
 """Of `own` on CUDA: 64 bytes of float32."""
-ALIGNED_CHANNELS = 4
-"""Of float32 on CUDA: 16 bytes, which its kernel reads at a time."""
+ALIGNED_BYTES = 16
+"""Of a row on CUDA, which its kernel reads at a time."""
 KEPT_MASKS = 2
 """Windows whose `own` is kept; models have one as a rule."""
 
@@ -85,12 +88,13 @@ def sdpa_attention(
         InstallError: A device, a dtype or a number of channels that torch has no fused kernel for.
     """
     dtype = computed_in(q.dtype, k.dtype, values.dtype)
-    _check(q, dtype)
+    met_in = _met_in(q, dtype)
+    _check(q, met_in)
     # keys further away are not met; a slice of all keys would be a view too, whose backward pass copies them
     first, last = max(before - window, 0), before + -(-len(q) // window) * window + window
     if first > 0 or last < len(k):
         k, values = k[first:last], values[first:last]
-    return cast(Tensor, _Sdpa.apply(q, k, values, window, (before - first) // window, dtype))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Sdpa.apply(q, k, values, window, (before - first) // window, dtype, met_in))  # type: ignore[no-untyped-call]
 
 
 class Call(NamedTuple):
@@ -164,15 +168,22 @@ def _calls(run: Calls) -> tuple[Call, ...]:
 class _Sdpa(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, values: Tensor, window: int, before: int, dtype: torch.dtype
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        values: Tensor,
+        window: int,
+        before: int,
+        dtype: torch.dtype,
+        met_in: torch.dtype,
     ) -> Tensor:
         run = Calls(-(-len(q) // window), -(-len(k) // window), window, before)
         ctx.run, ctx.inputs = run, [(x.shape, x.dtype) for x in (q, k, values)]
         if not run.rows:
             return torch.empty_like(q, dtype=values.dtype)
         turned, norms = _turned(q, k, run, dtype)
-        filled = _filled(values, run.keys * window, dtype)
-        own = mask(window, dtype, q)
+        turned, filled = turned.to(met_in), _filled(values, run.keys * window, met_in)
+        own = mask(window, met_in, q)
         views = [_views(call, run, turned, filled, own) for call in run.calls]
         found = [_attend(*view) for view in views]
         kept = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
@@ -185,19 +196,20 @@ class _Sdpa(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run, shapes = ctx.run, ctx.inputs
         if not run.rows:
-            return (*(grad.new_zeros(shape, dtype=dtype) for shape, dtype in shapes), None, None, None)
+            return (*(grad.new_zeros(shape, dtype=dtype) for shape, dtype in shapes), None, None, None, None)
         turned, norm, divisor, *kept = ctx.saved_tensors
         grad = _filled(grad, run.rows * run.window, turned.dtype)
         n, found = len(kept) // len(run.calls), []
         for i, call in enumerate(run.calls):
             q, k, values, own, *one = kept[i * n : (i + 1) * n]
             found.append(_attend_back(_rows_of(call, run, grad), q, k, values, own, one))
+        turned = turned.to(norm.dtype)
         grads = _together(run, found, turned)
         del found
         dq, dk = _turned_back(grads[: run.rows + run.keys], turned, norm, divisor, run)
         dv = grads[run.rows + run.keys :].view(-1, turned.shape[-1])
         results = zip((dq, dk, dv), shapes, strict=True)
-        return (*(x[: shape[0]].to(dtype) for x, (shape, dtype) in results), None, None, None)
+        return (*(x[: shape[0]].to(dtype) for x, (shape, dtype) in results), None, None, None, None)
 
 
 def _turned(
@@ -246,14 +258,14 @@ def _together(run: Calls, found: list[tuple[Tensor, ...]], like: Tensor) -> Floa
     grads = like.new_empty(run.rows + 2 * run.keys, w, dim)
     dq, *others = ([one[i] for one in found] for i in range(3))
     torch.cat(_in_order(run, dq), out=grads[: run.rows].unsqueeze(1))
-    zeros, bucket = like.new_zeros(4, w, dim), (-1, w, dim)
+    zeros, bucket = dq[0].new_zeros(4, w, dim), (-1, w, dim)
     around = [zeros[:n] for n in run.slots]
     halves = [[around[0], *(x.reshape(bucket) for x in _in_order(run, ones)), around[1]] for ones in others]
     slots = torch.cat([part for half in halves for part in half])
     size = w * dim
     strides = slots.numel() // 2, 3 * size, 2 * size, dim, 1
     each = slots.as_strided((2, run.keys, 3, w, dim), strides)
-    torch.sum(each, 2, out=grads[run.rows :].view(2, run.keys, w, dim))
+    torch.sum(each, 2, dtype=like.dtype, out=grads[run.rows :].view(2, run.keys, w, dim))
     return grads
 
 
@@ -317,6 +329,15 @@ def _attend_back(
     return tuple(attend_on_cpu_back(grad, q, k, values, *kept, 0.0, False, attn_mask=own, scale=scale))
 
 
+def _met_in(q: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type in which queries meet keys, and weights values."""
+    kind = q.device.type
+    if dtype != torch.float32 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return dtype
+    # float16 has no number as large as the mask's, and its gradients would have to be scaled
+    return torch.bfloat16 if torch.get_autocast_dtype(kind) == torch.bfloat16 else dtype
+
+
 def _is_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
@@ -325,11 +346,11 @@ def _check(q: Tensor, dtype: torch.dtype) -> None:
     kind, dim = q.device.type, q.shape[1]
     if kind in ("cpu", "meta"):
         return
-    if kind == "cuda" and dtype == torch.float32 and dim % ALIGNED_CHANNELS == 0:
+    if kind == "cuda" and dtype.itemsize <= 4 and dim * dtype.itemsize % ALIGNED_BYTES == 0:
         return
     raise InstallError(
         f"'fused' was asked for with kernel='sdpa', found {dim!r} channels to compute in {dtype!r} on {kind!r}; torch"
-        f" has fused kernels for CPUs, and on CUDA for float32 and a multiple of {ALIGNED_CHANNELS!r} channels:"
+        f" has fused kernels for CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64:"
         " choose kernel='products', which takes all"
     )
 
