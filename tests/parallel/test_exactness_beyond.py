@@ -4,15 +4,20 @@
     ranks         placement (S2, S5, both, strata, nodes) x attention x (nothing, S4 and sparse) x (retain, recompute,
                   stream), on 2 and 3 ranks and on sizes that neither divides
 
+Fused attention is both kernels' on one device; over ranks torch's where S4, sparse and stream are there too.
+
 What is compared is that of test_exactness_matrix.py, where all subsets of S2 to S5 are. Here nothing is left out but
 what `conflicts` and the decoder rule out.
 """
 
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from lightning_amp.planning.plan.specs import FusedAttention, Spec
 from lightning_amp.planning.plan.strategies import conflicts, in_order
 from tests.parallel.sharded_cases import (
     Case,
@@ -56,6 +61,15 @@ def legal(case: Case, chosen: tuple[str, ...]) -> bool:
     return attends and bool(OURS & set(chosen)) and not any(conflicts(chosen))
 
 
+def kernels(
+    chosen: tuple[str, ...], *, beside: AbstractSet[str] = frozenset()
+) -> Iterator[Mapping[str, Spec]]:
+    """The specs to replace: none, and those for torch's kernel of fused attention beside some strategies."""
+    yield {}
+    if {"fused", *beside} <= set(chosen):
+        yield {"fused": FusedAttention(kernel="sdpa")}
+
+
 def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
     """How many combinations this rank has compared, and what differs."""
     mesh = model_mesh(world_size)
@@ -65,8 +79,9 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
         for chosen in SHARDED:
             if legal(case, chosen):
                 compared += 1
-                found = sharded(case, chosen, mesh, STEPS)
-                wrong += [f"{name} {'+'.join(chosen)}: {line}" for line in differences(found, expected)]
+                for specs in kernels(chosen, beside={"S4", "sparse", "stream"}):
+                    found = differences(sharded(case, chosen, mesh, STEPS, specs=specs), expected)
+                    wrong += [f"{name} {'+'.join(chosen)} {specs}: {line}" for line in found]
     return compared, wrong
 
 
@@ -89,7 +104,7 @@ def test_every_combination_on_one_device(name: str) -> None:
     case = CASES[name]
     expected = reference(case, STEPS)
     for chosen in LOCAL:
-        if legal(case, chosen):
+        for specs in kernels(chosen) if legal(case, chosen) else ():
             model = Model(case)
-            found = train(model, STEPS, install(model, make_plan(chosen, 1)))
-            assert not differences(found, expected), chosen
+            found = train(model, STEPS, install(model, make_plan(chosen, 1, specs)))
+            assert not differences(found, expected), (chosen, specs)
