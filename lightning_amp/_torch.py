@@ -12,6 +12,7 @@ from torch import _foreach_add_ as add_each
 from torch import _foreach_copy_ as copy_each
 from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
+from torch import _foreach_neg_ as negate_each
 
 # the backward pass of a softmax in one kernel, to memory that is there
 from torch import _softmax_backward_data as softmax_backward
@@ -80,13 +81,18 @@ __all__ = [
     "is_watched",
     "make_fx",
     "multiplies_in_tf32",
+    "negate_each",
     "scale_each",
     "softmax_backward",
+    "softplus_backward",
     "times_each",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
 ]
+
+# factor * sigmoid(beta x) in one kernel, to memory that is there
+softplus_backward = torch.ops.aten.softplus_backward.grad_input
 
 
 def is_watched() -> bool:

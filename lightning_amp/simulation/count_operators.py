@@ -84,7 +84,8 @@ class OperatorCounter(TorchDispatchMode):
 
 def _is_view(operator: Any) -> bool:
     returns = operator._schema.returns
-    return all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    # what returns nothing, as foreach operators in place do, is no view
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _waits(operator: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:

@@ -30,6 +30,12 @@ def test_views_and_memory_are_no_kernels() -> None:
     assert counter.bytes == 4 * (12 + 3 + 12)
 
 
+def test_an_operator_in_place_on_several_tensors_is_a_kernel() -> None:
+    with OperatorCounter() as counter:
+        torch._foreach_neg_([torch.ones(3), torch.ones(2)])
+    assert counter.kernels == 3
+
+
 @pytest.mark.parametrize(
     "look",
     [

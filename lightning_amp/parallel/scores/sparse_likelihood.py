@@ -11,7 +11,11 @@
 `least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
 is found by trying, and 0 for most.
 
-Exact up to rounding, in value and gradients: a count that is not zero takes no part in the first, so nothing cancels.
+Few operators on all of them: n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not zero,
+q - n is set to minus infinity, which leaves no additional zero there; what it has beside that is added in its place.
+
+Exact up to rounding, in value and gradients: log p of a zero is not computed with where a count is not zero, so nothing
+cancels.
 No collectives. What shrinks: lgamma and psi are computed only for the counts that are not zero, and of all [B, F_k]
 that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
 pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
@@ -39,7 +43,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp._torch import times_each
+from lightning_amp._torch import negate_each, softplus_backward, times_each
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
@@ -180,23 +184,32 @@ def _sum(
     runs = _runs(arguments[0])
     found = entries(x, runs, dtype=dtype)
     form.check(found.value)
-    cells, features = arguments[0].shape
+    log_mu, log_theta, zi = arguments
+    cells, features = log_mu.shape
     index = found.index(features)
-    others = _others(found, _at_entries(found.column, index, arguments, dtype), bool(gradients))
-    work = arguments[0].new_empty(3, cells * runs[0].stop, dtype=dtype)
+    # r lies where the gradient of log_mu comes to lie
+    r = gradients[0] if gradients else torch.empty(log_mu.shape, dtype=dtype, device=log_mu.device)
+    torch.sub(log_mu, log_theta.to(dtype), out=r)
+    others = _others(found, index, r, log_theta, bool(gradients))
+    work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
         # a simulation: without values, whole chunks are alike
         if work.is_meta and 0 < k < len(runs) - 1:
             continue
-        width, whole = run.stop - run.start, len(runs) == 1
-        chunk = work[:, : cells * width].view(3, cells, width)
-        own = [[t if whole else t[:, run] for t in some] for some in (arguments, gradients)]
-        places = index if whole else found.places(k)
-        terms = [t if whole else t[found.own(k)] for t in others]
-        totals.append(_zeros(chunk, places, [t.to(dtype) for t in own[0]], form.least, own[1], terms))
+        if len(runs) == 1:
+            totals.append(
+                _zeros(work, index, r, (log_theta.to(dtype), zi.to(dtype)), form.least, gradients, others)
+            )
+            continue
+        width = run.stop - run.start
+        chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
+        tables = [t[:, run].to(dtype) for t in (log_theta, zi)]
+        terms = [t[found.own(k)] for t in others]
+        own = [t[:, run] for t in gradients]
+        totals.append(_zeros(chunk, found.places(k), r[:, run], tables, form.least, own, terms))
     if gradients:
-        gradients[0].view(-1).index_copy_(0, index, others[1])
+        gradients[0].view(-1).index_add_(0, index, others[1])
     return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
@@ -212,38 +225,47 @@ def _runs(log_mu: Tensor) -> list[slice]:
 def _zeros(
     work: Tensor,
     places: Tensor,
-    arguments: Sequence[Tensor],
+    r: Tensor,
+    tables: Sequence[Tensor],
     least: float,
     gradients: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> Tensor:
-    """Terms of some columns: those of the zeros, and at their `places` in the flat chunk those of the others."""
-    log_mu, log_theta, zi = arguments
-    r, softplus, p = work
+    """Terms of some columns: those of zeros, and with them, at their `places` in the flat chunk, those of the others.
+
+    Where there are gradients, that of log_mu is put in place of r, all but what the others add to it.
+    """
+    log_theta, zi = tables
+    p, softplus, odds = work.unbind()
     q, inflated = _additional(zi, least)
-    theta = log_theta.exp()
-    torch.sub(log_mu, log_theta, out=r)
+    # minus theta, and minus softplus(zi)
+    theta, missing = log_theta.exp(), _softplus(zi)
+    negate_each([theta, missing])
     _softplus(r, out=softplus)
-    # n - softplus(zi), and with it log(e^n + e^q)
-    torch.addcmul(_softplus(zi).neg_(), theta, softplus, value=-1, out=p)
-    torch.logaddexp(p, inflated, out=p).view(-1).index_copy_(0, places, others[0])
-    total: Tensor = p.sum()
+    # n - softplus(zi): what a count that is not zero begins with; and from it log(e^n + e^q)
+    torch.addcmul(missing, theta, softplus, out=p)
+    flat = p.view(-1)
+    value = flat.index_select(0, places).add_(others[0])
+    torch.logaddexp(p, inflated, out=p)
+    total: Tensor = flat.index_copy_(0, places, value).sum()
     if gradients:
-        of_mu, of_theta, of_zi = gradients
-        torch.sigmoid(r, out=of_mu)
+        _, of_theta, of_zi = gradients
         # q - n: its sigmoid is the share of the additional zeros, of which the others are none
-        torch.addcmul(q, theta, softplus, out=p)
-        share = torch.sigmoid(p, out=r)
-        share.view(-1).index_fill_(0, places, 0.0)
-        _into(of_zi, share.mul_((zi - q).exp()) if least else share)
-        of_zi.sub_(zi.sigmoid(), alpha=len(log_mu) if len(of_zi) == 1 else 1)
-        scale = p.neg_().sigmoid_().mul_(-theta)
-        of_mu.mul_(scale)
+        torch.addcmul(q, theta, softplus, value=-1, out=odds).view(-1).index_fill_(0, places, -math.inf)
+        # minus theta sigmoid(n - q), and times sigmoid(r)
+        scale = _times_sigmoid(theta, odds, sign=-1, out=p)
+        of_mu = _times_sigmoid(scale, r, out=r)
+        share = odds.sigmoid_()
+        if least:
+            share.mul_((zi - q).exp())
         # minus the gradient of log_theta
-        torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus)
-        softplus.view(-1).index_copy_(0, places, others[2])
-        _into(of_theta, softplus)
-        of_theta.neg_()
+        torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus).view(-1).index_add_(
+            0, places, others[2]
+        )
+        minus_theta, share = _rows(work[1:], (of_theta, of_zi))
+        torch.neg(minus_theta, out=of_theta)
+        torch.sigmoid(zi, out=missing)
+        torch.sub(share, missing, alpha=len(r) if len(of_zi) == 1 else 1, out=of_zi)
     return total
 
 
@@ -256,56 +278,62 @@ def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
     return torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
 
 
-class _AtEntries(NamedTuple):
-    """Numbers at the counts that are not zero: r, theta, lgamma(theta) + softplus(zi), psi(theta)."""
+def _others(
+    found: Entries, index: Tensor, r: Tensor, log_theta: Tensor, with_gradients: bool
+) -> list[Tensor]:
+    """What the counts that are not zero have, beside n - softplus(zi), and the gradients of it.
 
-    r: Tensor
-    theta: Tensor
-    missing: Tensor
-    psi: Tensor
-
-
-def _at_entries(column: Tensor, index: Tensor, arguments: Sequence[Tensor], dtype: torch.dtype) -> _AtEntries:
-    def at(table: Tensor) -> Tensor:
-        return table.reshape(-1).index_select(0, column if len(table) == 1 else index).to(dtype)
-
-    def made(log_theta: Tensor, zi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        theta = log_theta.exp()
-        return log_theta, theta, torch.lgamma(theta).add_(_softplus(zi)), torch.digamma(theta)
-
-    log_mu, *tables = arguments
-    if max(t.numel() for t in tables) < len(column):
-        # each number of a table is met many times: its functions are computed once
-        stacked = torch.stack(made(*(t.to(dtype) for t in tables)))
-        found = stacked.view(4, -1).index_select(1, column if len(tables[0]) == 1 else index).unbind()
-    else:
-        found = made(*map(at, tables))
-    log_theta, *others = found
-    return _AtEntries(at(log_mu) - log_theta, *others)
-
-
-def _others(found: Entries, at: _AtEntries, with_gradients: bool) -> list[Tensor]:
-    """Terms of the counts that are not zero, the gradients of their log_mu and minus those of their log_theta."""
-    r, theta, missing, psi = at
+    Returns:
+        lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + x log sigmoid(r), its gradient of log_mu, and minus that of
+        log_theta.
+    """
     x = found.value
-    shape = x + theta
-    value = torch.lgamma(shape).sub_(missing).sub_(found.log_factorial)
-    softplus, opposite = _softplus(r), -r
-    # n + x log sigmoid(r)
-    value.addcmul_(theta, softplus, value=-1).addcmul_(x, _softplus(opposite), value=-1)
+    r = r.view(-1).index_select(0, index)
+    theta, gammas = _gammas(x, log_theta, found.column if len(log_theta) == 1 else index, with_gradients)
+    # log sigmoid(r)
+    value = torch.sub(gammas[0], found.log_factorial).addcmul_(x, F.softplus(r, -1.0, EXACT))
     if not with_gradients:
         return [value]
-    # two sigmoids: 1 - sigmoid(r) would have no digits left where r is large
-    of_mu = opposite.sigmoid_().mul_(x).addcmul_(theta, r.sigmoid_(), value=-1)
-    of_theta = torch.addcmul(of_mu, theta, shape.digamma_().sub_(psi).sub_(softplus), value=-1)
-    return [value, of_mu, of_theta]
+    # not x - x sigmoid(r), which has no digits left where r is large
+    of_mu = _times_sigmoid(x, r, sign=-1, out=r.new_empty(r.shape))
+    return [value, of_mu, torch.addcmul(of_mu, theta, gammas[1], value=-1)]
 
 
-def _into(table: Tensor, values: Tensor) -> None:
-    if len(table) == 1:
-        torch.sum(values, dim=0, keepdim=True, out=table)
-    else:
-        table.copy_(values)
+def _gammas(
+    x: Tensor, log_theta: Tensor, place: Tensor, with_gradients: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi."""
+    functions = (torch.lgamma, torch.digamma)[: 1 + with_gradients]
+    if log_theta.numel() < len(x) and not launches_operators(x):
+        # each number of the table is met many times: its functions are computed once
+        table = log_theta.to(x.dtype).exp().view(-1)
+        rows = torch.stack([table, *(function(table) for function in functions)])
+        theta, *known = rows.index_select(1, place).unbind()
+        shape = x + theta
+        return theta, [function(shape).sub_(own) for function, own in zip(functions, known, strict=True)]
+    both = x.new_empty(2, len(x))
+    theta, shape = both.unbind()
+    torch.exp(log_theta.reshape(-1).index_select(0, place).to(x.dtype), out=theta)
+    torch.add(x, theta, out=shape)
+    values = x.new_empty(len(functions), 2, len(x))
+    for function, out in zip(functions, values.unbind(), strict=True):
+        function(both, out=out)
+    of_theta, of_shape = values.unbind(1)
+    return theta, (of_shape - of_theta).unbind()
+
+
+def _rows(values: Tensor, tables: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers of all cells, [2, cell, feature], summed where a table has one row for them."""
+    if all(len(table) == 1 for table in tables):
+        return list(values.sum(1, keepdim=True).unbind())
+    return [v.sum(0, keepdim=True) if len(t) == 1 else v for v, t in zip(values, tables, strict=True)]
+
+
+def _times_sigmoid(factor: Tensor, x: Tensor, *, sign: int = 1, out: Tensor) -> Tensor:
+    """factor sigmoid(sign x), which is 0 where sign x is minus infinity."""
+    # what a gradient of softplus is times; one pass
+    found: Tensor = softplus_backward(factor, x, sign, EXACT, grad_input=out)
+    return found
 
 
 def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -169,7 +169,11 @@ def _likelihood(s: RankSizes) -> Part:
         forward, backward = (43, 13) if single else (76, 27)
         chunks = -(-s.mean_features // s.sparse_columns)
         return (
-            Pass(0, forward * s.batch_scores, ((33 if single else 37) + 30 * chunks) * blocks),
+            Pass(
+                0,
+                forward * s.batch_scores,
+                ((24 if single else 28) + (22 + (chunks > 1) * 2) * chunks) * blocks,
+            ),
             Pass(0, backward * s.batch_scores, (8 if single else 14) * blocks),
         )
     if single:
@@ -208,15 +212,15 @@ def _halo(s: RankSizes) -> Part:
 
 
 def _sums(s: RankSizes) -> Part:
-    """The stratum's gradients of u, v and its weight, added to those of the strata before."""
-    return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4)
+    """The stratum's gradients of u, v and its weight, added up; streamed, its own are kept."""
+    return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4 + s.streamed)
 
 
 PARTS: dict[str, Term[RankSizes, Part]] = {
     "convolution": Term(_convolution, "placement", of_features=False),
     "decode": Term(_decode, "placement", "features", "decode", "activations"),
     "likelihood": Term(_likelihood, "placement", "features", "likelihood", "activations"),
-    "sums": Term(_sums, "placement", of_features=False),
+    "sums": Term(_sums, "placement", "activations", of_features=False),
     "linear": Term(_linear, "placement", of_features=False),
     "attention": Term(_attention, "placement", "attention", "activations", of_features=False),
     "channels": Term(_channels, "placement", "attention", of_features=False),
