@@ -1,10 +1,15 @@
-"""Claim: operators, kernels, views and host syncs are told apart, and a decoder's step waits for no device."""
+"""Claim: operators, kernels, views and host syncs are told apart, and no step waits for a device."""
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from benchmarks.kernel_count import count
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.specs import StreamStrata
@@ -78,6 +83,47 @@ def test_a_step_of_a_decoder_waits_for_no_device(form: str, strategies: tuple[st
     found = step(FORMS[form], strategies, cells).host_syncs
     waits = [wait for wait in found if not (wait[0] == "lift_fresh" and wait[1].startswith(NO_WAIT))]
     assert not waits
+
+
+class ThirdStep(Callback):
+    """Counts the operators of a training step: both optimisers', without the loader's."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch_idx == 2:
+            self.counter = OperatorCounter()
+            self.counter.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch_idx == 2:
+            self.counter.__exit__(None, None, None)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("strategies", ["S1", "S1,S4,fused,sparse,stream"])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_step_of_the_reference_model_waits_only_for_the_places_of_dense_counts(
+    tmp_path, sparse: bool, strategies: str
+) -> None:
+    data = tmp_path / "data"
+    synthesize(data)
+    third = ThirdStep()
+    with settings_of("cuda"):
+        Trainer(
+            strategy=AMPStrategy(strategies=strategies),
+            accelerator="cpu",
+            callbacks=third,
+            max_epochs=1,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(
+            GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10),
+            datamodule=SingleCellDataModule(data, batch_size=8, sparse=sparse),
+        )
+    found = {name for name, _ in third.counter.host_syncs}
+    assert found == ({"nonzero"} if "sparse" in strategies and not sparse else set())
 
 
 def test_one_more_stratum_is_counted_without_what_comes_once() -> None:

@@ -19,6 +19,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum import ZINB
+from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.parallel.scores import sparse_likelihood as technique
 from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood, sparse_likelihood
 from tests.parallel.sharded_cases import (
@@ -96,6 +97,18 @@ def test_equals_the_dense_likelihood(name: str, rows: str) -> None:
         with torch.no_grad():
             value = SparseLikelihood()(form, *given)
         assert_close([value], expected[:1])
+
+
+@pytest.mark.parametrize("rows", [1, CELLS])
+@pytest.mark.parametrize("name", ["few", "many", "all", "no feature"])
+def test_settings_of_an_accelerator_compute_the_same(name: str, rows: int) -> None:
+    x = X[name]
+    given = arguments(*x.shape, rows=rows)
+    with settings_of("cuda"), Computed("lgamma", "lgamma_") as computed:
+        found = forward_backward(SparseLikelihood(), SparseCounts.from_dense(x), given)
+    assert_close(found, forward_backward(ZINB(), x, given))
+    # no tables of functions: theta and x + theta of every entry, and x!
+    assert computed.n == 3 * int((x != 0).sum())
 
 
 def test_a_count_that_is_no_number_is_seen_in_the_loss() -> None:
