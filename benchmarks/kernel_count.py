@@ -1,12 +1,13 @@
 """How many operators and kernels one more stratum costs, forward and backward, with the settings of an accelerator.
 
-    python -m benchmarks.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda]
+    python -m benchmarks.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda] [--write]
 
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
 entries, as the data module hands them out. In the last row fused attention is that of torch's kernels, `sdpa`. What the
 words mean: lightning_amp/simulation/count_operators.py.
+`--write` puts the counts into docs/gpu.md.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
+from benchmarks.page import ROOT, write_part
+from benchmarks.page import table as markdown
 from benchmarks.side_by_side.cases import OURS, Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
@@ -29,6 +32,7 @@ ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)
 STRATA = (2, 4)
 """Of the two decoders; the first stratum has no key, and is in both."""
+HEADER = ["plan", "cells", "kernels", "operators", "views", "host syncs", "kernels by module"]
 CHOICES: tuple[tuple[tuple[str, ...], Kernel], ...] = (
     *((chosen, "products") for chosen in ((), ("S4",), ("fused",), ("sparse",), ("stream",), OURS)),
     (OURS, "sdpa"),
@@ -145,6 +149,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--device-type", default="cuda")
+    parser.add_argument("--write", action="store_true", help="put the counts into docs/gpu.md")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
     found = [
@@ -155,19 +160,13 @@ def main() -> None:
     if arguments.format == "json":
         print(json.dumps([asdict(one) for one in found], indent=2))
         return
-    rows = [
-        (
-            _name(one),
-            str(one.cells),
-            f"{one.kernels_per_stratum:g}",
-            f"{one.operators_per_stratum:g}",
-            f"{one.views:g}",
-            str(one.host_syncs),
-            ", ".join(f"{name} {n:g}" for name, n in one.parts.items()),
+    rows = [_row(one) for one in found]
+    if arguments.write:
+        write_part(
+            ROOT / "docs" / "gpu.md", "kernel_count", markdown(HEADER[:-1], [row[:-1] for row in rows])
         )
-        for one in found
-    ]
-    print(table(("plan", "cells", "kernels", "operators", "views", "host syncs", "kernels by module"), rows))
+        return
+    print(table(HEADER, rows))
     for one in found:
         for line in one.waits:
             print(f"{_name(one)}, {one.cells} cells: the host waits for {line}")
@@ -176,6 +175,18 @@ def main() -> None:
 def _name(count: Count) -> str:
     kernel = "" if count.attention == "products" else f" ({count.attention})"
     return (",".join(count.strategies) or "eager") + kernel
+
+
+def _row(one: Count) -> list[str]:
+    return [
+        _name(one),
+        str(one.cells),
+        f"{one.kernels_per_stratum:g}",
+        f"{one.operators_per_stratum:g}",
+        f"{one.views:g}",
+        str(one.host_syncs),
+        ", ".join(f"{name} {n:g}" for name, n in one.parts.items()),
+    ]
 
 
 if __name__ == "__main__":
