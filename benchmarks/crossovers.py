@@ -1,4 +1,4 @@
-"""Where which technique pays on a GPU, as the time model predicts it.
+"""For which sizes a technique pays on a GPU, as the time model predicts it.
 
     python -m benchmarks.crossovers [--write]
 
@@ -74,12 +74,16 @@ def compare(anchors: int, cells: int, devices: Sequence[str] = tuple(MEMORY_GIB)
     return found
 
 
-def first(found: Sequence[Compared], technique: str) -> str:
-    """From how many anchors on a technique pays, up to the most; "never" if not there."""
-    since = None
+def where(found: Sequence[Compared], technique: str) -> str:
+    """The numbers of anchors for which a technique pays, as runs of those compared; "nowhere" without any."""
+    runs: list[list[int]] = [[]]
     for one in sorted(found, key=lambda one: one.anchors):
-        since = (since or one.anchors) if one.pays(technique) else None
-    return f"{since:,}" if since else "never"
+        if one.pays(technique):
+            runs[-1].append(one.anchors)
+        elif runs[-1]:
+            runs.append([])
+    words = [f"{run[0]:,}" + (f" to {run[-1]:,}" if len(run) > 1 else "") for run in runs if run]
+    return ", ".join(words) or "nowhere"
 
 
 def first_not_fitting(found: Sequence[Compared]) -> str:
@@ -103,14 +107,14 @@ def lines() -> Iterator[str]:
     ]
     yield from table(["N", "B", *MEMORY_GIB], rows)
     yield from paragraph(
-        """From how many anchors on the best plan with a technique is more than 2 % faster than the best
-        one without it, or alone fits; and from how many on the eager decoder does not fit."""
+        """The numbers of anchors, of those above, for which the best plan with a technique is more than 2 % faster than
+        the best one without it, or alone fits; and from how many on the eager decoder does not fit."""
     )
     rows = []
     for device in MEMORY_GIB:
         for cells in CELLS:
             some = [one for one in found if (one.device, one.cells) == (device, cells)]
-            rows.append([device, str(cells), *(first(some, t) for t in TECHNIQUES), first_not_fitting(some)])
+            rows.append([device, str(cells), *(where(some, t) for t in TECHNIQUES), first_not_fitting(some)])
     yield from table(["device", "B", *TECHNIQUES, "eager does not fit"], rows)
 
 

@@ -518,6 +518,14 @@ MUTANTS = [
     ),
     Mutant(
         "sparse",
+        "counted: operators in place on several tensors",
+        "lightning_amp/simulation/count_operators.py",
+        "return bool(returns) and all(",
+        "return all(",
+        "tests/simulation/test_count_operators.py",
+    ),
+    Mutant(
+        "sparse",
         "precision: torch's own step of softplus",
         f"{P}/scores/sparse_likelihood.py",
         "EXACT = 40.0",
