@@ -259,9 +259,8 @@ def _zeros(
         if least:
             share.mul_((zi - q).exp())
         # minus the gradient of log_theta
-        torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus).view(-1).index_add_(
-            0, places, others[2]
-        )
+        torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus)
+        softplus.view(-1).index_add_(0, places, others[2])
         minus_theta, share = _rows(work[1:], (of_theta, of_zi))
         torch.neg(minus_theta, out=of_theta)
         torch.sigmoid(zi, out=missing)
