@@ -289,11 +289,16 @@ def _stratum(activations: str, key: Key, making: Making, cells: Cells, spine: in
     return StratumBytes(
         left=left,
         spine=spine,
-        # under stream the cells have had their backward pass
-        alive=making.alive + cells.tables if activations == "stream" else left,
+        alive=_alive(left, kept, making, cells, activations),
         forward=forward_peak(key, making, cells),
         backward=backward_peak(key, making, cells),
     )
+
+
+def _alive(left: int, kept: int, making: Making, cells: Cells, activations: str) -> int:
+    if activations != "stream":
+        return left
+    return making.alive + cells.tables if cells.there_and_back else kept
 
 
 def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, int], ...]:

@@ -61,19 +61,21 @@ class Making(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """From the key to the loss, of all cells; under stream there and back, block by block.
+    """From the key to the loss, of all cells; in several blocks there and back, one after the other.
 
     Attributes:
-        kept: What is kept for the backward pass.
+        kept: What is kept for the backward pass, of one block.
         forward: The most on the way to the loss.
-        backward: The most on the way back, 0 under stream.
+        backward: The most on the way back, 0 in several blocks.
         tables: Gradients of the tables that are there before the backward pass of the key, under stream.
+        there_and_back: Whether they have had their backward pass when the stratum's forward pass ends.
     """
 
     kept: int
     forward: int
     backward: int
-    tables: int
+    tables: int = 0
+    there_and_back: bool = False
 
 
 def forward_peak(key: Key, making: Making, cells: Cells) -> int:
@@ -85,7 +87,7 @@ def forward_peak(key: Key, making: Making, cells: Cells) -> int:
 
 
 def backward_peak(key: Key, making: Making, cells: Cells) -> int:
-    """The most that it holds in its backward pass; under stream that of the cells is over before."""
+    """The most that it holds in its backward pass; that of several blocks of cells is over before."""
     made = key.kept + making.kept
     # attention's own backward pass comes after the feed-forward layer's, when what that has kept is gone
     of_key = making.back
@@ -130,12 +132,14 @@ def _cells(s: RankSizes) -> Cells:
     kept = sum(likelihood_terms(s).values())
     forward, backward = kept + s.element * _passing(s), kept + s.element * _passing_back(s)
     if not s.streamed:
-        return Cells(kept, forward, backward, 0)
-    # the gradients of the tables, and of the key: that of the block, and the sum so far
-    blocks = -(-s.cells // s.block)
-    keys = s.element * s.latents * min(2, blocks)
+        return Cells(kept, forward, backward)
     tables = sum(table_terms(s).values())
-    return Cells(kept, tables + max(forward + keys - s.element * s.latents, backward, keys), 0, tables)
+    if s.blocks == 1:
+        return Cells(kept, forward, backward, tables)
+    # the gradients of the tables, and of the key: that of the block, and the sum so far
+    keys = s.element * s.latents
+    there_and_back = tables + max(forward + keys, backward, 2 * keys)
+    return Cells(kept, there_and_back, 0, tables, there_and_back=True)
 
 
 KEY = Term(_key, "placement", "features", "decode", "activations")

@@ -32,8 +32,12 @@ from lightning_amp.planning.time.collectives import (
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
-PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sparse": 20}
-"""What a choice adds to a stratum beside its kernels, in kernels that take as long: views, and Python of its own."""
+PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sparse": 40}
+"""What a choice adds to a stratum beside its kernels, in kernels that take as long: views, and Python of its own.
+
+Fitted on a CPU. Where kernels are launched, operators of fused attention and of the sparse likelihood were counted to
+be fewer than those of what they replace, and nothing is added for them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +126,9 @@ def _sending_seconds(s: TimedSizes) -> float:
 
 
 def _python_seconds(s: TimedSizes) -> float:
-    leaves = s.attends * PYTHON.get(s.axes.attention, 0) + PYTHON.get(s.axes.likelihood, 0)
+    leaves = 0
+    if not s.launched:
+        leaves = s.attends * PYTHON.get(s.axes.attention, 0) + PYTHON.get(s.axes.likelihood, 0)
     kernels = PYTHON.get(s.axes.activations, 0) + (1 + s.recomputed) * leaves
     return kernels * s.rates.overhead_seconds
 
