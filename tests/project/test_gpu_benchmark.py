@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -65,7 +66,9 @@ def start(*words: object) -> "subprocess.Popen[str]":
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    # where the tests were started in the background, an interrupt is ignored by them and by what they start
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heard, **pipes)
 
 
 @pytest.mark.ranks
