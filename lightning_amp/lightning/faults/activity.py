@@ -1,7 +1,7 @@
 """What a rank is doing, read from the stack of its main thread: nothing has to be noted while it trains.
 
 The hook is the innermost function on the stack that has the name of one of Lightning's hooks; a rank waits for others
-while the innermost frames are torch.distributed's.
+while the innermost frames are torch.distributed's, or that of our own wait for a collective that is on its way.
 
 Known limit: on CUDA a rank waits for the device, not in a collective, so it is not known to wait for other ranks.
 """
@@ -19,6 +19,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
+from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "backward")
 OWNED = (pl.Callback, ModelHooks, DataHooks, CheckpointHooks)
 HOOKS = {
@@ -31,6 +33,8 @@ LOADER = "torch/utils/data/dataloader.py"
 # by their folders, for a user's own folder may be called lightning
 FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))
 LIBRARIES = (*(f"{Path(folder).as_posix()}/" for folder in FOLDERS), "<frozen", sysconfig.get_path("stdlib"))
+WAITS = {wait_in_all_reduce.__code__: "all_reduce"}
+"""Functions of ours that wait for other ranks, and in what."""
 INNERMOST = 6
 """Frames among which torch.distributed's are looked for."""
 
@@ -80,8 +84,8 @@ def _doing(frames: Iterable[tuple[FrameType, int]], trainer: pl.Trainer | None) 
     hook = where = waiting = ""
     for depth, (frame, line) in enumerate(frames):
         file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-        if not waiting and depth < INNERMOST and "/torch/distributed/" in file and not hook:
-            waiting = name
+        if not waiting and depth < INNERMOST and not hook:
+            waiting = name if "/torch/distributed/" in file else WAITS.get(frame.f_code, "")
         if not where and not hook and not file.startswith(LIBRARIES):
             where = f"{Path(file).name}:{line} in {name}"
         if not hook and file.endswith(LOADER):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.data.batch_parts import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
 
 
 def count_cells(batch: object) -> int | None:
@@ -68,7 +69,7 @@ class CellWeight:
     def value(self) -> float:
         """The weight. Exactly 1.0 where ranks hold equally many."""
         if self._travelling is not None:
-            self._travelling.wait()
+            wait_in_all_reduce(self._travelling)
             self._travelling, self._weight = None, self._of(self._cells)
         return self._weight
 

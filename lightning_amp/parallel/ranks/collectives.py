@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
@@ -32,6 +33,12 @@ Collective = Callable[[DeviceMesh, Tensor], Tensor]
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _REDUCE_SCATTER = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def wait_in_all_reduce(work: Work | None) -> None:
+    """Wait for an all-reduce that is on its way; by this function a rank is known to wait for others (faults)."""
+    assert work is not None, "a rank of the group waits for it"
+    work.wait()
 
 
 def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:

@@ -187,8 +187,7 @@ class _Normalize(torch.autograd.Function):
         dx = dy * _along(scale, x)
         per_value = scale / count
         slope = per_value * rstd.square()
-        assert travelling is not None, "a rank of the group waits for it"
-        travelling.wait()
+        collectives.wait_in_all_reduce(travelling)
         total, tilt = sums.chunk(2)
         dx.sub_(_along(total * per_value, x)).sub_(deviation.mul_(_along(tilt * slope, x)))
         return dx.to(x.dtype), d_weight, d_bias, *[None] * 5

@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_amp._torch import copy_each
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
 
 MIB = 2**20
 ALONE = MIB
@@ -253,8 +254,7 @@ class GradientSync:
         work = all_reduce(flat, group=ranks, async_op=True)
 
         def arrive() -> None:
-            assert work is not None, "a rank of the group waits for it"
-            work.wait()
+            wait_in_all_reduce(work)
             if not alone:
                 pieces = torch.split(flat, [grad.numel() for grad in bucket])
                 # at once, for every operator has its price

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.cli import main as cli
-from lightning_amp.cli import request
+from lightning_amp.cli import profile
 from lightning_amp.lightning.faults.activity import Doing
 from lightning_amp.lightning.faults.detector import ASKED_GRACE_S, GRACE_S, Detector, Limits
 from lightning_amp.lightning.faults.fault import Fault
@@ -81,6 +81,6 @@ def test_the_command_line_ends_with_130(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(request, "read", interrupt)
+    monkeypatch.setattr(profile, "read", interrupt)
     assert cli.main(["profile", "anything"]) == 130
     assert capsys.readouterr().err == "lightning-amp: interrupted\n"
