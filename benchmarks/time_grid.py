@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.side_by_side.cases import Case, Method, Size
 from benchmarks.side_by_side.training import Training
 from lightning_amp.lightning.strategy.hardware import make_mesh
-from lightning_amp.lightning.strategy.keep_freed_memory import keep_freed_memory
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.decoder_only import profile_of_module
@@ -173,8 +172,6 @@ def measure(out: Path, *, ranks: int, threads: int, seconds: float) -> None:
 
 def _measure_rank(rank: int, todo: list[Size], request: dict) -> None:  # type: ignore[type-arg]
     torch.set_num_threads(request["threads"])
-    # as the strategy does
-    keep_freed_memory(torch.device("cpu"), 2**34)
     ranks, threads = request["ranks"], request["threads"]
     if ranks > 1:
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(request["port"])}

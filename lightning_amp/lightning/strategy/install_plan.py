@@ -29,7 +29,6 @@ from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
 from lightning_amp.lightning.steps.step_time import put_first
 from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
-from lightning_amp.lightning.strategy.keep_freed_memory import keep_freed_memory
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
 from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.strategy.request import Request
@@ -85,7 +84,6 @@ class InstalledPlan:
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
-            keep_freed_memory(self._here.device, self._plan.budget_bytes or 0)
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)
         check_precision(installed, self._trainer.precision_plugin)
