@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -139,10 +140,12 @@ class Installed:
         partial: Parameters of which every rank of the model axis has a part of the gradient: they need one sum; each of
             them is there once.
         sharded: Parameters that were replaced by this rank's shard.
+        forwards: Modules that run something else than their class's `forward`, by name.
     """
 
     def __init__(self) -> None:
         self.swaps: list[Swap] = []
+        self.forwards: dict[str, nn.Module] = {}
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
 
@@ -151,6 +154,9 @@ class Installed:
         while self.swaps:
             swap = self.swaps.pop()
             swap.parent._modules[swap.name] = swap.old
+        for changed in self.forwards.values():
+            vars(changed).pop("forward", None)
+        self.forwards = {}
 
     def redo(self, swaps: Sequence[Swap]) -> None:
         """Put the modules in again that were undone."""
@@ -179,9 +185,22 @@ class Installed:
             _check_hooks(path, parent._modules[name])
             self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
             parent._modules[name] = new
+        for relative, forward in change.forwards.items():
+            path = ".".join(part for part in (fqn, relative) if part)
+            self._set_forward(path, part(module, path), forward)
         # strata may share a parameter
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
+
+    def _set_forward(self, fqn: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        if "forward" in vars(module):
+            raise InstallError(
+                f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"
+                f" {module.forward!r}; leave it as its class has it, or take the rule out of the plan"
+            )
+        # not a closure: a deep copy of the module would run the original's parameters
+        module.forward = partial(forward, module)
+        self.forwards[fqn] = module
 
 
 def install(

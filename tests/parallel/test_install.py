@@ -1,6 +1,7 @@
 """Claim: a plan's rules are installed all or not at all, on the modules they name, and can be undone."""
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -138,3 +139,35 @@ def test_the_wide_layers_are_those_outside_the_decoder() -> None:
     shape = describe(model, batch_size=5)
     assert shape.wide_layers == ("encoder.0",)
     assert shape.wide_weight_bytes == 4 * 4 * features
+
+
+class _Twice:
+    """A forward that computes what the class's own does, twice over."""
+
+    def __call__(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The class's own, added to itself."""
+        return 2 * type(module).forward(module, x)
+
+
+def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    x, installed = torch.ones(1, 3), Installed()
+    plain = module(x)
+    installed.apply("0", Change({}, forwards={"": _Twice()}), module)
+    assert torch.equal(module(x), 2 * plain)
+    twin = copy.deepcopy(module)
+    nn.init.zeros_(twin[0].weight)
+    assert torch.equal(twin(x), 2 * twin[0].bias[None]), "a copy runs its own parameters"
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), 2 * plain)
+    installed.undo()
+    assert torch.equal(module(x), plain)
+    assert "forward" not in vars(module[0])
+
+
+def test_a_forward_that_somebody_has_set_is_not_overwritten() -> None:
+    module, installed = nn.Sequential(nn.Linear(3, 3)), Installed()
+    module[0].forward = theirs = lambda x: x
+    with pytest.raises(InstallError, match="set by somebody else"):
+        installed.apply("0", Change({}, forwards={"": _Twice()}), module)
+    installed.undo()
+    assert module[0].forward is theirs

@@ -1,7 +1,8 @@
 """What a technique asks to be changed in a module; `install` carries it out, and can undo it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -17,8 +18,11 @@ class Change:
         partial: Parameters of which every rank of the model axis computes a part of the gradient; the loss reaches them
             through `collectives.leave`, or another node that says on which side it is (ranks/check_region.py).
         sharded: Parameters that the new modules hold a shard of, in place of the whole.
+        forwards: What modules that stay run instead of their class's `forward`, by their name as in `swaps`; called as
+            `forward(module, *args, **kwargs)`. It can be copied with the module, and pickled.
     """
 
     swaps: Mapping[str, nn.Module]
     partial: Sequence[nn.Parameter] = ()
     sharded: Sequence[ShardedParameter] = ()
+    forwards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
