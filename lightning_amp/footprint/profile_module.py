@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,6 +28,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
 
+R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"
 STEPS = 1000
 """Length of an epoch as a scheduler sees it; two steps of it are run."""
@@ -45,6 +46,29 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
     Raises:
         ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
     """
+    found, reason = counted_step(module, batch, batch_size, StepRecorder)
+    return summarize(
+        found.lives,
+        found.work,
+        found.head,
+        measured=REAL if reason else FAKE,
+        reason=reason,
+        batch_size=length_of(batch) if batch_size is None else batch_size,
+    )
+
+
+def counted_step(
+    module: LightningModule, batch: Any, batch_size: int | None, make: Callable[[LightningModule], R]
+) -> tuple[R, str]:
+    """What `make` returns for a copy of the module, after the second step; and why it is a step with values, if it is.
+
+    Args:
+        module, batch, batch_size: As of `profile_module`.
+        make: Makes the recorder that counts the step.
+
+    Raises:
+        ModelError: As `profile_module`.
+    """
     if not isinstance(module, LightningModule):
         raise ModelError(
             f"a profile of a training step was asked for, {type(module).__name__!r} was found; give a LightningModule"
@@ -52,29 +76,24 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
-    length = length_of(batch) if batch_size is None else batch_size
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = copy_of(module, fake)
-        found, reason = _run(twin, fake_batch(batch, fake, batch_size), fake), ""
+        return _run(twin, fake_batch(batch, fake, batch_size), fake, make), ""
     except ModelError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        found = _run_with_values(module, batch, batch_size, error)
-    return summarize(
-        found.lives,
-        found.work,
-        found.head,
-        measured=REAL if reason else FAKE,
-        reason=reason,
-        batch_size=length,
-    )
+        return _run_with_values(module, batch, batch_size, error, make), reason
 
 
 def _run_with_values(
-    module: LightningModule, batch: Any, batch_size: int | None, cause: Exception
-) -> StepRecorder:
+    module: LightningModule,
+    batch: Any,
+    batch_size: int | None,
+    cause: Exception,
+    make: Callable[[LightningModule], R],
+) -> R:
     name = type(module).__name__
     if any(tensor.is_meta for tensor in module.state_dict().values()):
         raise ModelError(
@@ -83,7 +102,7 @@ def _run_with_values(
         ) from cause
     longer = batch if batch_size is None else resize(batch, batch_size)
     try:
-        return _run(copy_of(module, None), longer, None)
+        return _run(copy_of(module, None), longer, None, make)
     except Exception as error:
         raise ModelError(
             f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
@@ -91,8 +110,11 @@ def _run_with_values(
         ) from error
 
 
-def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> StepRecorder:
-    counter = _Count(module, fake)
+def _run(
+    module: LightningModule, batch: Any, fake: FakeTensorMode | None, make: Callable[[LightningModule], R]
+) -> R:
+    recorder = make(module)
+    counter = _Count(recorder, fake)
     # what the module would download is not part of a step
     module.prepare_data = lambda: None  # type: ignore[method-assign]
     for child in module.modules():
@@ -114,7 +136,7 @@ def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> St
         )
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
-    return counter.recorder
+    return recorder
 
 
 def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
@@ -174,8 +196,8 @@ class _Here(SingleDeviceStrategy):
 class _Count(Callback):
     """Enters the fake mode for both steps, and counts the second."""
 
-    def __init__(self, module: LightningModule, fake: FakeTensorMode | None) -> None:
-        self.recorder = StepRecorder(module)
+    def __init__(self, recorder: StepRecorder, fake: FakeTensorMode | None) -> None:
+        self.recorder = recorder
         self._fake, self._entered, self._counting = fake, ExitStack(), False
 
     def __enter__(self) -> None:

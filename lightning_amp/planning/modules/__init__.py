@@ -1,0 +1,1 @@
+"""Plans of any module: which of its blocks are computed again in the backward pass."""
