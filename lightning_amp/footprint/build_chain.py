@@ -54,8 +54,8 @@ class _Span:
         start: First operator of its forward pass; `end`, `back_start` and `back_end` likewise.
         asks: Operator of its backward pass before which it is recomputed.
         last_kept: Operator of its forward pass after which no more is kept.
-        kept: Bytes of private storages at every operator of the forward pass, not recomputed. While storages are placed,
-            this and the following are changes, which are added up afterwards.
+        kept: Bytes of private storages at every operator of the forward pass, not recomputed. While storages are
+            placed, this and the following are changes, which are added up afterwards.
         dropped: The same, recomputed.
         again: Bytes of all that the forward pass makes, when it is recomputed.
         back: Bytes of private storages at every operator of the backward pass.
