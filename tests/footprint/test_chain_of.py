@@ -37,35 +37,6 @@ def real_peak(module: Any, batch: Any, names: Sequence[str]) -> int:
         installed.undo()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_peak_of_every_choice_in_eight_modules(name: str) -> None:
-    chain = chain_of(*make(name))
-    assert chain.measured == "fake tensors", chain.reason
-    assert [block.fixed for block in chain.blocks] == [""] * len(chain.blocks)
-    for names in choices(chain):
-        module, batch = make(name)
-        found = peak_bytes(chain, names)
-        assert found == pytest.approx(real_peak(module, batch, names), rel=0.01), names
-        recompute(module, names)
-        # 1 kB: what batch norm's statistics need to be put back
-        assert found == pytest.approx(profile_module(module, batch).peak_bytes, abs=1000), names
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("wide_mlp", "gpt2")])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_is_chosen_trains_within_the_budget(name: str) -> None:
-    module, batch = make(name)
-    chain = chain_of(module, batch)
-    budget = peak_bytes(chain, ()) * 3 // 4
-    found = choose(chain, budget)
-    assert found is not None
-    assert len(found.recomputed) > 0
-    assert real_peak(module, batch, found.recomputed) <= 1.01 * budget
-
-
 class Chained(Small):
     """Blocks one after the other, or as `order` says."""
 
@@ -216,3 +187,32 @@ def test_the_module_stays_as_it_is() -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert module.net[1].calls == 0
     assert not any("forward" in vars(block) for block in module.net)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_peak_of_every_choice_in_eight_modules(name: str) -> None:
+    chain = chain_of(*make(name))
+    assert chain.measured == "fake tensors", chain.reason
+    assert [block.fixed for block in chain.blocks] == [""] * len(chain.blocks)
+    for names in choices(chain):
+        module, batch = make(name)
+        found = peak_bytes(chain, names)
+        assert found == pytest.approx(real_peak(module, batch, names), rel=0.01), names
+        recompute(module, names)
+        # 1 kB: what batch norm's statistics need to be put back
+        assert found == pytest.approx(profile_module(module, batch).peak_bytes, abs=1000), names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("wide_mlp", "gpt2")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_is_chosen_trains_within_the_budget(name: str) -> None:
+    module, batch = make(name)
+    chain = chain_of(module, batch)
+    budget = peak_bytes(chain, ()) * 3 // 4
+    found = choose(chain, budget)
+    assert found is not None
+    assert len(found.recomputed) > 0
+    assert real_peak(module, batch, found.recomputed) <= 1.01 * budget
