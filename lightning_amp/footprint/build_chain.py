@@ -161,12 +161,33 @@ class _Builder:
         return bool(self._is_backward[t]) and self._orders[t] == -1
 
     def _place(self, life: Any, home: int) -> None:
-        """Count one storage where it belongs."""
-        uses = self._uses.get(id(life), [])
-        last = self._length - 1
-        own = self._held_by_python(life, uses, home)
+        """Count one storage where it belongs; `home` is the call that made it, -1 for none."""
+        own, outside, keepers = self._holders(life, home)
+        span = self._spans[home] if home >= 0 else None
+        if span is not None:
+            self._again(life, span, own, kept=home in keepers)
+        readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
+        named = id(life) in self._made_by or id(life) in self._read_by
+        if span is not None and not named and outside == own and span.end < own <= span.back_end:
+            # something that the backward pass reads holds it, and not by way of autograd
+            keepers[home] = max(own, keepers.get(home, 0))
+            own = outside = span.end
+        beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
+        if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
+            self._private(life, span, own, max(own, keepers.get(home, own)))
+            return
+        if beyond or readers:
+            self._shared(life, outside, beyond, readers)
+        else:
+            self._always(life, max([outside, *keepers.values()]))
+        if span is not None and home in keepers:
+            self._twice(life, span, keepers[home])
+
+    def _holders(self, life: Any, home: int) -> tuple[int, int, dict[int, int]]:
+        """The last operators at which a storage is held: by Python, by all outside of blocks, and by each call."""
+        uses, last = self._uses.get(id(life), []), self._length - 1
         keepers: dict[int, int] = defaultdict(int)
-        outside = own
+        own = outside = self._held_by_python(life, uses)
         for use in uses:
             end = last if use.end is None else use.end
             if use.call is None:
@@ -176,28 +197,9 @@ class _Builder:
             else:
                 # of a graph that was gone through within the forward pass
                 own, outside = max(own, end), max(outside, end)
-        if home >= 0:
-            self._again(life, home, own, keepers.get(home))
-        span = self._spans[home] if home >= 0 else None
-        beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
-        readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
-        made_inside = self._made_by.get(id(life)) is None and not self._read_by.get(id(life))
-        if span is not None and made_inside and outside == own and span.end < own <= span.back_end:
-            # something that the backward pass reads holds it, and not by way of autograd
-            beyond[home], own, outside = max(own, beyond.get(home, 0)), span.end, span.end
-        if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
-            self._private(life, span, own, max(own, keepers.get(home, own), beyond.get(home, own)))
-        elif beyond or readers:
-            self._shared(life, outside, beyond, readers)
-        else:
-            covered = max([outside, *keepers.values()])
-            self._plain[life.birth] += life.n_bytes
-            self._plain[min(covered, last) + 1] -= life.n_bytes
-            self._born[life.birth] += life.n_bytes
-        if home >= 0 and home in keepers and not (outside <= self._spans[home].end and not readers):
-            self._twice(life, home, keepers[home])
+        return own, outside, keepers
 
-    def _held_by_python(self, life: Any, uses: Sequence[Any], home: int) -> int:
+    def _held_by_python(self, life: Any, uses: Sequence[Any]) -> int:
         """The last operator at which the storage is held by something else than autograd."""
         death = self._length - 1 if life.death is None else life.death
         if not (self._values and uses):
@@ -206,10 +208,9 @@ class _Builder:
         made = self._made_by.get(id(life))
         return int(min(death, read if made is None else max(read, self._spans[made].end)))
 
-    def _again(self, life: Any, home: int, own: int, kept_until: int | None) -> None:
+    def _again(self, life: Any, span: _Span, own: int, *, kept: bool) -> None:
         """In a recomputation: as long as Python holds it, or to the end if the backward pass needs it."""
-        span = self._spans[home]
-        end = span.last_kept if kept_until is not None else min(own, span.last_kept)
+        end = span.last_kept if kept else min(own, span.last_kept)
         if end >= life.birth:
             span.again[life.birth - span.start] += life.n_bytes
             span.again[end + 1 - span.start] -= life.n_bytes
@@ -234,9 +235,13 @@ class _Builder:
         for i in readers:
             self._spans[i].inputs.add(k)
 
-    def _twice(self, life: Any, home: int, kept_until: int) -> None:
+    def _always(self, life: Any, until: int) -> None:
+        self._plain[life.birth] += life.n_bytes
+        self._plain[min(until, self._length - 1) + 1] -= life.n_bytes
+        self._born[life.birth] += life.n_bytes
+
+    def _twice(self, life: Any, span: _Span, kept_until: int) -> None:
         """A second copy from the recomputation on."""
-        span = self._spans[home]
         begin, end = span.asks, min(kept_until, span.back_end)
         if begin <= end and span.back_start <= begin:
             span.twice[begin - span.back_start] += life.n_bytes
