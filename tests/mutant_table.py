@@ -376,7 +376,7 @@ MUTANTS = [
         "fused",
         "gradient: of the softmax",
         f"{P}/attention/banded_softmax.py",
-        "softmax_backward(ds, weights, -1, self._dtype, grad_input=ds)",
+        "softmax_backward(ds, weights, out=ds)",
         "ds.mul_(weights)",
         FUSED,
     ),
