@@ -18,7 +18,7 @@ from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, same_strata, strata_of
 from lightning_amp.planning.time.device_rates import rates_for
-from lightning_amp.planning.time.model_seconds import decoder_seconds
+from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 
 DECODER = DecoderShape(
@@ -55,7 +55,7 @@ RATES = rates_for("A100")
 @pytest.mark.parametrize("devices", [1, 6])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_plan_has_the_numbers_that_it_has_when_it_is_counted_by_itself(name, devices) -> None:
-    shape = SHAPES[name]
+    shape = on_device(SHAPES[name], RATES)
     found = candidates(shape, devices=devices, budget=2**30, rates=RATES, own=frozenset({"S1"}))
     for candidate in found:
         # nothing is remembered of the plans before

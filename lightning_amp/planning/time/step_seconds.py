@@ -46,11 +46,6 @@ class TimedSizes(RankSizes):
 
     rates: Rates = CPU_CORE
 
-    @property
-    def launched(self) -> bool:
-        """Whether the device has its kernels launched, as all have but a CPU."""
-        return self.decoder.launched or self.rates.launches
-
 
 def stratum_seconds(
     decoder: DecoderShape,
