@@ -591,7 +591,7 @@ MUTANTS = [
     Mutant(
         "race",
         "state: no plan in the checkpoint",
-        f"{L}/steps/race_of_plans.py",
+        f"{L}/checkpoints/raced_plan.py",
         "return {**checkpoint, IN_CHECKPOINT: plan.to_json()}",
         "return checkpoint",
         RACE,

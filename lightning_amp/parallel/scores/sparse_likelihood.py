@@ -48,7 +48,7 @@ from lightning_amp._torch import negate_each, softplus_backward, times_each, val
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
-from lightning_amp.parallel.checks.cached_check import problem_of
+from lightning_amp.parallel.checks.cached_check import found_out
 from lightning_amp.parallel.checks.likelihood import likelihood_problem, likelihood_settings
 from lightning_amp.parallel.device_settings import launches_operators, numbers_at_a_time
 from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
@@ -69,7 +69,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
         InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
             log-probabilities of a zero-inflated negative binomial.
     """
-    problem = problem_of(leaf, _problem)
+    problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
             f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"
@@ -340,5 +340,5 @@ def _problem(leaf: nn.Module) -> str:
 
 def _like(leaf: nn.Module) -> SparseLikelihood:
     """Ours, with the settings of a likelihood; `_problem` looks whether it is one."""
-    least, whole = likelihood_settings(leaf)
+    least, whole = found_out(leaf, likelihood_settings)
     return SparseLikelihood(least=least, whole=whole)
