@@ -69,7 +69,8 @@ def _settings_of(key: nn.Module, alone: nn.Module) -> tuple[Any, ...] | None:
     parts = [key, *(child for child in kept.values() if child is not None)]
     settings = [(type(part), settings_of(part)) for part in parts]
     plain = all(own is not None for _, own in settings)
-    if not plain or any(list(part.children()) or part.state_dict() for part in parts[1:]):
+    own = [*alone.parameters(), *alone.buffers(), *(child for part in parts[1:] for child in part.children())]
+    if not plain or own:
         return None
     return *settings, *kept, *replaced
 
