@@ -80,6 +80,7 @@ __all__ = [
     "make_fx",
     "multiplies_in_tf32",
     "negate_each",
+    "past_threshold",
     "scale_each",
     "softmax_backward",
     "softplus_backward",
@@ -89,6 +90,9 @@ __all__ = [
     "tree_unflatten",
     "values_are_checked",
 ]
+
+# x where another tensor is above a threshold, else 0, in one kernel
+past_threshold = torch.ops.aten.threshold_backward.default
 
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input

@@ -351,7 +351,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "normaliser: rows that fill the last bucket",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "scores.select(-1, -1).fill_(math.log(run.missing))",
         "scores.select(-1, -1).fill_(0.0)",
         FUSED,
@@ -359,7 +359,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "scale: of scores",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5",
         "self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -1.0",
         FUSED,
@@ -375,7 +375,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "gradient: of the softmax",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "softmax_backward(ds, weights, out=ds)",
         "ds.mul_(weights)",
         FUSED,
@@ -383,7 +383,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "mask: a row with itself",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "self._with_themselves(scores, run, rows).fill_(SELF_SCORE)",
         "pass",
         FUSED,
@@ -391,7 +391,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "mask: a row with itself, one place further",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "return scores.diagonal(first, 1, 2)",
         "return scores.diagonal(first + 1, 1, 2)",
         FUSED,
@@ -399,7 +399,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "mask: keys outside the sequence",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "self._outside(scores, run).fill_(-math.inf)",
         "pass",
         FUSED,
@@ -407,7 +407,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "mask: keys after the sequence in the wrong place",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "[scores.stride(0) * (run.n_buckets - 1) + 2 * w]",
         "[scores.stride(0) * (run.n_buckets - 1) + w]",
         FUSED,
@@ -415,7 +415,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "shard: kept weights of other rows",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "return x if rows is None else x[:, rows]",
         "return x if rows is None else x[:, : rows.stop - rows.start]",
         FUSED,
@@ -423,7 +423,7 @@ MUTANTS = [
     Mutant(
         "fused",
         "shift: gradients of keys one bucket further",
-        f"{P}/attention/banded_softmax.py",
+        f"{P}/attention/bucket_work.py",
         "place, size = run.place - 1 + self._before,",
         "place, size = run.place - 1,",
         FUSED,

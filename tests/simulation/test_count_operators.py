@@ -138,8 +138,8 @@ def test_one_more_stratum_is_counted_without_what_comes_once() -> None:
 
 def test_attention_of_torch_s_kernels_is_counted_in_its_place() -> None:
     sizes = {"cells": 8, "anchors": 200, "window": 24, "dim": 8, "device_type": "cuda"}
-    products, sdpa = (count(OURS, attention=kernel, **sizes) for kernel in ("products", "sdpa"))
-    modules = {"banded_softmax", "sdpa"}
-    assert [modules & set(found.parts) for found in (products, sdpa)] == [{"banded_softmax"}, {"sdpa"}]
-    assert sdpa.kernels_per_stratum <= products.kernels_per_stratum - 25
+    products, sdpa = (count(chosen, **sizes) for chosen in (OURS, ("S4", "sdpa", "sparse", "stream")))
+    modules = {"bucket_work", "sdpa"}
+    assert [modules & set(found.parts) for found in (products, sdpa)] == [{"bucket_work"}, {"sdpa"}]
+    assert sdpa.kernels_per_stratum <= products.kernels_per_stratum - 20
     assert sdpa.host_syncs == 0
