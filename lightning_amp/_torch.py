@@ -89,6 +89,7 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "values_are_checked",
+    "whole_of",
 ]
 
 # x where another tensor is above a threshold, else 0, in one kernel
@@ -113,6 +114,11 @@ def is_watched() -> bool:
 def autograd_node() -> Any:
     """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
     return torch._C._current_autograd_node()
+
+
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view is a part of, itself for one that is none."""
+    return x if x._base is None else x._base
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -161,21 +161,27 @@ class BucketWork:
             flat = self._take("rows", *key.shape)
             # what was divided by the least norm is not normalised, so this has no gradient
             along = torch.mul(key, g, out=flat).sum((-2, -1), keepdim=True)
-            g.addcmul_(key, past_threshold(along, divisor, LEAST_NORM), value=-1).div_(divisor)
+            g.addcmul_(key, past_threshold(along, divisor, LEAST_NORM), value=-1)
+            if add_to is None:
+                g.div_(divisor)
             self._rotary.turn(torch.view_as_complex(g), (place, len(g)), back=True)
             if add_to is None:
                 from_pairs(g, key)
             else:
-                self._add_rows(g, place, add_to)
+                self._add_rows(g, divisor, place, add_to)
         return self.inside(keys) if add_to is None else None
 
-    def _add_rows(self, pairs: Tensor, place: int, rows: Tensor) -> None:
-        """Add buckets of keys in pairs, the first one's place given, to the rows [M, D] that they have as channels."""
+    def _add_rows(self, pairs: Tensor, divisor: Tensor, place: int, rows: Tensor) -> None:
+        """Add buckets of keys in pairs, divided, to the rows [M, D] that they have as channels.
+
+        Args:
+            place: Of the first bucket.
+        """
         first = (place - self._before) * self.band.window
         n = min(pairs.shape[0] * self.band.window + first, len(rows)) - max(first, 0)
-        own = pairs.view(-1, *pairs.shape[2:])[max(-first, 0) :][:n]
+        own, by = (x.view(-1, *x.shape[2:])[max(-first, 0) :][:n] for x in (pairs, divisor))
         part = rows[max(first, 0) :][:n] if n < len(rows) else rows
-        part.view(n, 2, -1).add_(own.mT)
+        part.view(n, 2, -1).addcdiv_(own.mT, by)
 
     def turn_queries(self, q: Tensor, run: Run) -> Tensor:
         """The turned queries of a run, [bucket, row, D]."""

@@ -187,13 +187,15 @@ def _turned_back(
     key, g = turned[run.rows :], grads[run.rows :]
     # what was divided by the least norm is not normalised, so this has no gradient
     along = past_threshold(torch.mul(key, g).sum(-1, keepdim=True), divisor, LEAST_NORM)
-    g.addcmul_(key, along, value=-1).div_(divisor)
+    g.addcmul_(key, along, value=-1)
+    if not alike:
+        g.div_(divisor)
     pairs = grads.view(-1, w, dim // 2, 2)
     _rotary(run, turned).turn(torch.view_as_complex(pairs), *run.places, back=True)
     if alike:
         rows, keys = pairs.view(2, -1, dim // 2, 2).mT.unbind()
         dq = turned.new_empty(len(rows), dim)
-        torch.add(rows, keys, out=dq.view(rows.shape))
+        torch.addcdiv(rows, keys, divisor.view(-1, 1, 1), out=dq.view(rows.shape))
         return dq, None
     found = torch.empty_like(turned)
     from_pairs(pairs, found)

@@ -134,8 +134,8 @@ def _fused_kernels(band: Band, again: bool, dim: int, launched: bool) -> tuple[i
     of_slabs = sum(map(turns, slabs))
     # keys: filled up, paired, their norms, at least so much, divided by; turned
     there = 4 + (around > 0 or band.keys % band.window > 0) + of_slabs
-    # gradients of keys: set to zero, of a slab six operators, by the last of which those of queries are added to
-    back = there + 2 + 6 * len(slabs) + of_slabs
+    # gradients of keys: set to zero, of a slab five operators, by the last of which those of queries are added to
+    back = there + 2 + 5 * len(slabs) + of_slabs
     for run in band.runs:
         rows, keys = band.copies(run)
         chunks, met = -(-run.own[1] // band.sizes.rows), 1 if run.n_buckets == 1 else 3
@@ -165,7 +165,7 @@ def _kernel_calls(run: Calls, *, ragged: bool, alike: bool, turns: int) -> tuple
     # paired, divided by norms; values filled up; rows put in order
     there = 2 * ragged + (1 if alike else 2) + 3 + turns + calls + (calls > 1)
     # the gradient filled up; gradients of slots added up; along the keys, and paired
-    return there, ragged + calls + 3 + 5 + turns + 1
+    return there, ragged + calls + 3 + 5 - alike + turns + 1
 
 
 def _turns(window: int, dim: int, launched: bool, buckets: int) -> int:
