@@ -6,7 +6,7 @@ The reference model trains on synthetic cells, and on those of `--data`, a direc
 the same weights and with the same cells and noise in every step; only the precision differs. Given are the largest and
 the mean relative difference of the losses from those of float64, the last loss, the share of cells whose nearest
 neighbours in the other modality are of the same type (where types are known), and the least time of a step. `--write`
-puts the table into docs/gpu.md. Differences of training grow from step to step in any precision: float32's say how much.
+puts the table into docs/gpu.md. Differences grow from step to step in any precision: those of float32 say how much.
 """
 
 import argparse
