@@ -59,11 +59,23 @@ class SameDraws(TorchFunctionMode):
 
 
 class Losses(Callback):
-    """Loss and seconds of every step."""
+    """Loss and seconds of every step.
 
-    def __init__(self) -> None:
+    Args:
+        start: The weights to begin with; filled by the first fit, whose own they are.
+    """
+
+    def __init__(self, start: dict[str, torch.Tensor]) -> None:
+        self._start = start
         self.losses: list[float] = []
         self.seconds: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Weights drawn in another type would be others."""
+        if self._start:
+            pl_module.load_state_dict(self._start)
+        else:
+            self._start.update((name, value.clone()) for name, value in pl_module.state_dict().items())
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Begin."""
@@ -77,10 +89,18 @@ class Losses(Callback):
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
 
-def train(data: Path, precision: str, strategies: str, *, epochs: int, cells: int) -> tuple[Losses, float]:
+def train(
+    data: Path,
+    precision: str,
+    strategies: str,
+    start: dict[str, torch.Tensor],
+    *,
+    epochs: int,
+    cells: int,
+) -> tuple[Losses, float]:
     """Losses and seconds of a fit, and the share of neighbours of the same type, nan where types are not known."""
     seed_everything(0, verbose=False)
-    losses = Losses()
+    losses = Losses(start)
     model = GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
     loader = SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
     trainer = Trainer(
@@ -116,8 +136,9 @@ def accuracy(batches: Any, loader: SingleCellDataModule) -> float:
 def rows(name: str, data: Path, strategies: str, *, epochs: int, cells: int) -> Iterator[list[str]]:
     """A row of the table of `HEADER` for every precision, float64 first."""
     exact: list[float] = []
+    start: dict[str, torch.Tensor] = {}
     for precision in PRECISIONS:
-        losses, share = train(data, precision, strategies, epochs=epochs, cells=cells)
+        losses, share = train(data, precision, strategies, start, epochs=epochs, cells=cells)
         exact = exact or losses.losses
         apart = [abs(a - b) / abs(b) for a, b in zip(losses.losses, exact, strict=True)]
         yield [

@@ -54,7 +54,7 @@ def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
     found = _KNOWN.get(id(whole))
     if found is None or found[0]() is not whole or found[1] != whole._version:
         found = _remember(whole, SparseCounts.from_dense(whole))
-    row, column = divmod(x.storage_offset() - whole.storage_offset(), whole.stride(0))
+    row, column = divmod(int(x.storage_offset() - whole.storage_offset()), int(whole.stride(0)))
     return found[2][row : row + x.shape[0]][:, column : column + x.shape[1]]
 
 
@@ -67,6 +67,6 @@ def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", i
 def _widths(likelihoods: type[nn.Module], module: nn.Module) -> Iterable[int]:
     """Features of the decoders that ask."""
     for part in module.modules():
-        if is_decomposed(part) and any(isinstance(leaf, likelihoods) for leaf in part.modules()):
-            strata = cast(Any, part).strata
-            yield sum(len(stratum.feature_anchor) for stratum in strata)
+        asks = any(isinstance(leaf, likelihoods) for leaf in part.modules())
+        if asks and is_decomposed(part):
+            yield sum(len(cast(Any, stratum).feature_anchor) for stratum in part.strata)

@@ -205,7 +205,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("n", "window"), [(600, 40), (620, 40), (590, 150), (130, 150)])
+@pytest.mark.parametrize(("n", "window"), [(600, 40), (620, 40), (590, 150), (130, 150), (200, 150)])
 def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(
     n: int, window: int, device: str, keep: bool
 ) -> None:
@@ -220,7 +220,7 @@ def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(
     errors = [
         (distance([a], [e]), distance([b], [e])) for a, b, e in zip(found, eager, expected, strict=True)
     ]
-    if n > window:  # of one bucket with missing rows all is in float32
+    if n > 2 * window:  # where every bucket meets the missing rows, a CPU computes in float32
         assert all(own > 1e-5 for own, _ in errors), errors
     assert all(own <= 1.1 * theirs for own, theirs in errors), errors
 
