@@ -101,7 +101,7 @@ def train(
     """Losses and seconds of a fit, and the share of neighbours of the same type, nan where types are not known."""
     seed_everything(0, verbose=False)
     losses = Losses(start)
-    model = GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
+    model = GLUE(hidden_depth=1, lam_graph=0.02, window=25)
     loader = SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
     trainer = Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
