@@ -80,6 +80,7 @@ __all__ = [
     "make_fx",
     "multiplies_in_tf32",
     "negate_each",
+    "past_threshold",
     "scale_each",
     "softmax_backward",
     "softplus_backward",
@@ -88,7 +89,11 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "values_are_checked",
+    "whole_of",
 ]
+
+# x where another tensor is above a threshold, else 0, in one kernel
+past_threshold = torch.ops.aten.threshold_backward.default
 
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input
@@ -109,6 +114,11 @@ def is_watched() -> bool:
 def autograd_node() -> Any:
     """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
     return torch._C._current_autograd_node()
+
+
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view is a part of, itself for one that is none."""
+    return x if x._base is None else x._base
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -65,9 +65,8 @@ TECHNIQUES: dict[type, Technique] = {
         lambda m, spec, mesh: chunk_attention(m, buckets=spec.buckets, retain=spec.retain)
     ),
     specs.KeyFirstDecode: Technique(lambda m, spec, mesh: key_first(m)),
-    specs.FusedAttention: Technique(
-        lambda m, spec, mesh: fuse_attention(m, keep=spec.keep, kernel=spec.kernel)
-    ),
+    specs.FusedAttention: Technique(lambda m, spec, mesh: fuse_attention(m, keep=spec.keep)),
+    specs.SdpaAttention: Technique(lambda m, spec, mesh: fuse_attention(m, kernel="sdpa")),
     specs.SparseLikelihood: Technique(lambda m, spec, mesh: sparse_likelihood(m)),
     specs.HiddenParallel: Technique(share_hidden, on_decoder=True, needs_mesh=True),
     specs.FeatureParallel: Technique(share_features, on_decoder=True, needs_mesh=True),

@@ -72,12 +72,14 @@ class FusedAttention:
 
     Attributes:
         keep: Keep the weights of all queries for the backward pass instead of computing them twice.
-        kernel: "products", or "sdpa": torch's fused kernels, half the operators and 3 to 4 tensors [N, D] kept. No
-            policy chooses it, and plans predict the products' memory and time: it is set in a plan file.
     """
 
     keep: bool = False
-    kernel: str = "products"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SdpaAttention:
+    """Local attention in torch's fused kernels: no scores, few operators, and 3 to 5 tensors [N, D] kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

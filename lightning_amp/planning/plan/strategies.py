@@ -133,6 +133,13 @@ STRATEGIES: dict[str, StrategyInfo] = {
         targets=_on_decoder(lambda _: specs.FusedAttention(), "key.attention"),
         choice=("attention", "fused"),
     ),
+    "sdpa": StrategyInfo(
+        title="sdpa attention",
+        shrinks="[N, 3 w] to nothing, in torch's fused kernels",
+        specs=(specs.SdpaAttention,),
+        targets=_on_decoder(lambda _: specs.SdpaAttention(), "key.attention"),
+        choice=("attention", "sdpa"),
+    ),
     "sparse": StrategyInfo(
         title="sparse likelihood",
         shrinks="tensors [B, F_k] of the likelihood to its gradients",
@@ -178,17 +185,25 @@ STRATEGIES: dict[str, StrategyInfo] = {
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
+ONE_ATTENTION = "both say how attention is computed"
 
 CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("S3", "fused", "both say how attention is computed; fused needs less memory and is faster"),
+    ("S3", "sdpa", ONE_ATTENTION),
     (
         "S3",
         "recompute",
         "chunks keep what they are computed from, also in strata that are; use stream, or fused",
     ),
     ("S5", "fused", "under S5 the scores are sums over the ranks, which fused attention never holds; use S3"),
+    (
+        "S5",
+        "sdpa",
+        "under S5 the scores are sums over the ranks, which torch's kernels do not hand out; use S3",
+    ),
     ("S5", "strata", ONE_PLACEMENT),
     ("S5", "nodes", ONE_PLACEMENT),
+    ("fused", "sdpa", ONE_ATTENTION),
     ("nodes", "strata", ONE_PLACEMENT),
     (
         "recompute",

@@ -237,7 +237,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
             " decomposed decoder is computed, and none was recognised in the module; use S1, or"
             " give the module a decoder with the protocol in docs/architecture.md"
         )
-    attending = [s for s in ("S3", "fused", "nodes") if s in chosen]
+    attending = [s for s in ("S3", "fused", "sdpa", "nodes") if s in chosen]
     if shape.decoder is not None and attending and not shape.decoder.attention:
         raise PlanError(
             f"{', '.join(attending)} change attention, but {shape.decoder.fqn!r} builds its keys without attention;"
