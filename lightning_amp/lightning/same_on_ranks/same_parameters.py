@@ -62,7 +62,13 @@ def warn_of_differences(
     if mesh.size() == 1:
         return
     named: dict[str, Tensor] = dict(module.named_parameters())
-    found = differing({**named, **common_buffers(module)}, mesh, {id(parameter) for parameter in sharded})
+    held = {**named, **common_buffers(module)}
+    parts = {id(parameter) for parameter in sharded}
+    if any(parameter.is_meta for parameter in named.values()):
+        # stages of a pipeline: what other ranks of the model group hold is theirs to compare
+        held = {name: torch.zeros(()) if tensor.is_meta else tensor for name, tensor in held.items()}
+        parts = {id(tensor) for tensor in held.values()}
+    found = differing(held, mesh, parts)
     if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
             f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"

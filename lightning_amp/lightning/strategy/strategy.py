@@ -98,6 +98,8 @@ class AMPStrategy(MeshStrategy):
         check_finite: bool = False,
         lost_after: float = 60.0,
         stuck_after: float = 1800.0,
+        micro_batches: int | None = None,
+        schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -123,8 +125,8 @@ class AMPStrategy(MeshStrategy):
                 no say. Either kind is loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
-            lost_after: Seconds of silence after which a rank counts as lost.
-            stuck_after: Seconds without progress after which a rank counts as stuck.
+            lost_after, stuck_after: Seconds of silence, and without progress, after which a rank is lost, and stuck.
+            micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
@@ -148,6 +150,8 @@ class AMPStrategy(MeshStrategy):
             check_finite=check_finite,
             lost_after=lost_after,
             stuck_after=stuck_after,
+            micro_batches=micro_batches,
+            schedule=schedule,
         )
         super().__init__(
             accelerator=accelerator,
