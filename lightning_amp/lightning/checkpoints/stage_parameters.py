@@ -89,6 +89,8 @@ class StageParameters(Shards):
         self._optimizers: list[Optimizer] = []
         self._of_block = {id(part): rank for block, rank in blocks for part in block.modules()}
         self.held = self._find(module)
+        # a stage may have no parameter at all
+        self._like = self.held[0].own.detach().new_zeros(()) if self.held else torch.zeros(())
         for held in self.held:
             if held.ranks is not None and self._rank not in held.ranks:
                 held.free()
@@ -195,7 +197,7 @@ class StageParameters(Shards):
             for held in self.held
             if id(held.own) in among and held.own.grad is not None and self._counts(held)
         ]
-        own = get_total_norm(counted, norm_type).to(self.here[0])
+        own = get_total_norm(counted, norm_type).to(self._like)
         if norm_type == inf:
             dist.all_reduce(own, dist.ReduceOp.MAX, group=self._model.get_group())
             return own
@@ -242,7 +244,7 @@ class StageParameters(Shards):
     def _from_first(self, held: Held) -> Tensor:
         assert held.ranks is not None, "asked for what not all ranks have"
         like = held.own if held.here else held.absent
-        device = self.here[0].device
+        device = self._like.device
         value = held.own.detach() if held.here else torch.empty_like(like, device=device, requires_grad=False)
         return self._broadcast(value, held.ranks[0])
 
