@@ -137,7 +137,7 @@ class PipelinedSteps:
         """The parameters of this rank, whose gradients of earlier steps are away as long as the block lasts."""
         parameters = self._parameters.here
         for parameter in parameters:
-            _refuse_hooks(parameter)
+            refuse_hooks(parameter)
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -245,8 +245,8 @@ def _without_graph(returned: Any) -> Any:
     return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, returned)
 
 
-def _refuse_hooks(parameter: nn.Parameter) -> None:
-    """A hook on a parameter would see the gradient of every micro-batch, and then that of the batch."""
+def refuse_hooks(parameter: nn.Parameter) -> None:
+    """Refuse, with an InstallError, a hook that would see the gradient of every micro-batch, and then the batch's."""
     watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
     if parameter._backward_hooks or watched > 1:
         raise InstallError(

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.steps.pipelined_steps import PipelinedSteps
+from lightning_amp.lightning.steps.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.install import Installed
@@ -24,9 +24,11 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module) -> None:
 
     Raises:
         PlanError: Options, callbacks or a module that do not go together with stages.
-        InstallError: Batch normalisation.
+        InstallError: Batch normalisation, or hooks on parameters.
     """
     refuse_batch_statistics(model)
+    for parameter in model.parameters():
+        refuse_hooks(parameter)
     asked: list[tuple[bool, str, str]] = [
         (
             not trainer.lightning_module.automatic_optimization,

@@ -106,6 +106,14 @@ class BlockWalk:
                 returned = step()
         except Leave:
             return now.result, None
+        except Exception as error:
+            if "FakeTensor" not in str(error) or isinstance(error, InstallError):
+                raise
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and reads beside the blocks of {self.name!r} what an"
+                f" earlier stage has computed and no block hands on: {error}. Let blocks hand it on, or leave"
+                " 'pipeline' out"
+            ) from error
         finally:
             self._pass = None
         if now.next < self.blocks:

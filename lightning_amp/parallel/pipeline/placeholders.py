@@ -5,6 +5,9 @@ computed there; what reads a parameter that is not here (on the device "meta"), 
 So a value that should have been computed by another rank can nowhere be taken for a number: an operator that would
 write a placeholder into a tensor with values is refused, and so is one whose result or control flow needs its values.
 
+Where a rank's own blocks have begun the mode is off, which costs time in every operator: torch itself then refuses to
+mix placeholders and values.
+
 A placeholder reports the device of the run, so that tensors made beside it (`torch.arange(n, device=x.device)`) are
 real ones.
 """
@@ -45,7 +48,7 @@ class Placeholders(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self._fake = device, FakeTensorMode(allow_non_fake_inputs=True)
+        self._device, self._fake = device, FakeTensorMode()
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -54,7 +57,7 @@ class Placeholders(TorchDispatchMode):
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if not value.is_meta:
-            return self._fake.from_tensor(value)
+            return self._fake.from_tensor(value.detach())
         if id(value) not in self._absent:
             with self._fake:
                 made = torch.empty_strided(

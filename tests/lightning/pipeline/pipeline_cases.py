@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+QUIET = dict.fromkeys(
+    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+)
 TOKENS, LENGTH, WIDTH, LAYERS, SAMPLES, STEPS = 11, 5, 8, 6, 7, 5
 Batch = dict[str, Tensor]
 
@@ -164,17 +166,18 @@ def batches_of(module: LightningModule, rank: tuple[int, int] | None, data_ranks
         return whole
     at = rank[0] * data_ranks // rank[1]
     run = slice(at * SAMPLES, (at + 1) * SAMPLES)
-    return [{k: v[run] for k, v in b.items()} if isinstance(b, dict) else tuple(v[run] for v in b) for b in whole]
+    return [
+        {k: v[run] for k, v in b.items()} if isinstance(b, dict) else tuple(v[run] for v in b) for b in whole
+    ]
 
 
-def trainer_of(
-    rank: tuple[int, int] | None, settings: dict[str, Any], options: dict[str, Any]
-) -> Trainer:
+def trainer_of(rank: tuple[int, int] | None, settings: dict[str, Any], options: dict[str, Any]) -> Trainer:
     options = QUIET | {"max_epochs": 1, "accelerator": "cpu", "use_distributed_sampler": False} | options
     if rank is None:
         return Trainer(devices=1, **options)
     strategy = AMPStrategy(strategies="pipeline", **settings)
-    return Trainer(devices=rank[1], strategy=strategy, plugins=[RunningRanks(*rank)], **options)
+    plugins = [RunningRanks(*rank), *options.pop("plugins", ())]
+    return Trainer(devices=rank[1], strategy=strategy, plugins=plugins, **options)
 
 
 def fit(

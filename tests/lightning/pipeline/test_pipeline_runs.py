@@ -16,7 +16,7 @@ from lightning_amp.lightning.steps.micro_batches import cut
 from lightning_amp.lightning.steps.pipelined_steps import seed_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import PipelineStages
-from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens, trainer_of
+from tests.lightning.pipeline.pipeline_cases import GPT, LAYERS, STEPS, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
@@ -37,7 +37,10 @@ def cut_by_hand(trainer: Any, plan: Plan, ends: str) -> Plan:
 
 def evaluate(trainer: Any, module: LightningModule) -> Run:
     loader = DataLoader(tokens(3), batch_size=None)  # type: ignore[arg-type]
-    found = {"val": trainer.validate(module, loader, verbose=False), "test": trainer.test(module, loader, verbose=False)}
+    found = {
+        "val": trainer.validate(module, loader, verbose=False),
+        "test": trainer.test(module, loader, verbose=False),
+    }
     return found | {"predicted": trainer.predict(module, loader)}
 
 
@@ -157,7 +160,9 @@ def test_a_rank_holds_its_own_stage(found: Any) -> None:
             own = per[rank] * block + (rank == 0) * beside["first"] + (rank == ranks - 1) * beside["last"]
             trained = own - frozen * (rank == {2: 0, 4: 1}[ranks])
             assert (held, grads) == (own, trained)
-            assert trained * 2 <= state <= trained * 2 + 8 * 100, "two moments, and a count for every parameter"
+            assert trained * 2 <= state <= trained * 2 + 8 * 100, (
+                "two moments, and a count for every parameter"
+            )
 
 
 def test_the_module_is_whole_after_a_run(found: Any) -> None:
