@@ -2,13 +2,20 @@
 logs, clips and returns the same, and every rank holds its own stage only.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tests.lightning.pipeline.pipeline_cases import CNN, GPT, fit
+from lightning_amp.errors import AmpError
+from tests.any_module import make
+from tests.lightning.pipeline.pipeline_cases import CNN, GPT, fit, trainer_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -20,6 +27,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 Run = dict[str, Any]
+EXAMPLES = {
+    "evoformer": "",
+    "wide_mlp": "",
+    # a mean over what is hidden, of which every sample has as much
+    "gene_transformer": "",
+    "unet": "automatic_optimization=False",
+    "cnn": "statistics of a batch",
+}
+"""What is said of the unedited modules; nothing of those that train."""
 
 
 def close(found: Run, expected: Run) -> None:
@@ -56,3 +72,43 @@ def test_training_as_stages_is_training_on_one_process(ranks: int, tmp_path: Pat
         for (kind, schedule, name), run in found.items():
             print(rank, kind, schedule, name)
             close(run, expected[kind, name])
+
+
+ATTEND = nn.functional.scaled_dot_product_attention
+
+
+def attend(*args: Any, **kwargs: Any) -> Tensor:
+    return ATTEND(*args, **kwargs | {"dropout_p": 0.0})
+
+
+def any_module(rank: int | None, ranks: int, name: str) -> tuple[str, Run]:
+    """Two steps of an example, without dropout."""
+    warnings.simplefilter("ignore")
+    module, batch = make(name, **({"samples": 4, "side": 8} if name == "evoformer" else {}))
+    module.double()
+    batch = apply_to_collection(batch, Tensor, lambda x: x.double() if x.is_floating_point() else x)
+    trainer = trainer_of(None if rank is None else (rank, ranks), {"micro_batches": 3}, {})
+    try:
+        # layers of dropout call it too
+        with (
+            patch.object(nn.functional, "dropout", lambda x, *_, **__: x),
+            patch.object(nn.functional, "scaled_dot_product_attention", attend),
+        ):
+            trainer.fit(module, DataLoader([batch, batch], batch_size=None))  # type: ignore[arg-type]
+    except AmpError as error:
+        return str(error), {}
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return "", {"state": module.state_dict(), "logged": logged, "norms": [], "outputs": []}
+
+
+def examples(rank: int, ranks: int) -> dict[str, tuple[str, Run]]:
+    return {name: any_module(rank, ranks, name) for name in EXAMPLES}
+
+
+def test_unedited_modules_train_as_on_one_process_or_are_refused(tmp_path: Path) -> None:
+    for found in run_ranks(examples, 2, tmp_path, timeout=200):
+        for name, told in EXAMPLES.items():
+            said, run = found[name]
+            assert told in said if told else not said, f"{name}: {said!r}"
+            if not told:
+                close(run, any_module(None, 1, name)[1])
