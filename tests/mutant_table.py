@@ -33,6 +33,12 @@ RACE = "tests/lightning/strategy/test_race.py"
 RUNS, LINE = "lightning_amp/planning/sizes/ordered_runs.py", "lightning_amp/planning/pipeline"
 CUT = "tests/planning/pipeline/test_cut.py"
 WHEN = "tests/planning/pipeline/test_schedules.py"
+TWO = "tests/lightning/pipeline/test_pipeline.py::test_training_as_stages_is_training_on_one_process[2]"
+RUNS_OF = "tests/lightning/pipeline/test_pipeline_runs.py"
+REFUSED, WALK = (
+    "tests/lightning/pipeline/test_pipeline_refusals.py",
+    "tests/parallel/pipeline/test_block_walk.py",
+)
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
 
 MUTANTS = [
@@ -779,5 +785,93 @@ MUTANTS = [
         "on, back = times.send_forward[:, cuts - 1], times.send_backward[:, cuts]",
         "on, back = times.send_forward[:, cuts - 1], times.send_backward[:, cuts - 1]",
         COUNT,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: weight of a micro-batch",
+        f"{P}/pipeline/run_stages.py",
+        "return (work.weights[j] * loss_of(returned) if work.weights else None), leaves",
+        "return (loss_of(returned) / len(work.seeds) if work.weights else None), leaves",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: scale of the loss that is given to backward",
+        f"{P}/autograd/precomputed_gradients.py",
+        "_scale(ready, grad)",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: sum of a tied gradient",
+        f"{L}/checkpoints/stage_parameters.py",
+        "grad += theirs",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: sum of the norm over stages",
+        f"{L}/checkpoints/stage_parameters.py",
+        "dist.all_reduce(own, group=self._model.get_group())",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "doubled: a tied parameter in the norm",
+        f"{L}/checkpoints/stage_parameters.py",
+        "return self._rank == (held.ranks[0] if held.ranks else 0)",
+        "return True",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "shard: a placeholder instead of what was received",
+        f"{P}/pipeline/block_walk.py",
+        "result = now.receive(made)",
+        "result = made",
+        WALK,
+    ),
+    Mutant(
+        "pipeline",
+        "shard: an operator may write a placeholder",
+        f"{P}/pipeline/placeholders.py",
+        "_refuse_writing(func, args, kwargs)",
+        "pass",
+        WALK,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: gradient of what a stage was sent",
+        f"{P}/pipeline/messages.py",
+        "grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad",
+        "grad = torch.zeros_like(leaf)",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: state of the random numbers",
+        f"{P}/pipeline/messages.py",
+        "torch.set_rng_state(state)",
+        "pass",
+        RUNS_OF,
+    ),
+    Mutant(
+        "pipeline",
+        "normaliser: a loss that is no mean over samples",
+        f"{L}/steps/pipelined_steps.py",
+        "if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):",
+        "if True:",
+        REFUSED,
+    ),
+    Mutant(
+        "pipeline",
+        "scale: gradients of earlier steps are not put aside",
+        f"{L}/steps/pipelined_steps.py",
+        "parameter.grad = None",
+        "pass",
+        TWO,
     ),
 ]

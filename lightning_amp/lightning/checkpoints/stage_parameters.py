@@ -213,7 +213,7 @@ class StageParameters(Shards):
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """The module's state with every rank's tensors, a collective."""
-        names = self._names()
+        names = self._by_name()
         whole = dict(state)
         values: dict[int, Tensor] = {}
         for name in sorted(state):
@@ -227,7 +227,7 @@ class StageParameters(Shards):
                 whole[name] = self._broadcast(buffer, rank)
         return whole
 
-    def _names(self) -> dict[str, Held]:
+    def _by_name(self) -> dict[str, Held]:
         held = {id(p): one for one in self.held for p in (one.own, one.absent)}
         named = self._module.named_parameters(remove_duplicate=False)
         return {name: held[id(p)] for name, p in named if id(p) in held}
@@ -256,7 +256,7 @@ class StageParameters(Shards):
 
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state with whole tensors as this rank loads it: without what other ranks hold."""
-        names = self._names()
+        names = self._by_name()
         return {
             name: names[name].absent if name in names and not names[name].here else value
             for name, value in state.items()

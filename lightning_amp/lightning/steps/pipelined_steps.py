@@ -32,7 +32,7 @@ from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.steps.micro_batches import cut
 from lightning_amp.lightning.steps.step_record import StepRecord, StepRecorder
-from lightning_amp.parallel.autograd.precomputed_gradients import with_gradients
+from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.parallel.pipeline.run_stages import Ran, Stages, Work, loss_of
 from lightning_amp.planning.pipeline.schedules import Order, Pass, schedule
 from lightning_amp.planning.plan.specs import PipelineStages
@@ -208,7 +208,7 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     # a stage may have nothing to train, and the Trainer calls backward all the same
     always = torch.zeros((), requires_grad=True)
     inputs = [always, *(parameter for parameter, _ in reached)]
-    ready = [torch.zeros(()), *(grad for _, grad in reached)]
+    ready: Gradients = [torch.zeros(()), *(grad for _, grad in reached)]
     total = with_gradients(lambda needed: (loss.detach().clone(), ready), inputs)
     return {**returned, "loss": total} if isinstance(returned, dict) else total
 

@@ -39,7 +39,7 @@ def without_values(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if has_no_values(leaf))
 
 
-class Placeholders(TorchDispatchMode):
+class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, operators that read a tensor without values give placeholders.
 
     Args:
@@ -47,7 +47,7 @@ class Placeholders(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._fake = device, FakeTensorMode()
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}

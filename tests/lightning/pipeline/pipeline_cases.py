@@ -175,7 +175,7 @@ def trainer_of(rank: tuple[int, int] | None, settings: dict[str, Any], options: 
     options = QUIET | {"max_epochs": 1, "accelerator": "cpu", "use_distributed_sampler": False} | options
     if rank is None:
         return Trainer(devices=1, **options)
-    strategy = AMPStrategy(strategies="pipeline", **settings)
+    strategy = AMPStrategy(**({} if "plan" in settings else {"strategies": "pipeline"}) | settings)
     plugins = [RunningRanks(*rank), *options.pop("plugins", ())]
     return Trainer(devices=rank[1], strategy=strategy, plugins=plugins, **options)
 
@@ -205,6 +205,7 @@ def fit(
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "outputs": watch.outputs,
+        "plan": getattr(trainer.strategy, "plan", None),
         "norms": watch.norms,
         "bytes": (watch.bytes, watch.gradient_bytes, watch.state_bytes),
         "optimizer": trainer.optimizers[0].state_dict() if trainer.optimizers else {},

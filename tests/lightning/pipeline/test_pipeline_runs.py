@@ -16,18 +16,18 @@ from lightning_amp.lightning.steps.micro_batches import cut
 from lightning_amp.lightning.steps.pipelined_steps import seed_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import PipelineStages
-from tests.lightning.pipeline.pipeline_cases import GPT, LAYERS, STEPS, fit, tokens, trainer_of
+from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 Run = dict[str, Any]
-UNEVEN = {2: "1,6", 4: "2,3,5,6"}
+UNEVEN = {2: "1,6", 4: "1,3,5,6"}
 UNEVEN_CNN = {2: "7,10", 4: "1,2,9,10"}
 MICRO = {"micro_batches": 3}
 
 
-def cut_by_hand(trainer: Any, plan: Plan, ends: str) -> Plan:
+def cut_by_hand(plan: Plan, ends: str) -> Plan:
     rules = tuple(
         replace(rule, spec=replace(rule.spec, ends=ends)) if isinstance(rule.spec, PipelineStages) else rule
         for rule in plan.rules
@@ -49,6 +49,9 @@ def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
     me = rank, ranks
     found = {"dropout": fit(me, GPT(0.3, 0.2), MICRO, {})}
     found["validated"] = fit(me, GPT(), MICRO, {}, validate=True)
+    for kind, ends in ((GPT, UNEVEN), (CNN, UNEVEN_CNN)):
+        plan = found["validated"]["plan"] if kind is GPT else fit(me, CNN(), MICRO, {})["plan"]
+        found[f"uneven {kind.__name__}"] = fit(me, kind(), {"plan": cut_by_hand(plan, ends[ranks])}, {})
     first = {"max_steps": 2}
     module = GPT()
     found["first"] = fit(me, module, MICRO, first, save=folder / f"after{ranks}.ckpt")
@@ -103,6 +106,14 @@ def test_a_validation_between_steps_changes_nothing_and_is_logged_on_all_ranks(f
     assert "val_loss" in expected["logged"]
     for run in each(found, "validated"):
         close(run, expected)
+
+
+@pytest.mark.parametrize("kind", [GPT, CNN])
+def test_stages_may_be_uneven_and_planned_by_hand(found: Any, kind: type[LightningModule]) -> None:
+    for run in each(found, f"uneven {kind.__name__}"):
+        close(run, fit(None, kind(), {}, {}))
+        assert "pipeline" in run["plan"].strategies
+        assert Plan.from_json(run["plan"].to_json()) == run["plan"]
 
 
 def test_a_run_goes_on_from_one_process_and_from_other_stages(found: Any, folder: Path) -> None:
