@@ -790,8 +790,8 @@ MUTANTS = [
         "pipeline",
         "missing: weight of a micro-batch",
         f"{P}/pipeline/run_stages.py",
-        "return (work.weights[j] * loss_of(returned) if work.weights else None), leaves",
-        "return (loss_of(returned) / len(work.seeds) if work.weights else None), leaves",
+        "return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves",
+        "return (Loss(loss_of(returned) / len(work.seeds)) if work.weights else None), leaves",
         TWO,
     ),
     Mutant(
@@ -873,5 +873,21 @@ MUTANTS = [
         "parameter.grad = None",
         "pass",
         TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "normaliser: a loss that reads draws of micro-batches",
+        f"{P}/pipeline/run_stages.py",
+        "self._refuse_drawn(rest, cut_off, loss)",
+        "pass",
+        "tests/parallel/pipeline/test_run_stages.py",
+    ),
+    Mutant(
+        "pipeline",
+        "missing: gradient of what follows the blocks",
+        f"{P}/pipeline/run_stages.py",
+        "grads.append(leaf.grad)",
+        "grads.append(torch.zeros_like(leaf))",
+        "tests/parallel/pipeline/test_run_stages.py",
     ),
 ]

@@ -4,12 +4,14 @@ A training step cuts the batch into micro-batches and runs the user's step with 
 the order of the schedule. It returns the loss of the batch with its gradients ready, so that all that follows (scaling,
 hooks on parameters, averaging over the data axis, clipping) is what it is for any module.
 
-What the micro-batches compute is the batch's loss only where that is a mean over samples. A masked mean is not: its
-parts have other weights. So in every step the last stage runs what follows the blocks once more, without gradients and
-for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the step
-is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns outputs,
-as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are compared
-in evaluation mode instead, and what is logged is of a draw of its own.
+Under the schedule "gpipe" all micro-batches have passed the blocks before the first backward pass begins, and what
+follows the blocks is run once, for the whole batch: the loss may be any function of it. Under the others a micro-batch
+has its own loss, and a mean of these is the batch's only where that is a mean over samples. A masked mean is not: its
+parts have other weights. So in every step the last stage then runs what follows the blocks once more, without gradients
+and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
+step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
+outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
+compared in evaluation mode instead, and what is logged is of a draw of its own.
 
 Validation, test and prediction run the whole batch as one micro-batch.
 
@@ -18,7 +20,7 @@ Known limit: a loss whose value agrees and whose gradient does not (as of x / x.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -33,7 +35,7 @@ from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.steps.micro_batches import cut
 from lightning_amp.lightning.steps.step_record import StepRecord, StepRecorder
 from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
-from lightning_amp.parallel.pipeline.run_stages import Ran, Stages, Work, loss_of
+from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
 from lightning_amp.planning.pipeline.schedules import Order, Pass, schedule
 from lightning_amp.planning.plan.specs import PipelineStages
 
@@ -97,23 +99,27 @@ class PipelinedSteps:
 
     def _train(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = cut(batch, self._spec.micro_batches)
-        total, record = sum(sizes), StepRecord()
+        total, n, record = sum(sizes), len(parts), StepRecord()
+        whole, part = (lambda: plain(batch, *rest)), (lambda j: plain(parts[j], *rest))
+        seen, muted = partial(self._recorder.recording, record), self._recorder.muted
+        at_once = n > 1 and self._spec.schedule == "gpipe"
         work = Work(
-            step=lambda j: plain(parts[j], *rest),
-            seeds=[self._seed(name, rest, j) for j in range(len(parts))],
+            # a single micro-batch is the batch itself
+            step=within(part, muted if n > 1 else seen),
+            seeds=[self._seed(name, rest, j) for j in range(n)],
             weights=[size / total for size in sizes],
+            rest=Rest(step=within(whole, seen), silently=within(whole, muted), seed=self._seed(name, rest, n))
+            if at_once
+            else None,
         )
-        # a single micro-batch is the batch itself
-        seen = self._recorder.muted() if len(parts) > 1 else self._recorder.recording(record)
         with self._gradients_aside() as parameters:
-            with seen:
-                ran = self._stages.run(self._order(len(parts)), work)
+            ran = self._stages.run(self._order(n), work)
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
             record.returned = ran.returned[0]
-            if len(parts) > 1:
-                self._whole(lambda: plain(batch, *rest), lambda j: plain(parts[j], *rest), ran, work, record)
+            if n > 1 and not at_once:
+                self._whole(whole, part, ran, work, record)
         record = self._share(record)
         return _with_gradients(record.returned, parameters, grads)
 
@@ -173,11 +179,11 @@ class PipelinedSteps:
 
     def _evaluate(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         record = StepRecord()
-        work = Work(step=lambda j: plain(batch, *rest), seeds=[self._seed(name, rest, 0)])
+        seen = partial(self._recorder.recording, record)
+        work = Work(step=within(lambda j: plain(batch, *rest), seen), seeds=[self._seed(name, rest, 0)])
         stages, ranks = len(self._stages.spans), self._stages.mesh.size()
         own = range(self._stages.mesh.get_local_rank(), stages, ranks)
-        with self._recorder.recording(record):
-            ran = self._stages.run(tuple(Pass(False, stage, 0) for stage in own), work)
+        ran = self._stages.run(tuple(Pass(False, stage, 0) for stage in own), work)
         record.returned = ran.returned[0]
         return self._share(record).returned
 
@@ -194,6 +200,18 @@ class PipelinedSteps:
         self._recorder.play(shared, metrics=not self._stages.is_last)
         shared.returned = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, shared.returned)
         return shared
+
+
+def within(
+    call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """The same call inside of a context that is made anew every time."""
+
+    def called(*args: Any) -> Any:
+        with context():
+            return call(*args)
+
+    return called
 
 
 def seed_of(*told: object) -> int:
@@ -225,8 +243,9 @@ def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | No
     return DataError(
         f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of {mean!r},"
         f" and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries that are not masked"
-        " has other weights; a sum, a contrastive loss and one with random numbers of its own cannot be cut at all."
-        " Nothing was changed: take a mean over all entries, or micro_batches=1, or leave 'pipeline' out"
+        " has other weights; a sum, a contrastive loss and one with random numbers of its own cannot be cut."
+        " Nothing was changed: take schedule='gpipe', which computes the loss of the whole batch at once, or"
+        " micro_batches=1, or leave 'pipeline' out"
     )
 
 

@@ -48,6 +48,7 @@ class Span:
 class _Pass:
     span: Span
     receive: Receive
+    leaves: bool
     placeholders: ExitStack = field(default_factory=ExitStack)
     next: int = 0
     result: Any = None
@@ -61,7 +62,8 @@ class BlockWalk:
         blocks: How many.
 
     Attributes:
-        random_state_after: Where random numbers were when the last of all blocks had returned.
+        random_state_before, random_state_after: Where random numbers were when the first of all blocks was called, and
+            when the last one had returned.
     """
 
     def __init__(self, name: str, blocks: int) -> None:
@@ -69,7 +71,7 @@ class BlockWalk:
         self._pass: _Pass | None = None
         self._shapes: dict[Any, Any] = {}
         self._mode: Placeholders | None = None
-        self.random_state_after = torch.empty(0)
+        self.random_state_before = self.random_state_after = torch.empty(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockWalk":
         """Of a copied module: no pass is under way in it."""
@@ -80,7 +82,13 @@ class BlockWalk:
         return type(self), (self.name, self.blocks)
 
     def run(
-        self, span: Span, step: Callable[[], Any], *, receive: Receive, device: torch.device
+        self,
+        span: Span,
+        step: Callable[[], Any],
+        *,
+        receive: Receive,
+        device: torch.device,
+        leave: bool = False,
     ) -> tuple[Any, Any]:
         """One pass through the step.
 
@@ -89,6 +97,7 @@ class BlockWalk:
             step: Calls the user's step.
             receive: Gives what the block before the span has returned; not called where it begins with the first.
             device: Of the run.
+            leave: End the step after the last of all blocks too.
 
         Returns:
             What the span's last block has returned, and, of the last stage, what the step has.
@@ -96,7 +105,7 @@ class BlockWalk:
         Raises:
             InstallError: The step does not walk the blocks once and in order.
         """
-        now = self._pass = _Pass(span, receive)
+        now = self._pass = _Pass(span, receive, leave or not span.is_last)
         try:
             with now.placeholders:
                 if span.first:
@@ -134,6 +143,8 @@ class BlockWalk:
                 f" {now.next!r} was next; a step has to walk its blocks once, in order: leave 'pipeline' out"
             )
         now.next += 1
+        if index == 0:
+            self.random_state_before = torch.get_rng_state()
         if index < now.span.first:
             made = self._placeholder(index, block, args, kwargs)
             if index < now.span.first - 1:
@@ -145,7 +156,7 @@ class BlockWalk:
             return result
         self._refuse_others(index, (args, kwargs))
         now.result = type(block).forward(block, *args, **kwargs)
-        if index == now.span.end - 1 and not now.span.is_last:
+        if index == now.span.end - 1 and now.leaves:
             raise Leave
         if index == self.blocks - 1:
             self.random_state_after = torch.get_rng_state()

@@ -2,7 +2,11 @@
 
     loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
 
-Gradients are left in `.grad`. Random numbers: a micro-batch begins with its own seed, and every stage goes on with them
+Gradients are left in `.grad`. Where all forward passes come before the first backward pass, what follows the blocks can
+be run for the whole batch at once (`Rest`), from what they have returned for the micro-batches: then the loss is any
+function of the batch.
+
+Random numbers: a micro-batch begins with its own seed, and every stage goes on with them
 where the one before left off. So a draw depends on the seed of the step and on the micro-batch, and neither on the
 number of stages nor on the schedule: it is that of one process that sets the seed before every micro-batch.
 """
@@ -27,6 +31,21 @@ Step = Callable[[int], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """What follows the blocks, for the whole batch.
+
+    Attributes:
+        step: Calls the user's step with the batch.
+        silently: The same without what it does beside its loss.
+        seed: Of its random numbers.
+    """
+
+    step: Callable[[], Any]
+    silently: Callable[[], Any]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """The micro-batches of one step.
 
@@ -34,11 +53,20 @@ class Work:
         step: Calls the user's step with one of them.
         seeds: Of the random numbers of each.
         weights: Of the loss of each; empty where there is no backward pass.
+        rest: Run for all of them at once, after the last forward pass; None lets every micro-batch have a loss.
     """
 
     step: Step
     seeds: Sequence[int]
     weights: Sequence[float] = ()
+    rest: Rest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Of one micro-batch, with its weight: where its backward pass starts."""
+
+    value: Tensor
 
 
 class Ran:
@@ -46,7 +74,7 @@ class Ran:
 
     Attributes:
         results: What the last block has returned, of every micro-batch.
-        returned: What the step has, of every micro-batch.
+        returned: What the step has, of every micro-batch; of a `Rest` the only one.
         drew: Whether random numbers were drawn after the last block.
     """
 
@@ -80,8 +108,15 @@ class Stages:
         alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
         try:
             for now in order:
+                if (
+                    now.backward
+                    and now.stage == len(self.spans) - 1
+                    and work.rest
+                    and ran.returned[0] is None
+                ):
+                    self._run_rest(work.rest, alive, ran)
                 if now.backward:
-                    self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages)
+                    self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages, ran)
                 else:
                     alive[now.stage, now.micro_batch] = self._forward(now, work, messages, ran)
             messages.wait()
@@ -89,10 +124,18 @@ class Stages:
             torch.set_rng_state(state)
         return ran
 
-    def run_rest(self, step: Callable[[], Any], results: Sequence[Any]) -> Any:
-        """What the step returns for a whole batch whose blocks have returned this for its micro-batches."""
+    def run_rest(self, step: Callable[[], Any], results: Sequence[Any], *, seed: int | None = None) -> Any:
+        """What the step returns for a whole batch whose blocks have returned this for its micro-batches.
+
+        With a seed it is set where the blocks end.
+        """
         after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
-        receive = lambda placeholders: joined(results, placeholders)  # noqa: E731
+
+        def receive(placeholders: Any) -> Any:
+            if seed is not None:
+                torch.manual_seed(seed)
+            return joined(results, placeholders)
+
         return self.walk.run(after_all, step, receive=receive, device=self.device)[1]
 
     def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
@@ -106,9 +149,11 @@ class Stages:
             return found
 
         step = lambda: work.step(j)  # noqa: E731
-        result, returned = self.walk.run(span, step, receive=receive, device=self.device)
+        whole = work.rest is not None
+        result, returned = self.walk.run(span, step, receive=receive, device=self.device, leave=whole)
         if not span.is_last:
             messages.send_on(now.stage, j, result)
+        if whole or not span.is_last:
             return result, leaves
         for found in without_values(returned):
             raise ModelError(
@@ -117,15 +162,46 @@ class Stages:
             )
         ran.results[j], ran.returned[j] = _detached(result), _detached(returned)
         ran.drew |= not torch.equal(self.walk.random_state_after, torch.get_rng_state())
-        return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
+        return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves
 
-    def _backward(self, now: Pass, result: Any, leaves: list[Tensor], messages: Messages) -> None:
+    def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
+        """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
+        last = len(self.spans) - 1
+        cut_off = [_as_leaves(alive[last, j][0]) for j in range(len(ran.results))]
+        torch.manual_seed(rest.seed)
+        before = torch.get_rng_state()
+        returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
+        loss = loss_of(returned)
+        if not torch.equal(before, self.walk.random_state_before):
+            self._refuse_drawn(rest, cut_off, loss)
+        with torch.autocast(self.device.type, enabled=False):
+            loss.backward()  # type: ignore[no-untyped-call]
+        ran.results = cut_off
+        ran.returned = [_detached(returned)]
+
+    @torch.no_grad()
+    def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
+        """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
+        torch.manual_seed(rest.seed + 1)
+        if float(loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))) != float(loss):
+            raise ModelError(
+                "a step was to be run as stages of a pipeline, and its loss depends on random numbers that are drawn"
+                " before the blocks (a mask of the inputs, perhaps), which every micro-batch has drawn for itself; draw"
+                " them where the batch is made, or leave 'pipeline' out"
+            )
+
+    def _backward(self, now: Pass, result: Any, leaves: list[Tensor], messages: Messages, ran: Ran) -> None:
+        last = self.spans[now.stage].is_last
         # the backward pass of a loss under autocast runs outside of it too
         with torch.autocast(self.device.type, enabled=False):
-            if self.spans[now.stage].is_last:
-                result.backward()
+            if last and isinstance(result, Loss):
+                result.value.backward()  # type: ignore[no-untyped-call]
             else:
-                outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
+                outputs, grads = (
+                    _of_rest(result, ran.results[now.micro_batch])
+                    if last
+                    else messages.receive_back(now.stage, now.micro_batch, result)
+                )
                 if outputs:
                     torch.autograd.backward(outputs, grads)
         if now.stage:
@@ -173,6 +249,27 @@ def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
             " dimension, that of the samples, in which they add up: leave 'pipeline' out, or take micro_batches=1"
         )
     return torch.cat(parts, dim=unlike[0])
+
+
+def _as_leaves(result: Any) -> Any:
+    """The same values as the beginning of another graph."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point())
+
+    return tree_map(leaf, result)
+
+
+def _of_rest(result: Any, cut_off: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Those tensors that a block has returned which need gradients, and their gradients."""
+    outputs, grads = [], []
+    for value, leaf in zip(tree_leaves(result), tree_leaves(cut_off), strict=True):
+        if isinstance(value, Tensor) and value.requires_grad and leaf.grad is not None:
+            outputs.append(value)
+            grads.append(leaf.grad)
+    return outputs, grads
 
 
 def _detached(values: Any) -> Any:
