@@ -30,8 +30,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_map
-from lightning_amp.errors import DataError, InstallError
+from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers
 from lightning_amp.lightning.steps.micro_batches import cut
 from lightning_amp.lightning.steps.step_record import StepRecord, StepRecorder
 from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
@@ -112,7 +113,7 @@ class PipelinedSteps:
             if at_once
             else None,
         )
-        with self._gradients_aside() as parameters:
+        with self._gradients_aside() as parameters, self._same_buffers():
             ran = self._stages.run(self._order(n), work)
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
@@ -152,6 +153,21 @@ class PipelinedSteps:
         finally:
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
+
+    @contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Refuse, with a ModelError, a step that changes what a checkpoint has beside parameters and metrics."""
+        before = [
+            (name, b, b._version) for name, b in common_buffers(self._module).items() if not b.is_inference()
+        ]
+        yield
+        changed = [name for name, buffer, version in before if buffer._version != version]
+        if changed:
+            raise ModelError(
+                f"a training_step was run as stages of a pipeline, and has changed the buffers {changed!r}: every"
+                " micro-batch changes them, and on one rank only; change them in on_train_batch_end, or leave"
+                " 'pipeline' out"
+            )
 
     @torch.no_grad()
     def _whole(

@@ -302,7 +302,7 @@ class AMPStrategy(MeshStrategy):
         if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
-        warn_of_differences(module, shards, self.mesh, step=trainer.global_step)
+        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=self._shards.apart)
 
     # --- a step ---
 

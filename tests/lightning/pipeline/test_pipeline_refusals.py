@@ -62,6 +62,18 @@ class Drawn(GPT):
         return F.cross_entropy(logits.flatten(0, 1), batch["y"].masked_fill(~hidden, -100).flatten())
 
 
+class Counting(CNN):
+    """Both stages change something that a checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self.seen += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
 class Manual(GPT):
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +130,7 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], st
     "sum": (Summed, {}, {}, "it is no mean over samples"),
     "drawn": (Drawn, {}, {}, "it is no mean over samples"),
     "contrastive": (Contrastive, {}, {}, "it is no mean over samples"),
+    "buffers": (Counting, {}, {}, "has changed the buffers ['seen']"),
     "manual": (Manual, {}, {}, "automatic_optimization=False"),
     "batch norm": (Normed, {}, {}, "statistics of a batch"),
     "hooks": (Hooked, {}, {}, "forward_hooks"),
@@ -158,10 +171,10 @@ def refusals(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
 @pytest.mark.ranks
 def test_all_ranks_refuse(tmp_path: Path) -> None:
     for found in run_ranks(refusals, 2, tmp_path, timeout=200):
-        for name, (_, _, _, told) in CASES.items():
+        for name, (kind, _, _, told) in CASES.items():
             said, unchanged = found[name]
             assert told in said, f"{name}: {said!r}"
-            assert unchanged, name
+            assert unchanged or kind is Counting, name
 
 
 UNCUT: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
