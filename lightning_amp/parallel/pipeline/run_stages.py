@@ -155,11 +155,7 @@ class Stages:
             messages.send_on(now.stage, j, result)
         if whole or not span.is_last:
             return result, leaves
-        for found in without_values(returned):
-            raise ModelError(
-                f"a step was to be run as stages of a pipeline, and what it returns, of shape {tuple(found.shape)!r},"
-                " is computed from what an earlier stage has and no block hands on; leave 'pipeline' out"
-            )
+        _refuse_placeholders(returned)
         ran.results[j], ran.returned[j] = _detached(result), _detached(returned)
         ran.drew |= not torch.equal(self.walk.random_state_after, torch.get_rng_state())
         return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves
@@ -171,6 +167,7 @@ class Stages:
         torch.manual_seed(rest.seed)
         before = torch.get_rng_state()
         returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
+        _refuse_placeholders(returned)
         loss = loss_of(returned)
         if not torch.equal(before, self.walk.random_state_before):
             self._refuse_drawn(rest, cut_off, loss)
@@ -183,7 +180,8 @@ class Stages:
     def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
         """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
         torch.manual_seed(rest.seed + 1)
-        if float(loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))) != float(loss):
+        again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
+        if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
             raise ModelError(
                 "a step was to be run as stages of a pipeline, and its loss depends on random numbers that are drawn"
                 " before the blocks (a mask of the inputs, perhaps), which every micro-batch has drawn for itself; draw"
@@ -206,6 +204,14 @@ class Stages:
                     torch.autograd.backward(outputs, grads)
         if now.stage:
             messages.send_back(now.stage, now.micro_batch, leaves)
+
+
+def _refuse_placeholders(returned: Any) -> None:
+    for found in without_values(returned):
+        raise ModelError(
+            f"a step was to be run as stages of a pipeline, and what it returns, of shape {tuple(found.shape)!r}, is"
+            " computed from what an earlier stage has and no block hands on; leave 'pipeline' out"
+        )
 
 
 def loss_of(returned: Any) -> Tensor:
