@@ -89,7 +89,7 @@ class Request:
                 f"model_parallel_size={size!r} was asked for; allowed are 'auto' and a whole number of ranks, 1 or more"
             )
         if self.micro_batches is not None and not (
-            is_number(self.micro_batches, int) and self.micro_batches >= 1
+            type(self.micro_batches) is int and self.micro_batches >= 1
         ):
             raise PlanError(
                 f"micro_batches={self.micro_batches!r} was asked for; allowed is a whole number, 1 or more, or None"
