@@ -49,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # attention in one kernel, and its backward pass; the public function may pick one that makes all scores
@@ -87,6 +88,7 @@ __all__ = [
     "times_each",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_unflatten",
     "values_are_checked",
     "whole_of",

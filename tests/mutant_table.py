@@ -37,6 +37,12 @@ FIRST, BUILD = "lightning_amp/footprint/first_pass.py", "lightning_amp/footprint
 RUNS, LINE = "lightning_amp/planning/sizes/ordered_runs.py", "lightning_amp/planning/pipeline"
 CUT = "tests/planning/pipeline/test_cut.py"
 WHEN = "tests/planning/pipeline/test_schedules.py"
+TWO = "tests/lightning/pipeline/test_pipeline.py::test_training_as_stages_is_training_on_one_process[2]"
+RUNS_OF = "tests/lightning/pipeline/test_pipeline_runs.py"
+REFUSED, WALK = (
+    "tests/lightning/pipeline/test_pipeline_refusals.py",
+    "tests/parallel/pipeline/test_block_walk.py",
+)
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
 
 MUTANTS = [
@@ -1055,5 +1061,109 @@ MUTANTS = [
         "return after, [max(p for p in cuts if p <= i) for i in range(n)]",
         "return after, [0] * n",
         CHAIN,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: weight of a micro-batch",
+        f"{P}/pipeline/run_stages.py",
+        "return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves",
+        "return (Loss(loss_of(returned) / len(work.seeds)) if work.weights else None), leaves",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: scale of the loss that is given to backward",
+        f"{P}/autograd/precomputed_gradients.py",
+        "_scale(ready, grad)",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: sum of a tied gradient",
+        f"{L}/checkpoints/stage_parameters.py",
+        "grad += theirs",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: sum of the norm over stages",
+        f"{L}/checkpoints/stage_parameters.py",
+        "dist.all_reduce(own, group=self._model.get_group())",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "doubled: a tied parameter in the norm",
+        f"{L}/checkpoints/stage_parameters.py",
+        "return self._rank == (held.ranks[0] if held.ranks else 0)",
+        "return True",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "shard: a placeholder instead of what was received",
+        f"{P}/pipeline/block_walk.py",
+        "result = now.receive(made)",
+        "result = made",
+        WALK,
+    ),
+    Mutant(
+        "pipeline",
+        "shard: an operator may write a placeholder",
+        f"{P}/pipeline/placeholders.py",
+        "_refuse_writing(func, args, kwargs)",
+        "pass",
+        WALK,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: gradient of what a stage was sent",
+        f"{P}/pipeline/messages.py",
+        "grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad",
+        "grad = torch.zeros_like(leaf)",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: state of the random numbers",
+        f"{P}/pipeline/messages.py",
+        "torch.set_rng_state(state)",
+        "pass",
+        RUNS_OF,
+    ),
+    Mutant(
+        "pipeline",
+        "normaliser: a loss that is no mean over samples",
+        f"{L}/steps/pipelined_steps.py",
+        "if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):",
+        "if True:",
+        REFUSED,
+    ),
+    Mutant(
+        "pipeline",
+        "scale: gradients of earlier steps are not put aside",
+        f"{L}/steps/pipelined_steps.py",
+        "parameter.grad = None",
+        "pass",
+        TWO,
+    ),
+    Mutant(
+        "pipeline",
+        "normaliser: a loss that reads draws of micro-batches",
+        f"{P}/pipeline/run_stages.py",
+        "self._refuse_drawn(rest, cut_off, loss)",
+        "pass",
+        "tests/parallel/pipeline/test_run_stages.py",
+    ),
+    Mutant(
+        "pipeline",
+        "missing: gradient of what follows the blocks",
+        f"{P}/pipeline/run_stages.py",
+        "grads.append(leaf.grad)",
+        "grads.append(torch.zeros_like(leaf))",
+        "tests/parallel/pipeline/test_run_stages.py",
     ),
 ]

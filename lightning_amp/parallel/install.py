@@ -27,6 +27,7 @@ from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.contract.stand_in import named_parts, part
 from lightning_amp.parallel.nodes.decoder import share_anchors
 from lightning_amp.parallel.nodes.graph_encoder import share_vertices
+from lightning_amp.parallel.pipeline.blocks import pipeline_stages
 from lightning_amp.parallel.s2_features.decoder import share_features
 from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.parallel.s5_hidden.decoder import share_hidden
@@ -77,6 +78,7 @@ TECHNIQUES: dict[type, Technique] = {
     specs.RecomputeBlock: Technique(recompute_block),
     specs.StreamStrata: Technique(stream_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
+    specs.PipelineStages: Technique(pipeline_stages, needs_mesh=True),
 }
 """The package's own; those of `register_technique` stand in their strategy's row of planning."""
 

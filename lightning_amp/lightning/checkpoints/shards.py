@@ -45,7 +45,10 @@ class Shards:
     Attributes:
         sharded: Those that were replaced by this rank's shard.
         partial: Whole ones of which a rank's gradient is a part.
+        apart: Whether ranks of the model axis have parameters of their own, whose gradients the step itself completes.
     """
+
+    apart = False
 
     def __init__(
         self,

@@ -60,10 +60,12 @@ class TrainingStep:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight = CellWeight(mesh["data"], device)
         self._gradients = GradientSync(
-            model.parameters(),
+            # those of other stages of a pipeline are not here
+            (parameter for parameter in model.parameters() if not (shards.apart and parameter.is_meta)),
             mesh,
             partial=shards.partial,
             sharded=[parameter.shard for parameter in shards.sharded],
+            apart=shards.apart,
             bucket_bytes=bucket_bytes,
             rounds_differently=device.type == "cuda",
         )

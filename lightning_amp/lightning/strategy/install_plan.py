@@ -29,12 +29,14 @@ from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
 from lightning_amp.lightning.steps.step_time import put_first
 from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
 from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
@@ -89,10 +91,20 @@ class InstalledPlan:
         check_precision(installed, self._trainer.precision_plugin)
         self._undo.append(count_replicas_once(self._model, self._mesh))
         check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
-        shards = Shards(self._model, installed.sharded, installed.partial)
+        shards = self._staged() or Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
         self._race()
         return shards
+
+    def _staged(self) -> Shards | None:
+        """The parameters of the stages of a pipeline, whose steps take the place of the module's; None without one."""
+        spec = next((rule.spec for rule in self._plan.rules if isinstance(rule.spec, PipelineStages)), None)
+        if spec is None:
+            return None
+        check_run(self._request, self._trainer, self._model)
+        parameters, undo = pipelined(self._trainer.lightning_module, self._installed, spec, self._mesh)
+        self._undo.append(undo)
+        return parameters
 
     def _goes_on(self, plan: Plan) -> bool:
         """Whether the plan of a checkpoint takes the place of one that was just made: it is one of its candidates."""

@@ -31,6 +31,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
+    with_schedule,
     with_shared_statistics,
     without_shared_statistics,
 )
@@ -172,6 +173,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         rates=rates,
         node_devices=here.node_ranks,
     )
+    made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
     return replace(made, notes=(*made.notes, *note, *notes))
 
 

@@ -64,17 +64,17 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     for callback in callbacks:
-        if installed.sharded and _is_named(callback, AVERAGED):
+        if installed.sharded and is_named(callback, AVERAGED):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which averages whole parameters, together with S2, which"
                 f" has sharded {_names(installed)}; leave one of the two out"
             )
-        if buffers and _is_named(callback, COPIES_BUFFERS):
+        if buffers and is_named(callback, COPIES_BUFFERS):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which copies buffers too, and the plan has replaced some, in"
                 f" {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
             )
-        if replaced and _is_named(callback, KEEPS_LAYERS):
+        if replaced and is_named(callback, KEEPS_LAYERS):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which has chosen its layers already, and the plan replaces"
                 f" {replaced[:3]!r}; it would change layers that are not trained, or not as on one device. Leave it"
@@ -86,7 +86,7 @@ def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:
     return [] if module is None else [(name, tuple(b.shape)) for name, b in module.named_buffers()]
 
 
-def _is_named(thing: object, names: tuple[str, ...]) -> bool:
+def is_named(thing: object, names: tuple[str, ...]) -> bool:
     """Whether one of its classes has such a name; not every version of Lightning has these classes."""
     return any(kind.__name__ in names for kind in type(thing).__mro__)
 

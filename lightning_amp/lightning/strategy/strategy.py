@@ -4,9 +4,8 @@ Parameters that S2 has sharded are whole in every checkpoint and, after the run,
 
 Known limits: those of steps/training_step.py; buffers that a module changes by itself in training, other than shared
 batch statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers
-from all ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, norms
-of sharded weights, and a norm of gradients that is not taken by the Trainer's clipping, are those of the rank's shards
-(`gradient_norm` has all). What ranks then train differently is told (same_on_ranks/same_parameters.py).
+from all ranks, so a model group's values come once per rank of it; under S2 and pipeline `module.state_dict()`, and a
+norm taken by hand, are those of the rank's part (`gradient_norm` has all). What ranks then train differently is told.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,6 +97,8 @@ class AMPStrategy(MeshStrategy):
         check_finite: bool = False,
         lost_after: float = 60.0,
         stuck_after: float = 1800.0,
+        micro_batches: int | None = None,
+        schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -111,20 +112,18 @@ class AMPStrategy(MeshStrategy):
             plan: A plan, or the path of one as JSON, to carry out instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
-            unfit: Whether to "refuse" or to "train" a plan that is predicted not to fit; None refuses where
-                `device_memory` is given, and trains where the device was asked.
+            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             race: Whether the first steps under policy "auto" try the plans that fit, and the fastest stays.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
-            save_distributed_checkpoint: Save a directory to which every rank writes its part; `checkpoint_io` then has
-                no say. Either kind is loaded.
+            save_distributed_checkpoint: Save a directory of the ranks' parts, without `checkpoint_io`; both are loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
-            lost_after: Seconds of silence after which a rank counts as lost.
-            stuck_after: Seconds without progress after which a rank counts as stuck.
+            lost_after, stuck_after: Seconds of silence, and without progress, after which a rank is lost, and stuck.
+            micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
@@ -148,6 +147,8 @@ class AMPStrategy(MeshStrategy):
             check_finite=check_finite,
             lost_after=lost_after,
             stuck_after=stuck_after,
+            micro_batches=micro_batches,
+            schedule=schedule,
         )
         super().__init__(
             accelerator=accelerator,
@@ -167,8 +168,7 @@ class AMPStrategy(MeshStrategy):
         self._resumed: Plan | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._shards = Shards()
-        # the training step of a fit, None otherwise
-        self._step: TrainingStep | None = None
+        self._step: TrainingStep | None = None  # of a fit
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -302,7 +302,7 @@ class AMPStrategy(MeshStrategy):
         if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
-        warn_of_differences(module, shards, self.mesh, step=trainer.global_step)
+        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=self._shards.apart)
 
     # --- a step ---
 

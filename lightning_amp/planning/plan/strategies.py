@@ -84,6 +84,11 @@ def _domain_parallel(shape: "ModelShape") -> list[Target]:
     return [*found, (vertices.fqn, spec)]
 
 
+def _pipeline_stages(shape: "ModelShape") -> list[Target]:
+    # the stages depend on the mesh: see time/fill_settings.py
+    return [] if shape.blocks is None else [(shape.blocks[0], specs.PipelineStages(ends=""))]
+
+
 STRATEGIES: dict[str, StrategyInfo] = {
     "S1": StrategyInfo(
         title="data parallel",
@@ -180,6 +185,13 @@ STRATEGIES: dict[str, StrategyInfo] = {
         # the ranks' runs depend on the mesh and on the other choices: see time/fill_settings.py
         targets=_on_decoder(lambda _: specs.StrataParallel(ends="")),
         choice=("placement", "strata"),
+        model_axis=True,
+    ),
+    "pipeline": StrategyInfo(
+        title="pipeline of stages",
+        shrinks="K blocks to those of a rank",
+        specs=(specs.PipelineStages,),
+        targets=_pipeline_stages,
         model_axis=True,
     ),
 }

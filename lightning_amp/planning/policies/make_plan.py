@@ -109,6 +109,7 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
     shape, chosen = request.shape, choice.strategies
     mesh = _mesh(chosen, replace(request, model_parallel_size=choice.model_parallel_size))
     _check_decoder(chosen, shape)
+    _check_pipeline(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
     return Plan(
@@ -250,6 +251,23 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
         )
 
 
+def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
+    """Refuse, with a PlanError, stages without a list of blocks, and beside what was not tried with them."""
+    if "pipeline" not in chosen:
+        return
+    beside = [strategy for strategy in chosen if strategy not in ("S1", "pipeline")]
+    if beside:
+        raise PlanError(
+            f"pipeline was asked for beside {', '.join(beside)}; it goes together with S1 only by now: leave"
+            f" {', '.join(beside)} out"
+        )
+    if shape.blocks is None:
+        raise PlanError(
+            "pipeline was asked for, and the module has no ModuleList or Sequential of two modules and more that could"
+            " be stages; keep its blocks in one, or leave 'pipeline' out"
+        )
+
+
 def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
     if node_devices is None or node_devices % mesh.model == 0:
         return []
@@ -263,7 +281,7 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
     notes = [
         f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}"
         for strategy, row in STRATEGIES.items()
-        if strategy in chosen and row.from_outside and row.shape_after is None
+        if strategy in chosen and (strategy == "pipeline" or (row.from_outside and row.shape_after is None))
     ]
     if shape.decoder is None:
         notes.append("activations of a module without a recognised decoder cannot be predicted")
