@@ -25,7 +25,7 @@ from lightning_amp.parallel.attention.fused import Kernel
 from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FusedAttention
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 from lightning_amp.simulation.count_operators import OperatorCounter
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128

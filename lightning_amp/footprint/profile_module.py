@@ -4,24 +4,27 @@ The second step is counted, because the optimiser's state and the last step's gr
 runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in training. Where the step
 needs values, the same two steps run with values, on a copy with the module's weights.
 
-Known limits: `prepare_data` is not called, `setup` and `configure_model` are; callbacks other than the module's own, a
-precision other than that of the parameters and gradient accumulation are not part of the step; kernels on the CPU and
-on a GPU keep other temporaries.
+Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; callbacks
+other than the module's own and gradient accumulation are not part of the step; loss scaling is left out, and what
+torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other temporaries.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_amp._torch import FakeTensorMode
+from lightning_amp._torch import FakeTensorMode, is_compiled
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of, make_fake, resize
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -33,7 +36,34 @@ STEPS = 1000
 """Length of an epoch as a scheduler sees it; two steps of it are run."""
 
 
-def profile_module(module: LightningModule, batch: Any, *, batch_size: int | None = None) -> ModuleProfile:
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What is known of the run that a step belongs to; by default nothing, and the Trainer is one by itself.
+
+    Attributes:
+        prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
+        precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
+        datamodule: Whose hooks may change a batch, and which the module may ask for.
+    """
+
+    prepared: bool = False
+    precision: str = "32-true"
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    datamodule: LightningDataModule | None = None
+
+
+BY_ITSELF = Around()
+
+
+def profile_module(
+    module: LightningModule,
+    batch: Any,
+    *,
+    batch_size: int | None = None,
+    around: Around = BY_ITSELF,
+    with_values: bool = True,
+) -> ModuleProfile:
     """Say what a training step holds, without its memory and without a GPU; the module stays as it is.
 
     Args:
@@ -41,6 +71,9 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
         batch: An example of what its `training_step` gets.
         batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length get
             this one.
+        around: What is known of the run that the step belongs to.
+        with_values: Whether a step that needs values may run with them, on a copy of the module; on one rank of
+            several a collective of its own would wait for the others.
 
     Raises:
         ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
@@ -56,12 +89,17 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = copy_of(module, fake)
-        found, reason = _run(twin, fake_batch(batch, fake, batch_size), fake), ""
+        found, reason = _run(twin, fake_batch(batch, fake, batch_size), fake, around), ""
     except ModelError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        found = _run_with_values(module, batch, batch_size, error)
+        if not with_values:
+            raise ModelError(
+                f"a profile was asked for of {type(module).__name__!r}, whose step needs values ({reason}), and one of"
+                " several ranks does not run it by itself; profile it on one"
+            ) from error
+        found = _run_with_values(module, batch, batch_size, around, error)
     return summarize(
         found.lives,
         found.work,
@@ -69,11 +107,12 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
         measured=REAL if reason else FAKE,
         reason=reason,
         batch_size=length,
+        **found.done.to_dict(),
     )
 
 
 def _run_with_values(
-    module: LightningModule, batch: Any, batch_size: int | None, cause: Exception
+    module: LightningModule, batch: Any, batch_size: int | None, around: Around, cause: Exception
 ) -> StepRecorder:
     name = type(module).__name__
     if any(tensor.is_meta for tensor in module.state_dict().values()):
@@ -83,7 +122,7 @@ def _run_with_values(
         ) from cause
     longer = batch if batch_size is None else resize(batch, batch_size)
     try:
-        return _run(copy_of(module, None), longer, None)
+        return _run(copy_of(module, None), longer, None, around)
     except Exception as error:
         raise ModelError(
             f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
@@ -91,30 +130,56 @@ def _run_with_values(
         ) from error
 
 
-def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> StepRecorder:
-    counter = _Count(module, fake)
+def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None, around: Around) -> StepRecorder:
+    counter = _Count(module, fake, around)
     # what the module would download is not part of a step
     module.prepare_data = lambda: None  # type: ignore[method-assign]
+    if around.prepared:
+        module.setup = lambda stage: None  # type: ignore[method-assign]
+        module.configure_model = lambda: None  # type: ignore[method-assign]
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
-    with _quiet(), isolate_rng(include_cuda=False), counter:
-        trainer = Trainer(
-            accelerator="cpu",
-            strategy=_Here(counter, fake),
-            plugins=[LightningEnvironment()],
-            max_epochs=1,
-            limit_val_batches=0,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[counter],
-        )
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    with _quiet(), isolate_rng(include_cuda=device.type == "cuda"), _as_written(module), counter:
+        trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
     return counter.recorder
+
+
+def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> Trainer:
+    plugins: list[Any] = [LightningEnvironment()]
+    precision: Any = around.precision
+    if "mixed" in around.precision:
+        # half the bytes in either format; 16-mixed would look at gradients' values
+        plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=_Here(device, counter, fake),
+        plugins=plugins,
+        precision=precision,
+        gradient_clip_val=around.gradient_clip_val,
+        gradient_clip_algorithm=around.gradient_clip_algorithm,
+        max_epochs=1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=DummyLogger(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[counter],
+    )
+    # the run has converted the module, whose fake parameters cannot be
+    trainer.precision_plugin.convert_module = lambda module: module  # type: ignore[method-assign]
+    return trainer
+
+
+def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
+    if not any(is_compiled(child) for child in module.modules()):
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
@@ -146,9 +211,12 @@ class _Repeated:
 class _Here(SingleDeviceStrategy):
     """One device, on which the module stays as it is: fake parameters cannot be moved."""
 
-    def __init__(self, counter: "_Count", fake: FakeTensorMode | None) -> None:
-        super().__init__(device="cpu")
+    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None) -> None:
+        super().__init__(device=device)
         self._counter, self._fake = counter, fake
+
+    def setup_environment(self) -> None:
+        """Nothing: the device is in use already."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -174,9 +242,10 @@ class _Here(SingleDeviceStrategy):
 class _Count(Callback):
     """Enters the fake mode for both steps, and counts the second."""
 
-    def __init__(self, module: LightningModule, fake: FakeTensorMode | None) -> None:
+    def __init__(self, module: LightningModule, fake: FakeTensorMode | None, around: Around) -> None:
         self.recorder = StepRecorder(module)
         self._fake, self._entered, self._counting = fake, ExitStack(), False
+        self._datamodule = around.datamodule
 
     def __enter__(self) -> None:
         """Nothing has begun."""
@@ -187,6 +256,18 @@ class _Count(Callback):
             self.recorder.stop()
         self._counting = False
         self._entered.close()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the data module be found; its own setup is not called again, and its loaders are not."""
+        if self._datamodule is not None:
+            trainer.datamodule = self._datamodule  # type: ignore[attr-defined]
+            selector = trainer._data_connector._datahook_selector
+            assert selector is not None, "fit has attached the module"
+            selector.datamodule = self._datamodule
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The run that the data module belongs to goes on."""
+        trainer.datamodule = None  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

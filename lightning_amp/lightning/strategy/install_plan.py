@@ -113,6 +113,8 @@ class InstalledPlan:
             self._trainer.state.fn == TrainerFn.FITTING
             and self._request.races
             and not self._installed.sharded
+            # the techniques of any module save memory at the price of time: none is tried that is not needed
+            and self._plan.diagnosis is None
             and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
             and not torch.are_deterministic_algorithms_enabled()
             and not getattr(self._trainer, "fast_dev_run", False)

@@ -272,6 +272,6 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
         for strategy, row in STRATEGIES.items()
         if strategy in chosen and row.from_outside and row.shape_after is None
     ]
-    if shape.decoder is None:
+    if shape.decoder is None and not shape.profiled:
         notes.append("activations of a module without a recognised decoder cannot be predicted")
     return notes

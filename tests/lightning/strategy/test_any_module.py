@@ -1,0 +1,323 @@
+"""Claim: any module without a decoder is profiled before it trains, trains to the numbers of a plain Trainer, and the
+run notices nothing of the profile: neither its random numbers nor its data nor its hooks.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import plan_report
+from tests.lightning.strategy.any_module_cases import Small, example, fitted, same
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+LARGEST = {"wide_mlp": "parameters"}
+
+
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_examples_are_predicted_and_train_as_they_do_on_a_plain_trainer(name: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(example, 1, tmp_path, name, (1.0,), timeout=200)
+    for run in found:
+        assert run["predicted"] == pytest.approx(run["measured"], rel=0.05)
+        assert run["error"] <= 1e-10
+        assert run["steps"] == run["plain steps"] >= 3
+        assert run["fits"] is (run["predicted"] <= run["budget"])
+        plain = json.loads(run["json"])
+        assert plain["diagnosis"]["largest"] == LARGEST.get(name, "saved")
+        assert plain["diagnosis"]["measured"] == "fake tensors", plain["diagnosis"]["reason"]
+        assert plain["diagnosis"]["evidence"]
+        assert plain["candidates"]
+        assert Plan.from_json(run["json"]).to_json() == run["json"]
+
+
+class Drawing(Dataset[Any]):
+    """Items that are drawn from three streams: torch's, numpy's, and the data set's own."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(5)
+        self.generator = torch.Generator().manual_seed(6)
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return len(CELLS)
+
+    def __getitem__(self, k: int) -> Tensor:
+        self.calls += 1
+        noise = torch.rand(4) + float(np.random.rand()) + float(self.own.random())
+        return CELLS[k] + noise + torch.rand(4, generator=self.generator) + self.calls
+
+
+class Remembering(Sampler[int]):
+    """Begins elsewhere each time that it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return len(CELLS)
+
+    def __iter__(self) -> Any:
+        self.asked += 1
+        return iter([(k + self.asked) % len(CELLS) for k in range(len(CELLS))])
+
+
+class Stream(IterableDataset[Any]):
+    """Can be read once."""
+
+    def __init__(self) -> None:
+        self.left = iter(CELLS)
+
+    def __iter__(self) -> Any:
+        return self.left
+
+
+class Data(pl.LightningDataModule):
+    """Changes batches, and counts its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.calls.append("setup")
+
+    def train_dataloader(self) -> Any:
+        self.calls.append("loader")
+        return DataLoader(CELLS, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return torch.cat([batch, batch])
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append("teardown")
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.calls.append("exception")
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Drawing(), batch_size=4, shuffle=True, **options)
+
+
+DATA: dict[str, Any] = {
+    "shuffled": shuffled,
+    "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "own generator": lambda: shuffled(generator=torch.Generator().manual_seed(8)),
+    "sampler with state": lambda: DataLoader(Drawing(), batch_size=4, sampler=Remembering()),
+    "of a batch sampler": lambda: DataLoader(Drawing(), batch_sampler=[[0, 1], [2, 3], [4, 5]]),
+    "data module": Data,
+    "two loaders": lambda: {"a": shuffled(), "b": shuffled()},
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "order that is read once": lambda: DataLoader(Drawing(), batch_sampler=iter([[0, 1], [2, 3], [4, 5]])),
+}
+UNREAD = {
+    "stream": "the data set is a stream ('Stream')",
+    "order that is read once": "its order is an iterator",
+}
+
+
+class Two(Small):
+    """Of two loaders."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.seen.append(batch)
+        return super().loss(batch["a"]) + F.mse_loss(self.net(batch["b"]), batch["b"][:, :2])
+
+
+def undisturbed(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        kind = Two if name == "two loaders" else Small
+        runs = []
+        for strategy in ("auto", AMPStrategy()):
+            data = DATA[name]()
+            run = fitted(kind(), data, strategy)
+            if isinstance(data, Data):
+                run["seen"].append(data.calls)
+            runs.append(run)
+        plain, ours = runs
+        alike = {key: same(plain[key], ours[key]) for key in ("parameters", "seen", "random", "steps")}
+        plan = ours["plan"]
+        found[name] = alike, plan.batch_size, plan.diagnosis, plan.notes, plan_report(plan)
+    return found
+
+
+def test_the_run_notices_nothing(tmp_path: Path) -> None:
+    (found,) = run_ranks(undisturbed, 1, tmp_path, list(DATA), timeout=200)
+    sizes = {"of a batch sampler": 2, "data module": 8}
+    for name, (alike, size, diagnosis, notes, report) in found.items():
+        assert all(alike.values()), (name, alike)
+        assert max(map(len, report.splitlines())) <= 80
+        if name in UNREAD:
+            assert diagnosis is None, name
+            assert any("was not profiled" in note and UNREAD[name] in note for note in notes), notes
+        else:
+            assert diagnosis is not None, (name, notes)
+            # the data module's hook doubles a batch that is 4 when it is taken
+            assert size == (4 if name == "data module" else sizes.get(name, 4)), name
+
+
+class Manual(Small):
+    """Steps two optimisers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(F.mse_loss(net(batch), batch[:, :2]))
+            optimizer.step()
+        self.seen.append(batch)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.net.parameters()), torch.optim.SGD(self.other.parameters(), lr=0.1)]
+
+
+class Branching(Small):
+    """Looks at a value."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return 2 * loss if loss.item() > 1 else loss
+
+
+class Scheduled(Small):
+    """Asks the Trainer how long the run is, and for its data module."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        self.logger.log_hyperparams({}) if self.logger else None
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Lazy(Small):
+    """Has no shapes before `setup`, which must be called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(7), nn.ReLU(), nn.Linear(7, 2))
+        self.set_up = 0
+
+    def setup(self, stage: str) -> None:
+        self.set_up += 1
+        assert self.set_up == 1
+        self.net(torch.zeros(1, 4))
+
+
+class Tied(Small):
+    """Uses one weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.net[2].weight = self.net[0].weight
+
+
+class Stubborn(Small):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = (line for line in "ab")
+
+
+class Fragile(Small):
+    """Fails in any other Trainer than its run's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.trainer.max_steps == 3
+        return super().training_step(batch, batch_idx)
+
+
+MODULES = (Manual, Branching, Scheduled, Lazy, Tied, Stubborn, Fragile)
+MEASURED = {Branching: "a real step", Stubborn: None, Fragile: None}
+
+
+def hostile(rank: int, ranks: int) -> dict[str, Any]:
+    found = {}
+    for kind in MODULES:
+        runs = []
+        for strategy in ("auto", AMPStrategy()):
+            torch.manual_seed(0)
+            module = kind()
+            runs.append(fitted(module, DataLoader(CELLS, batch_size=4, shuffle=True), strategy))  # type: ignore[arg-type]
+        alike = {key: same(runs[0][key], runs[1][key]) for key in ("parameters", "seen", "random", "steps")}
+        plan = runs[1]["plan"]
+        found[kind.__name__] = alike, plan.diagnosis, plan.notes, plan.to_json(), plan.fits
+    return found
+
+
+def test_hostile_modules_train_as_on_a_plain_trainer(tmp_path: Path) -> None:
+    (found,) = run_ranks(hostile, 1, tmp_path, timeout=200)
+    for kind in MODULES:
+        alike, diagnosis, notes, text, fits = found[kind.__name__]
+        assert all(alike.values()), (kind, alike)
+        assert Plan.from_json(text).to_json() == text
+        expected = MEASURED.get(kind, "fake tensors")
+        if expected is None:
+            assert diagnosis is None
+            assert fits is None
+            assert any("was not profiled" in note for note in notes), notes
+        else:
+            assert diagnosis.measured == expected, (kind, notes, diagnosis.reason)
+            assert fits is True
+            assert any("measured with real values" in note for note in notes) == (expected == "a real step")
+
+
+def unfit(rank: int, ranks: int) -> list[str]:
+    texts = []
+    loader = DataLoader(CELLS, batch_size=4)  # type: ignore[arg-type]
+    for strategy in (
+        AMPStrategy(device_memory=2000),
+        AMPStrategy(device_memory=2000, unfit="train"),
+    ):
+        try:
+            run = fitted(Small(width=64), loader, strategy)
+        except PlanError as error:
+            texts.append(str(error))
+        else:
+            texts.append(str(run["plan"].fits))
+    return texts
+
+
+def test_a_budget_that_cannot_be_met_is_refused(tmp_path: Path) -> None:
+    ((refused, trained),) = run_ranks(unfit, 1, tmp_path)
+    assert "predicted to run out of memory in the step" in refused
+    assert "the least that 1 rank can do with is" in refused
+    assert "Nothing was trained" in refused
+    assert trained == "False"
+
+
+def evaluated(rank: int, ranks: int) -> Any:
+    from tests.lightning.strategy.any_module_cases import trainer_of
+
+    class Valid(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.loss(batch))
+
+    trainer = trainer_of(AMPStrategy())
+    trainer.validate(Valid(), DataLoader(CELLS, batch_size=4), verbose=False)  # type: ignore[arg-type]
+    plan = trainer.strategy.plan  # type: ignore[attr-defined]
+    return plan.diagnosis, plan.strategies
+
+
+def test_nothing_is_profiled_to_validate(tmp_path: Path) -> None:
+    assert run_ranks(evaluated, 1, tmp_path) == [(None, ())]
