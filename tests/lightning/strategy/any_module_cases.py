@@ -1,8 +1,10 @@
 """Modules without a decoder under strategy amp and under a plain Trainer: what ranks run, and what both leave."""
 
+import random
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -92,13 +94,15 @@ class Small(pl.LightningModule):
 def fitted(module: Any, data: Any, strategy: Any, **options: Any) -> dict[str, Any]:
     """What a run leaves: parameters, batches, where the random streams are, and under amp the plan."""
     torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
     trainer = trainer_of(strategy, **options)
     given = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data}
     trainer.fit(module, **given)
     return {
         "parameters": {name: p.detach().clone() for name, p in module.named_parameters()},
         "seen": list(getattr(module, "seen", [])),
-        "random": torch.get_rng_state(),
+        "random": (torch.get_rng_state(), float(np.random.rand()), random.random()),
         "steps": trainer.global_step,
         "plan": getattr(trainer.strategy, "plan", None),
     }

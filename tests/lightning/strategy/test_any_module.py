@@ -3,6 +3,7 @@ run notices nothing of the profile: neither its random numbers nor its data nor 
 """
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def shuffled(**options: Any) -> DataLoader[Any]:
 
 DATA: dict[str, Any] = {
     "shuffled": shuffled,
-    "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "workers": lambda: shuffled(num_workers=1, persistent_workers=True, multiprocessing_context="fork"),
     "own generator": lambda: shuffled(generator=torch.Generator().manual_seed(8)),
     "sampler with state": lambda: DataLoader(Drawing(), batch_size=4, sampler=Remembering()),
     "of a batch sampler": lambda: DataLoader(Drawing(), batch_sampler=[[0, 1], [2, 3], [4, 5]]),
@@ -139,6 +140,8 @@ class Two(Small):
 
 def undisturbed(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
     found = {}
+    # a rank is a daemon, which may have no loader workers
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for name in names:
         kind = Two if name == "two loaders" else Small
         runs = []
@@ -227,7 +230,7 @@ class Tied(Small):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
         self.net[2].weight = self.net[0].weight
 
 
@@ -286,8 +289,8 @@ def unfit(rank: int, ranks: int) -> list[str]:
     texts = []
     loader = DataLoader(CELLS, batch_size=4)  # type: ignore[arg-type]
     for strategy in (
-        AMPStrategy(device_memory=2000),
-        AMPStrategy(device_memory=2000, unfit="train"),
+        AMPStrategy(device_memory="2KiB"),
+        AMPStrategy(device_memory="2KiB", unfit="train"),
     ):
         try:
             run = fitted(Small(width=64), loader, strategy)
