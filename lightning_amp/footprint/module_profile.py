@@ -71,7 +71,6 @@ class ModuleProfile:
         measured: "fake tensors", or "a real step" where the step needs values.
         reason: Why the step could not run on fake tensors, "" where it could.
         batch_size: Length of the batch's first dimension, None where its tensors have none in common.
-        flops, moved_bytes, operators: What the step's operators compute and move (operator_work.py).
     """
 
     peak_bytes: int
@@ -86,9 +85,6 @@ class ModuleProfile:
     measured: str
     reason: str = ""
     batch_size: int | None = None
-    flops: int = 0
-    moved_bytes: int = 0
-    operators: int = 0
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:

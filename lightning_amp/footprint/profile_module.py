@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -31,6 +31,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
 
+R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"
 STEPS = 1000
 """Length of an epoch as a scheduler sees it; two steps of it are run."""
@@ -44,6 +45,8 @@ class Around:
         prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
         precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
         datamodule: Whose hooks may change a batch, and which the module may ask for.
+        values: Whether a step that needs values may run with them, on a copy of the module; on one rank of several a
+            collective of its own would wait for the others.
     """
 
     prepared: bool = False
@@ -51,18 +54,14 @@ class Around:
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
     datamodule: LightningDataModule | None = None
+    values: bool = True
 
 
 BY_ITSELF = Around()
 
 
 def profile_module(
-    module: LightningModule,
-    batch: Any,
-    *,
-    batch_size: int | None = None,
-    around: Around = BY_ITSELF,
-    with_values: bool = True,
+    module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
 ) -> ModuleProfile:
     """Say what a training step holds, without its memory and without a GPU; the module stays as it is.
 
@@ -72,11 +71,36 @@ def profile_module(
         batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length get
             this one.
         around: What is known of the run that the step belongs to.
-        with_values: Whether a step that needs values may run with them, on a copy of the module; on one rank of
-            several a collective of its own would wait for the others.
 
     Raises:
         ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
+    """
+    found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
+    return summarize(
+        found.lives,
+        found.work,
+        found.head,
+        measured=REAL if reason else FAKE,
+        reason=reason,
+        batch_size=length_of(batch) if batch_size is None else batch_size,
+    )
+
+
+def counted_step(
+    module: LightningModule,
+    batch: Any,
+    batch_size: int | None,
+    make: Callable[[LightningModule], R],
+    around: Around = BY_ITSELF,
+) -> tuple[R, str]:
+    """What `make` returns for a copy of the module, after the second step; and why it is a step with values, if it is.
+
+    Args:
+        module, batch, batch_size, around: As of `profile_module`.
+        make: Makes the recorder that counts the step.
+
+    Raises:
+        ModelError: As `profile_module`.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -85,35 +109,30 @@ def profile_module(
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
-    length = length_of(batch) if batch_size is None else batch_size
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = copy_of(module, fake)
-        found, reason = _run(twin, fake_batch(batch, fake, batch_size), fake, around), ""
+        return _run(twin, fake_batch(batch, fake, batch_size), fake, make, around), ""
     except ModelError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        if not with_values:
+        if not around.values:
             raise ModelError(
                 f"a profile was asked for of {type(module).__name__!r}, whose step needs values ({reason}), and one of"
                 " several ranks does not run it by itself; profile it on one"
             ) from error
-        found = _run_with_values(module, batch, batch_size, around, error)
-    return summarize(
-        found.lives,
-        found.work,
-        found.head,
-        measured=REAL if reason else FAKE,
-        reason=reason,
-        batch_size=length,
-        **found.done.to_dict(),
-    )
+        return _run_with_values(module, batch, batch_size, error, make, around), reason
 
 
 def _run_with_values(
-    module: LightningModule, batch: Any, batch_size: int | None, around: Around, cause: Exception
-) -> StepRecorder:
+    module: LightningModule,
+    batch: Any,
+    batch_size: int | None,
+    cause: Exception,
+    make: Callable[[LightningModule], R],
+    around: Around,
+) -> R:
     name = type(module).__name__
     if any(tensor.is_meta for tensor in module.state_dict().values()):
         raise ModelError(
@@ -122,7 +141,7 @@ def _run_with_values(
         ) from cause
     longer = batch if batch_size is None else resize(batch, batch_size)
     try:
-        return _run(copy_of(module, None), longer, None, around)
+        return _run(copy_of(module, None), longer, None, make, around)
     except Exception as error:
         raise ModelError(
             f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
@@ -130,8 +149,15 @@ def _run_with_values(
         ) from error
 
 
-def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None, around: Around) -> StepRecorder:
-    counter = _Count(module, fake, around)
+def _run(
+    module: LightningModule,
+    batch: Any,
+    fake: FakeTensorMode | None,
+    make: Callable[[LightningModule], R],
+    around: Around,
+) -> R:
+    recorder = make(module)
+    counter = _Count(recorder, fake, around.datamodule)
     # what the module would download is not part of a step
     module.prepare_data = lambda: None  # type: ignore[method-assign]
     if around.prepared:
@@ -145,7 +171,7 @@ def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None, aroun
         trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
-    return counter.recorder
+    return recorder
 
 
 def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> Trainer:
@@ -242,10 +268,12 @@ class _Here(SingleDeviceStrategy):
 class _Count(Callback):
     """Enters the fake mode for both steps, and counts the second."""
 
-    def __init__(self, module: LightningModule, fake: FakeTensorMode | None, around: Around) -> None:
-        self.recorder = StepRecorder(module)
+    def __init__(
+        self, recorder: StepRecorder, fake: FakeTensorMode | None, datamodule: LightningDataModule | None
+    ) -> None:
+        self.recorder = recorder
         self._fake, self._entered, self._counting = fake, ExitStack(), False
-        self._datamodule = around.datamodule
+        self._datamodule = datamodule
 
     def __enter__(self) -> None:
         """Nothing has begun."""

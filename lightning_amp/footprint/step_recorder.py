@@ -19,7 +19,6 @@ from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
-from lightning_amp.footprint.operator_work import OperatorWork
 from lightning_amp.footprint.summarize import BACKWARD, FORWARD, OPTIMISER, Head, Life
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -38,7 +37,6 @@ class StepRecorder(LiveBytes):
         work: Phase and module of every operator so far.
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
-        done: What operators have computed and moved.
 
     Args:
         module: Whose submodules own what is made.
@@ -50,7 +48,6 @@ class StepRecorder(LiveBytes):
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
         self.optimising = False
-        self.done = OperatorWork()
         self._module = module
         self._names = {id(child): fqn for fqn, child in module.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -116,8 +113,6 @@ class StepRecorder(LiveBytes):
             name=name, fqn=fqn, kind="", shape=(), dtype="", n_bytes=0, birth=len(self.work) - 1, order=order
         )
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented:
-            self.done.add(func, args, kwargs, result)
         if func._opname in PRODUCTS + COPIES and phase == FORWARD:
             self._note_product(func._opname, args, result, order)
         return result

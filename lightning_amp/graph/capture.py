@@ -32,6 +32,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.footprint.find_blocks import find_blocks as find_blocks
 from lightning_amp.graph.guards import settings_of, signature, state_of
 
 HOOKS = (
@@ -98,22 +99,6 @@ class Captures:
     def all(self) -> tuple[Capture, ...]:
         """Every capture so far."""
         return tuple(self._known.values())
-
-
-def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of the outermost lists and sequences of a module, by name; a module by itself is no block."""
-    found: dict[str, nn.Module] = {}
-
-    def walk(fqn: str, parent: nn.Module) -> None:
-        for name, child in parent.named_children():
-            inner = f"{fqn}.{name}" if fqn else name
-            if isinstance(parent, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList):
-                found.setdefault(inner, child)
-            else:
-                walk(inner, child)
-
-    walk("", module)
-    return found
 
 
 def capture_blocks(

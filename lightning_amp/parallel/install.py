@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import is_decomposed
@@ -74,6 +75,7 @@ TECHNIQUES: dict[type, Technique] = {
     specs.DomainParallel: Technique(share_anchors, on_decoder=True, needs_mesh=True),
     specs.VertexParallel: Technique(share_vertices, needs_mesh=True),
     specs.RecomputeStrata: Technique(recompute_strata, on_decoder=True),
+    specs.RecomputeBlock: Technique(recompute_block),
     specs.StreamStrata: Technique(stream_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
 }
@@ -198,6 +200,8 @@ class Installed:
                 f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"
                 f" {module.forward!r}; leave it as its class has it, or take the rule out of the plan"
             )
+        if isinstance(forward, RecomputedForward):
+            forward.fqn = fqn
         # not a closure: a deep copy of the module would run the original's parameters
         module.forward = partial(forward, module)
         self.forwards[fqn] = module

@@ -115,6 +115,11 @@ class RecomputeStrata:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeBlock:
+    """Nothing of a block of any module is kept for the backward pass but its inputs; there it is computed again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamStrata:
     """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice.
 

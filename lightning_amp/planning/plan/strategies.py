@@ -149,9 +149,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
         model_axis=True,
     ),
     "recompute": StrategyInfo(
-        title="recompute strata",
-        shrinks="K strata to one, computed twice",
-        specs=(specs.RecomputeStrata,),
+        title="recompute",
+        shrinks="K strata to one, or a block to its inputs, computed twice",
+        specs=(specs.RecomputeStrata, specs.RecomputeBlock),
         targets=_on_decoder(lambda _: specs.RecomputeStrata()),
         choice=("activations", "recompute"),
     ),
