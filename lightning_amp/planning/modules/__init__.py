@@ -1,0 +1,1 @@
+"""Plans of any module from the profile of its training step: what it would take under each technique."""
