@@ -86,9 +86,9 @@ class InstalledPlan:
             announce(self._plan, if_unfit=self._request.if_unfit)
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)
-        check_precision(installed, self._trainer.precision_plugin)
+        check_precision(installed, self._trainer.precision_plugin, self._plan)
         self._undo.append(count_replicas_once(self._model, self._mesh))
-        check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
+        check_callbacks(installed, getattr(self._trainer, "callbacks", ()), self._plan)
         shards = Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
         self._race()
@@ -146,7 +146,7 @@ class InstalledPlan:
                     "as the plan of the run"
                 )
                 assert not made.sharded, "what is sharded lies outside of decoders"
-                check_precision(made, self._trainer.precision_plugin)
+                check_precision(made, self._trainer.precision_plugin, plan)
             except AmpError as error:
                 refused = str(error)
             # no collective above is called by some ranks only: a plan that cannot be made is refused on all of them

@@ -127,6 +127,7 @@ class ModelShape:
         vertices: The graph's encoder, None when no module was recognised.
         vertex_bytes: What it keeps of its vertices, which is among the base activations.
         batch_norms: Whether it has layers that normalise by the statistics of a batch.
+        blocks: Names of the blocks whose parameters can be gathered one block at a time.
         profiled: Whether its step has been profiled, so that the sizes here predict nothing.
     """
 
@@ -145,6 +146,7 @@ class ModelShape:
     vertices: VertexShape | None = None
     vertex_bytes: int = 0
     batch_norms: bool = False
+    blocks: tuple[str, ...] = ()
     profiled: bool = False
 
 
