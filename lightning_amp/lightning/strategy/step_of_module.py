@@ -7,22 +7,27 @@ why.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.footprint.chain_recorder import OperatorRates
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.strategy.cells_per_step import training_loaders
 from lightning_amp.lightning.strategy.example_batch import example_batch
 from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.time.device_rates import Rates
+
+T = TypeVar("T")
 
 
 class StepOfModule:
@@ -32,19 +37,10 @@ class StepOfModule:
         module: Without a decoder.
         take_batch: Gives one batch, or raises an AmpError.
         around: What is known of the run.
-        with_values: Whether a step that needs values may be run with them.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        take_batch: Callable[[], Any],
-        *,
-        around: Around,
-        with_values: bool = True,
-    ) -> None:
-        self._module, self._take_batch = module, take_batch
-        self._around, self._with_values = around, with_values
+    def __init__(self, module: LightningModule, take_batch: Callable[[], Any], *, around: Around) -> None:
+        self._module, self._take_batch, self._around = module, take_batch, around
         self._batch: Any = None
 
     @classmethod
@@ -63,9 +59,10 @@ class StepOfModule:
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
             datamodule=getattr(trainer, "datamodule", None),
+            values=alone,
         )
         loaders, why = training_loaders(trainer)
-        return cls(module, partial(_batch_of, loaders, why), around=around, with_values=alone)
+        return cls(module, partial(_batch_of, loaders, why), around=around)
 
     def seen(self, rates: Rates) -> Seen:
         """Take one batch and profile the step as it is.
@@ -77,7 +74,12 @@ class StepOfModule:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
         """
         self._batch = self._take_batch()
-        return Seen(profile=self._profiled(), rates=rates)
+        return Seen(
+            profile=self._profiled(),
+            chain=self._counted(partial(chain_of, rates=operator_rates(rates))),
+            units=units_of(self._module),
+            rates=rates,
+        )
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
         """Profile the step once more with rules installed, and undo them; for after `seen`.
@@ -92,10 +94,11 @@ class StepOfModule:
             installed.undo()
 
     def _profiled(self) -> ModuleProfile:
+        return self._counted(profile_module)
+
+    def _counted(self, count: Callable[..., T]) -> T:
         try:
-            return profile_module(
-                self._module, self._batch, around=self._around, with_values=self._with_values
-            )
+            return count(self._module, self._batch, around=self._around)
         except AmpError:
             raise
         except Exception as error:
@@ -103,6 +106,15 @@ class StepOfModule:
                 f"a profile was asked for of {type(self._module).__name__!r}, which failed in a way that it should not:"
                 f" {type(error).__name__}: {error}"
             ) from error
+
+
+def operator_rates(rates: Rates) -> OperatorRates:
+    """What of a device's rates the time of an operator follows from."""
+    return OperatorRates(
+        matmul_flops=rates.matmul_flops,
+        memory_bytes=rates.memory_bytes,
+        overhead_seconds=rates.overhead_seconds,
+    )
 
 
 def _batch_of(loaders: object, why: str) -> Any:

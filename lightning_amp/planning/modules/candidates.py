@@ -153,7 +153,7 @@ def missing(seen: Seen, *, ranks: int, budget: int) -> str:
 
 
 def _leanest(seen: Seen, ranks: int) -> Draft:
-    made = [draft(seen, names, ranks=ranks, budget=None) for names in _sets()]
+    made = [draft(seen, names, ranks=ranks, budget=0) for names in _sets()]
     return min(
         (one for one in made if isinstance(one, Draft)), key=lambda one: (one.peak_bytes, *_merit(one))
     )

@@ -5,11 +5,13 @@ Legend: bytes are of one rank; D ranks of the data axis.
 
 from dataclasses import dataclass
 
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.planning.modules.fsdp_bytes import Unit
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.time.device_rates import Rates
 
-HELD = ("parameters", "gradients", "optimiser state")
+HELD = (PARAMETERS, GRADIENTS, STATE)
 LEAST_SECONDS = 1e-9
 ALONE = 2**20
 """Bytes of a gradient from which on it is averaged where it is; smaller ones are put together
@@ -21,20 +23,21 @@ class Seen:
     """A module's step as it is, on one device.
 
     Attributes:
-        profile: Its bytes, and what it computes.
+        profile: Its bytes.
+        chain: Its blocks, and what a choice of recomputed ones costs.
+        units: Parameters that can be gathered together.
         rates: What the device reaches.
     """
 
     profile: ModuleProfile
+    chain: Chain
+    units: tuple[Unit, ...]
     rates: Rates
 
     @property
     def seconds(self) -> float:
-        """Of the step on one device, as a sum over its operators: nothing of it is hidden behind another."""
-        profile, rates = self.profile, self.rates
-        products = profile.flops / rates.matmul_flops
-        moves = profile.moved_bytes / rates.memory_bytes
-        return max(products + moves + profile.operators * rates.overhead_seconds, LEAST_SECONDS)
+        """Of the step on one device."""
+        return max(self.chain.seconds, LEAST_SECONDS)
 
     @property
     def held_bytes(self) -> int:
@@ -46,7 +49,7 @@ class Seen:
         if ranks == 1:
             return self.profile.peak_bytes
         small = sum(
-            row.n_bytes for row in self.profile.tensors if row.kind == "gradients" and row.n_bytes < ALONE
+            row.n_bytes for row in self.profile.tensors if row.kind == GRADIENTS and row.n_bytes < ALONE
         )
         return max(self.profile.peak_bytes, self.held_bytes + small)
 
