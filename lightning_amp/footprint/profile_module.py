@@ -205,7 +205,8 @@ def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
     """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
     if not any(is_compiled(child) for child in module.modules()):
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    eagerly: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eagerly
 
 
 def _without_bar(log: Callable[..., None]) -> Callable[..., None]:

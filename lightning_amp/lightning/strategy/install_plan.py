@@ -24,10 +24,10 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
 from lightning_amp.lightning.steps.step_time import put_first
-from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
 from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision

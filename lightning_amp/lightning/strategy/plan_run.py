@@ -9,17 +9,17 @@ import torch
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
-from lightning_amp.lightning.strategy.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.step_of_module import StepOfModule
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.modules.plan_module import plan_again, plan_module
+from lightning_amp.planning.modules.plan_module import plan_again, plan_module, told_apart
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.decoder_only import profile_of_module
@@ -32,7 +32,6 @@ from lightning_amp.planning.plan.model_shape import (
     with_counts,
 )
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import parse_strategies
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
@@ -176,10 +175,11 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     """
     request, here = facts.request, facts.here
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    asked = request.strategies if strategies is None else list(strategies)
-    named: tuple[str, ...] | None = () if request.policy == "paper" else None
-    if shape.decoder is None and asked is not None:
-        asked, named = _of_any_module(asked, facts)
+    asked: str | list[str] | None = request.strategies if strategies is None else list(strategies)
+    named: tuple[str, ...] | None = None
+    if shape.decoder is None:
+        asked, named = told_apart(asked, policy=request.policy)
+        asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
     made = make_plan(
         profile,
         devices=here.n_ranks,
@@ -206,21 +206,20 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     )
 
 
-def _of_any_module(asked: str | Sequence[str], facts: Facts) -> tuple[list[str], tuple[str, ...]]:
-    """Strategies that were asked for, as far as they do not need a profile; and those that its plan adds.
+def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
+    """Of the techniques that were asked for, those that are planned all the same where there is no profile.
 
     Raises:
-        PlanError: One of the latter, and the step could not be profiled.
+        PlanError: One of the others was asked for, and the step could not be profiled.
     """
-    ids = parse_strategies(asked if isinstance(asked, str) else list(asked))
-    (seen, why), of_any = facts.seen, [name for name in ids if name in TECHNIQUES]
+    seen, why = facts.seen
     if seen is not None:
-        return [name for name in ids if name not in of_any], tuple(of_any)
-    needing = [name for name in of_any if TECHNIQUES[name].counted]
+        return []
+    needing = [name for name in named if TECHNIQUES[name].counted]
     if needing and why:
         raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
     # outside of a fit nothing is kept for a backward pass
-    return [name for name in ids if name not in needing], ()
+    return [name for name in named if name not in needing]
 
 
 def predict_anew(plan: Plan, facts: Facts) -> Plan:

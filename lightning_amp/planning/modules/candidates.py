@@ -8,16 +8,15 @@
 If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from types import MappingProxyType
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
-from lightning_amp.planning.modules.diagnosis import share_of
 from lightning_amp.planning.modules.seen import Draft, Seen
-from lightning_amp.planning.modules.techniques import TECHNIQUES
+from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.time.link_seconds import collective_seconds
@@ -29,6 +28,8 @@ WORTH = 0.05
 """Of the peak: a technique helps that takes as much away."""
 LEAST = "the least that"
 """Begins the sentence that says what is missing."""
+MOSTLY = 0.6
+"""Of the peak: what stands in the way of a technique that leaves as much as it is."""
 MOST_RANKS = 1024
 """That are tried where a step does not fit."""
 
@@ -129,34 +130,50 @@ def advice(seen: Seen, *, ranks: int) -> tuple[dict[str, str], dict[str, str]]:
         elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
             helps[name] = made.peak_bytes, _gain(name, whole, made)
         else:
-            left = [kind for kind in KINDS if kind not in technique.kinds]
-            most = max(left, key=seen.profile.by_kind.__getitem__)
-            does_not[name] = (
-                f"{name} would not: {share_of(seen.profile, left)} of the peak are no {_or(technique.kinds)}, most of"
-                f" them {most}"
-            )
+            does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
 
 
+def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str:
+    """What is most of the peak and stays, or what else stands in the way."""
+    left = [kind for kind in KINDS if kind not in technique.kinds]
+    share = sum(seen.profile.by_kind[kind] for kind in left) / seen.profile.peak_bytes
+    if share >= MOSTLY:
+        most = sorted(left, key=seen.profile.by_kind.__getitem__, reverse=True)
+        return f"{100 * share:.0f} % of the peak are {_and(most)}, which it leaves as they are"
+    peaks = f"the peak would be {format_bytes(made.peak_bytes)} instead of {format_bytes(whole.peak_bytes)}"
+    return f"{peaks}, for {technique.limit}"
+
+
 def missing(seen: Seen, *, ranks: int, budget: int) -> str:
     """For a step that fits with nothing: the least bytes, and what would make it fit."""
-    least = _leanest(seen, ranks)
-    said = f"{LEAST} {_on(ranks)} can do with is {_spelled(least)}"
-    n = 2 * ranks
-    while n <= MOST_RANKS:
-        more = _leanest(seen, n)
-        if more.peak_bytes <= budget:
-            return f"{said}; {_on(n)} with {' and '.join(more.strategies) or 'nothing else'} would fit"
-        n *= 2
-    return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
+    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(leanest(seen, ranks))}"
+    more = fewest_ranks(seen, budget, above=ranks)
+    if more is None:
+        return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
+    return f"{said}; {on_ranks(more.ranks)} with {' and '.join(more.strategies) or 'nothing else'} would fit"
 
 
-def _leanest(seen: Seen, ranks: int) -> Draft:
+def leanest(seen: Seen, ranks: int) -> Draft:
+    """The plan that needs the least memory."""
     made = [draft(seen, names, ranks=ranks, budget=0) for names in _sets()]
     return min(
         (one for one in made if isinstance(one, Draft)), key=lambda one: (one.peak_bytes, *_merit(one))
     )
+
+
+def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:
+    """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
+    low, high = above, above + 1
+    while leanest(seen, high).peak_bytes > budget:
+        if high >= MOST_RANKS:
+            return None
+        low, high = high, min(2 * high, MOST_RANKS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if leanest(seen, middle).peak_bytes <= budget else (middle, high)
+    return leanest(seen, high)
 
 
 def _sets() -> Iterator[tuple[str, ...]]:
@@ -206,22 +223,24 @@ def replaced_peak(compared: Compared, peak_bytes: int) -> Compared:
 def _gain(name: str, whole: Draft, made: Draft) -> str:
     less = 100 * (1 - made.peak_bytes / whole.peak_bytes)
     slower = 100 * (made.seconds / whole.seconds - 1)
-    at = f" on {_on(made.ranks)}" if made.ranks > 1 else ""
+    at = f" on {on_ranks(made.ranks)}" if made.ranks > 1 else ""
     return (
         f"{name} would make the peak {format_bytes(made.peak_bytes)} instead of"
         f" {format_bytes(whole.peak_bytes)}{at} ({less:.0f} % less), for about {max(0.0, slower):.0f} % more time"
     )
 
 
-def _spelled(one: Draft) -> str:
+def spelled(one: Draft) -> str:
+    """Its peak, and its techniques."""
     with_what = f" with {' and '.join(one.strategies)}" if one.strategies else ""
     return f"{format_bytes(one.peak_bytes)}{with_what}"
 
 
-def _on(ranks: int) -> str:
+def on_ranks(ranks: int) -> str:
+    """As "2 ranks"."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _or(words: Collection[str]) -> str:
+def _and(words: Sequence[str]) -> str:
     *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
+    return f"{', '.join(first)} and {last}" if first else last

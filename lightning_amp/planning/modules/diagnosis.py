@@ -9,9 +9,7 @@ Which techniques help is found by predicting the peak with each of them (techniq
 the peak away. Of those that do not, what stands in the way is said: the part of the peak that they leave as it is.
 """
 
-from collections.abc import Iterable
-
-from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES, ModuleProfile
+from lightning_amp.footprint.module_profile import ACTIVATIONS, ModuleProfile
 from lightning_amp.quantities import format_bytes
 
 SHARE = 1 / 3
@@ -58,16 +56,6 @@ def where(profile: ModuleProfile) -> tuple[str, ...]:
 def called(fqn: str) -> str:
     """A module's name, which is empty for the LightningModule itself."""
     return fqn or "the module itself"
-
-
-def share_of(profile: ModuleProfile, kinds: Iterable[str]) -> str:
-    """Of the peak: "93 %"."""
-    return _percent(sum(profile.by_kind[kind] for kind in kinds), profile)
-
-
-def share_of_activations(profile: ModuleProfile) -> str:
-    """The part of the peak that is no parameter, gradient or optimiser state."""
-    return share_of(profile, (ACTIVATIONS, TEMPORARIES))
 
 
 def _raised(profile: ModuleProfile, part: str) -> bool:

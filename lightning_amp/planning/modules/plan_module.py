@@ -6,7 +6,7 @@ modules is then counted again with them installed, which is nearly exact, and wh
 leaner one is taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_amp.errors import AmpError, PlanError
@@ -26,7 +26,7 @@ from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
+from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
 
 TRIES = 4
@@ -51,6 +51,22 @@ def diagnose_module(seen: Seen, *, ranks: int = 1) -> ModuleDiagnosis:
         measured=profile.measured,
         reason=profile.reason,
     )
+
+
+def told_apart(
+    asked: str | Sequence[str] | None, *, policy: str
+) -> tuple[list[str] | None, tuple[str, ...] | None]:
+    """Strategies that were asked for: those that a plan without a profile has, and those that `plan_module` adds.
+
+    None says that a policy chooses; AMP's fixed mapping, "paper", has none of the latter.
+
+    Raises:
+        PlanError: An id that is not in the library.
+    """
+    if asked is None:
+        return None, () if policy == "paper" else None
+    ids = parse_strategies(asked if isinstance(asked, str) else list(asked))
+    return [name for name in ids if name not in TECHNIQUES], tuple(name for name in ids if name in TECHNIQUES)
 
 
 def plan_module(

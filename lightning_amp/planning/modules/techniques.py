@@ -30,12 +30,14 @@ class Technique:
     Attributes:
         add: Adds it to a plan.
         kinds: Kinds of bytes that it makes smaller.
+        limit: Why it may not help where these are most of the peak.
         fewest: Ranks that it needs.
         counted: Whether a count of the step with its rules installed, on one device, has what it saves.
     """
 
     add: Add
     kinds: tuple[str, ...]
+    limit: str
     fewest: int = 1
     counted: bool = True
 
@@ -122,6 +124,16 @@ def _recomputed(chain: Chain, name: str, n: int) -> Target:
 
 
 TECHNIQUES: dict[str, Technique] = {
-    "fsdp": Technique(add=_fsdp, kinds=(PARAMETERS, GRADIENTS, STATE), fewest=2, counted=False),
-    "recompute": Technique(add=_recompute, kinds=(ACTIVATIONS, TEMPORARIES)),
+    "fsdp": Technique(
+        add=_fsdp,
+        kinds=(PARAMETERS, GRADIENTS, STATE),
+        limit="what is gathered together is whole while it works",
+        fewest=2,
+        counted=False,
+    ),
+    "recompute": Technique(
+        add=_recompute,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="the blocks keep little beside their inputs, or one of them needs as much by itself",
+    ),
 }

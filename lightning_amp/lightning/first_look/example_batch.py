@@ -60,7 +60,7 @@ def example_batch(loaders: object) -> Any:
 
 def _check(loader: object) -> None:
     kind = type(loader)
-    if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__:
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(
             f"the training loader is a {kind.__name__!r}, of which nothing can be read without training missing it"
         )
@@ -131,7 +131,7 @@ def _copied(generator: Any) -> Any:
 
 def _remembers(value: Any) -> bool:
     """Whether an object has attributes, and python's own way of being copied, which makes nothing else."""
-    kind = type(value)
+    kind: Any = type(value)
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, LEFT)

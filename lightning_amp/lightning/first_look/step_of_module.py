@@ -18,8 +18,8 @@ from lightning_amp.footprint.chain_of import chain_of
 from lightning_amp.footprint.chain_recorder import OperatorRates
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import Around, profile_module
-from lightning_amp.lightning.strategy.cells_per_step import training_loaders
-from lightning_amp.lightning.strategy.example_batch import example_batch
+from lightning_amp.lightning.first_look.cells_per_step import training_loaders
+from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.parallel.install import install_rules
@@ -37,10 +37,19 @@ class StepOfModule:
         module: Without a decoder.
         take_batch: Gives one batch, or raises an AmpError.
         around: What is known of the run.
+        batch_size: Another length of the batch.
     """
 
-    def __init__(self, module: LightningModule, take_batch: Callable[[], Any], *, around: Around) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        take_batch: Callable[[], Any],
+        *,
+        around: Around,
+        batch_size: int | None = None,
+    ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
+        self._batch_size = batch_size
         self._batch: Any = None
 
     @classmethod
@@ -98,7 +107,7 @@ class StepOfModule:
 
     def _counted(self, count: Callable[..., T]) -> T:
         try:
-            return count(self._module, self._batch, around=self._around)
+            return count(self._module, self._batch, batch_size=self._batch_size, around=self._around)
         except AmpError:
             raise
         except Exception as error:
