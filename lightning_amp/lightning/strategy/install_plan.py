@@ -81,6 +81,7 @@ class InstalledPlan:
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
+        self._facts.forget_step()
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)

@@ -113,12 +113,12 @@ def _recomputed(chain: Chain, name: str, n: int) -> Target:
     calls = [block for block in chain.blocks if block.fqn == name]
     saved, seconds = sum(c.saved_bytes for c in calls), sum(c.forward_seconds for c in calls)
     seconds = max(seconds, LEAST_SECONDS)
-    which = f"one of {n} blocks" if n > 1 else "of the blocks the one"
+    of_all = f"{n} of {len(chain.names)} blocks are computed again"
     return Target(
         strategy="recompute",
         fqn=name,
         spec=RecomputeBlock(),
-        why=f"{which} that are computed again: {format_bytes(saved)} less, {format_seconds(seconds)} more",
+        why=f"{of_all}, this one keeps {format_bytes(saved)} less and takes {format_seconds(seconds)} more",
         saves_bytes=saved,
     )
 
