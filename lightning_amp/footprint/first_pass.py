@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import FakeTensor, is_compiled
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -83,11 +83,11 @@ class FirstPass:
         self._loggers += [child for child in self._modules.values() if isinstance(child, LightningModule)]
         self._arguments, self._versions = _versions(arguments), self._versions_now()
         self._random = random.getstate(), np.random.get_state()
-        before = changing.get(self._mode)
+        self._known = changing.get(self._mode)
         self._before = {
             place: tensor.detach().clone()
             for place, tensor in self._tensors.items()
-            if not isinstance(tensor, nn.Parameter) and (before is None or place in before)
+            if not isinstance(tensor, nn.Parameter) and (self._known is None or place in self._known)
         }
 
     def settle(self, arguments: Sequence[Any]) -> str:
@@ -100,9 +100,11 @@ class FirstPass:
         if objects:
             return f"it changes what {_name(objects[0])} holds, which cannot be put back"
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
+        # batch norm's kernels change its statistics without a new version: values are compared once, and then known
+        changed |= self._known if self._known is not None else self._compared()
         if changed - self._before.keys():
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
-        self._changing[self._mode] = changed | self._changing.get(self._mode, frozenset())
+        self._changing[self._mode] = changed
         self._before = {place: values for place, values in self._before.items() if place in changed}
         return ""
 
@@ -133,6 +135,9 @@ class FirstPass:
             for _, table, values in now:
                 _put(table, values)
 
+    def _compared(self) -> set[Place]:
+        return {p for p, values in self._before.items() if _differ(values, self._tensors[p])}
+
     def _versions_now(self) -> dict[Place, int]:
         return {place: _version(tensor) for place, tensor in self._tensors.items()}
 
@@ -162,6 +167,11 @@ def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
 def _version(tensor: Tensor) -> int:
     # a tensor made in inference mode has none
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have values, and other ones."""
+    return not (isinstance(one, FakeTensor) or one.is_meta) and not torch.equal(one, other)
 
 
 def _versions(arguments: Sequence[Any]) -> dict[str, int]:

@@ -33,7 +33,7 @@ from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_f
 from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.install import Installed, Swap, install, lies_in
+from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
@@ -139,7 +139,7 @@ class InstalledPlan:
         with _as_in_setup(self._here.device):
             self._foreign.stand_in()
             names = list(find_decoders(self._model))
-            swaps = self._take_out(names)
+            taken = self._installed.take_out(names)
             try:
                 plan = self._plan_of(strategies)
                 made = self._made(plan, within=names)
@@ -154,22 +154,12 @@ class InstalledPlan:
             on_some_rank = bool(largest(float(bool(refused)), self._here.device))
             if on_some_rank:
                 made.undo()
-                made.redo(swaps)
-            self._installed.swaps += made.swaps
+                self._installed.put_back(taken)
+            self._installed.add(made)
             self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         if on_some_rank:
             raise PlanError(refused or "refused on another rank")
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
-
-    def _take_out(self, names: list[str]) -> list[Swap]:
-        """Put back what was in the decoders before; what lies outside of them stays. Returns what was taken out."""
-        swaps = self._installed.swaps
-        inside = [swap for swap in swaps if lies_in(swap.fqn, names)]
-        outside = [swap for swap in swaps if not lies_in(swap.fqn, names)]
-        self._installed.swaps = list(inside)
-        self._installed.undo()
-        self._installed.swaps = outside
-        return inside
 
     def _plan_of(self, strategies: Strategies) -> Plan:
         plan = plan_in_force(
@@ -244,8 +234,8 @@ class InstalledPlan:
     def _renew(self, plan: Plan) -> None:
         """Install anew what lies in the decoders; all else is what optimisers know, and the same."""
         names = list(self._foreign.decoders)
-        self._take_out(names)
-        self._installed.swaps += self._made(plan, within=names).swaps
+        self._installed.take_out(names)
+        self._installed.add(self._made(plan, within=names))
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
 
     def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:
