@@ -33,6 +33,8 @@ RACE = "tests/lightning/strategy/test_race.py"
 AGAIN, CHAIN = "tests/parallel/blocks/test_recompute.py", "tests/footprint/test_chain_of.py"
 CHOICE, MODULES = "tests/planning/modules/test_recompute_choice.py", "lightning_amp/planning/modules"
 FIRST, BUILD = "lightning_amp/footprint/first_pass.py", "lightning_amp/footprint/build_chain.py"
+OF_A_MODULE = "tests/planning/modules/test_plan_of_a_module.py"
+LOOK = "tests/lightning/strategy/test_any_module.py"
 RUNS, LINE = "lightning_amp/planning/sizes/ordered_runs.py", "lightning_amp/planning/pipeline"
 CUT = "tests/planning/pipeline/test_cut.py"
 WHEN = "tests/planning/pipeline/test_schedules.py"
@@ -1022,5 +1024,69 @@ MUTANTS = [
         "return after, [max(p for p in cuts if p <= i) for i in range(n)]",
         "return after, [0] * n",
         CHAIN,
+    ),
+    Mutant(
+        "module",
+        "a plan that does not fit is chosen",
+        f"{MODULES}/candidates.py",
+        "fitting = [one for one in found if limit is None or one.peak_bytes <= limit]",
+        "fitting = found",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "the slowest plan that fits is chosen",
+        f"{MODULES}/candidates.py",
+        "least = min(one.seconds for one in fitting)",
+        "least = max(one.seconds for one in fitting)",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "what was counted is not looked at",
+        f"{MODULES}/plan_module.py",
+        "seen = replace(seen, profile=count(local))",
+        "count(local)",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "no leaner plan where the count exceeds the budget",
+        f"{MODULES}/plan_module.py",
+        "limit -= max(over, 1)",
+        "break",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "forgotten: what fsdp saves, when blocks are chosen",
+        f"{MODULES}/techniques.py",
+        "names = chain.names if budget is None else _blocks(chain, budget + relief)",
+        "names = chain.names if budget is None else _blocks(chain, budget)",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "forgotten: small gradients that are copied",
+        f"{MODULES}/seen.py",
+        "return max(self.profile.peak_bytes, self.held_bytes + small)",
+        "return self.profile.peak_bytes",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "the data set itself makes the first batch",
+        "lightning_amp/lightning/first_look/example_batch.py",
+        "dataset, collate = apart(loader.dataset, memo), apart(loader.collate_fn, memo)",
+        "dataset, collate = loader.dataset, loader.collate_fn",
+        LOOK,
+    ),
+    Mutant(
+        "module",
+        "a sampler is read ahead",
+        "lightning_amp/lightning/first_look/example_batch.py",
+        "return next(iter(apart(order, memo)))",
+        "return next(iter(order))",
+        LOOK,
     ),
 ]

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
+from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.planning.modules.candidates import compare, fewest_ranks
 from lightning_amp.planning.modules.chain import BlockCost, Chain, Moment
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
@@ -65,7 +66,10 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
         "peak_module": "blocks.3",
         "modules": tuple(rows),
         "tensors": (tensor,),
-        "timeline": (),
+        "timeline": tuple(
+            Stretch(phase=phase, fqn="blocks.3", by_kind=by_kind)
+            for phase in ("forward", "backward", "optimiser")
+        ),
         "measured": "fake tensors",
         "batch_size": 8,
     }
