@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
+import lightning_amp
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from tests.lightning.strategy.any_module_cases import Small, example, fitted, same
+from tests.any_module import make
+from tests.lightning.strategy.any_module_cases import Small, example, example_on_ranks, fitted, same
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -415,3 +417,22 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
     assert "recompute was asked for, and the step was not profiled" in stubborn
     assert "cannot be copied" in stubborn
     assert "fsdp" in alone
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "strategies"),
+    [
+        ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
+        ("gene_transformer", (1.1, 0.6, 0.35), (("S1",), ("S1", "recompute"), ("S1", "recompute", "fsdp"))),
+    ],
+)
+def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:
+    peak = lightning_amp.profile(*make(name)).peak_bytes
+    budgets = tuple(int(share * peak) for share in shares)
+    for rank in run_ranks(example_on_ranks, 2, tmp_path, name, budgets, timeout=200):
+        for budget, expected, (plan, measured, trained) in zip(budgets, strategies, rank, strict=True):
+            assert trained
+            assert plan.strategies == expected
+            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+            assert plan.fits
+            assert measured <= 1.05 * budget
