@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_amp._torch import begin_gathered, end_gathered, start_backward, undo_fully_shard
+from lightning_amp._torch import begin_gathered, end_gathered, make_root, start_backward, undo_fully_shard
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
@@ -91,6 +91,7 @@ class FullySharded:
         try:
             for unit in (*units.values(), module):
                 fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
+            make_root(module)
         except Exception as error:
             self._put_back()
             raise InstallError(
