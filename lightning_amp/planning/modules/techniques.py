@@ -44,14 +44,11 @@ class Technique:
 
 def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Every rank has a part of parameters, gradients and optimiser state, and gathers a block's when it works."""
-    whole = sum(unit.whole_bytes for unit in seen.units)
+    whole = sum(unit.whole_bytes() for unit in seen.units)
     if not whole:
         return "there are no parameters that can be split"
     ranks, links = draft.ranks, seen.rates.links
-    try:
-        saved = seen.peak_bytes(ranks) - fsdp_peak_bytes(seen.profile, seen.units, ranks)
-    except NotImplementedError:
-        return "TEMPORARY"
+    saved = seen.peak_bytes(ranks) - fsdp_peak_bytes(seen.profile, seen.units, ranks)
     # twice gathered, once summed and scattered, in the place of one average
     sent = 2 * collective_seconds("all_gather", whole / ranks, ranks, links)
     sent += collective_seconds("reduce_scatter", whole, ranks, links)

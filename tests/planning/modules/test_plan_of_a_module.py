@@ -26,6 +26,7 @@ from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import CPU_CORE
 
 BLOCKS, SAVED = 4, 1000
+NAMES = tuple(f"blocks.{k}" for k in range(BLOCKS))
 
 
 def chain(n: int = BLOCKS, *, fixed: int = 0, work: int = 50, rest: int = 200) -> Chain:
@@ -67,8 +68,9 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
         "modules": tuple(rows),
         "tensors": (tensor,),
         "timeline": tuple(
-            Stretch(phase=phase, fqn="blocks.3", by_kind=by_kind)
-            for phase in ("forward", "backward", "optimiser")
+            Stretch(phase=phase, fqn=fqn, by_kind=by_kind)
+            for phase, names in (("forward", NAMES), ("backward", NAMES[::-1]), ("optimiser", ("",)))
+            for fqn in names
         ),
         "measured": "fake tensors",
         "batch_size": 8,
@@ -77,12 +79,12 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
 
 
 def seen(profile: ModuleProfile | None = None, blocks: Chain | None = None, weights: int = 25) -> Seen:
-    shape = ParameterShape(name="blocks.0.weight", shape=(weights,), item_bytes=1)
+    shape = ParameterShape(name="weight", shape=(weights // BLOCKS,), item_bytes=1)
     profile = profile or profiled()
     return Seen(
         profile=profile,
         chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED),
-        units=(Unit(fqn="", parameters=(shape,)),),
+        units=(*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=())),
         rates=CPU_CORE,
     )
 
