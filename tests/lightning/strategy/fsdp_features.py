@@ -69,7 +69,10 @@ class Blocks(Regression):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=1)
+        # as Lightning itself does where the backend is not gloo
+        with torch.inference_mode():
+            loss = self.loss(batch)
+        self.log("val_loss", loss.clone(), sync_dist=True, batch_size=1)
 
     test_step = validation_step
 
@@ -253,6 +256,14 @@ def offloaded(rank: int) -> dict[str, Tensor]:
     return trained(module)
 
 
+def checked(rank: int) -> dict[str, Tensor]:
+    """With a look at every loss and gradient."""
+    module = Blocks()
+    strategy = AMPStrategy(strategies="fsdp", check_finite=True)
+    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
+    return trained(module)
+
+
 def mixed(rank: int) -> Found:
     """Half precision, under ddp and under fsdp."""
     found = {}
@@ -288,7 +299,8 @@ def saved(rank: int, ranks: int, folder: Path, strategy: Any = None, *, resume: 
     """Two epochs, each saved; or the second from a checkpoint of the first. Then validated, tested and predicted."""
     module = Blocks()
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, monitor="val_loss")
-    trainer = trainer_of(rank, ranks, strategy, callbacks=[saver], enable_checkpointing=True)
+    options: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 1}
+    trainer = trainer_of(rank, ranks, strategy, callbacks=[saver], **options)
     data = Case(Blocks, cells=EVEN).batches(rank if ranks > 1 else None)
     if ranks == 4:
         data = [{"rna": {k: v.chunk(2)[rank % 2] for k, v in b["rna"].items()}} for b in
@@ -319,6 +331,7 @@ def pair(rank: int, ranks: int, folder: Path) -> Found:
     warnings.simplefilter("ignore")
     parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
     found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank), "offloaded": offloaded(rank)}
+    found["checked"] = checked(rank)
     found["saved"] = saved(rank, 2, folder / "fsdp")
     found["in parts"] = saved(rank, 2, folder / "parts", parts)
     if rank == 0:

@@ -46,9 +46,10 @@ def test_what_is_compared_has_been_trained(runs: Any) -> None:
     assert "idle.0.weight" not in moved, "no loss reads it, and it has no gradient to decay by"
 
 
-def test_rows_may_lie_in_the_hosts_memory(runs: Any) -> None:
+@pytest.mark.parametrize("name", ["offloaded", "checked"])
+def test_rows_in_the_hosts_memory_and_gradients_that_are_looked_at(runs: Any, name: str) -> None:
     for found in runs["pair"]:
-        close(found["offloaded"], runs["plain"][0]["ways"]["Blocks"], "offloaded")
+        close(found[name], runs["plain"][0]["ways"]["Blocks"], name)
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("32-true", 1e-5), ("bf16-mixed", 2e-2)])
