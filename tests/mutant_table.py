@@ -29,6 +29,10 @@ FUSED, SDPA = "tests/parallel/attention/test_fused.py", "tests/parallel/attentio
 SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
 ANY, GRAPH = "tests/footprint/test_profile_module.py", "tests/graph/test_capture.py"
 FLOW, TABLE = "tests/graph/test_flow.py", "tests/graph/test_table.py"
+FSDP, FSDP_BYTES = (
+    "tests/lightning/strategy/test_fsdp_features.py",
+    "tests/planning/modules/test_fsdp_bytes.py",
+)
 RACE = "tests/lightning/strategy/test_race.py"
 AGAIN, CHAIN = "tests/parallel/blocks/test_recompute.py", "tests/footprint/test_chain_of.py"
 CHOICE, MODULES = "tests/planning/modules/test_recompute_choice.py", "lightning_amp/planning/modules"
@@ -1088,5 +1092,107 @@ MUTANTS = [
         "return next(iter(apart(order, memo)))",
         "return next(iter(order))",
         LOOK,
+        "fsdp",
+        "missing: weight by cells",
+        f"{L}/steps/training_step.py",
+        "share, units = self._share_of(loss), self._shards.units",
+        "share, units = loss, self._shards.units",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "scale: averaged twice",
+        f"{P}/fsdp/collectives.py",
+        "torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)",
+        "torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor).div_(group.size())",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "doubled: gradients are reduced as under S1 too",
+        f"{L}/checkpoints/shards.py",
+        "return [parameter for parameter in self._parameters if id(parameter) not in others]",
+        "return list(self._parameters)",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "shard: a rank's rows in the checkpoint",
+        f"{L}/checkpoints/shards.py",
+        "return parameter.join(value).cpu()",
+        "return parameter.shard.to_local() if parameter.by_torch else parameter.join(value).cpu()",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "shard: norm of a rank's rows",
+        f"{L}/checkpoints/shards.py",
+        "return collectives.all_reduce(among[0].mesh, own**norm_type) ** (1 / norm_type)",
+        "return own",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: the root's parameters after an update",
+        f"{P}/fsdp/fully_sharded.py",
+        "            self._on_rows(lambda: None)",
+        "            pass",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: what ranks do is not compared",
+        f"{P}/fsdp/agreement.py",
+        "if largest != -smallest:",
+        "if False:",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: a backward pass that nobody has begun",
+        f"{P}/fsdp/fully_sharded.py",
+        "        if not self._begun:",
+        "        if False:",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: the root's gradients before an update",
+        f"{P}/fsdp/fully_sharded.py",
+        "        if self._root.has_gradients():",
+        "        if False:",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "shard: a block that shares a weight is a unit",
+        f"{P}/fsdp/units.py",
+        "return splits and all(owners[key] == count for key, count in inside.items())",
+        "return splits",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "bytes: what is received before is let go of at once",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "yield held + received + 2 * self._padded[unit]",
+        "yield held + 2 * self._padded[unit]",
+        FSDP_BYTES,
+    ),
+    Mutant(
+        "fsdp",
+        "bytes: gradients as they were sent stay",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "yield beside + 2 * sent + sent // self._ranks",
+        "yield beside + sent + sent // self._ranks",
+        FSDP_BYTES,
+    ),
+    Mutant(
+        "fsdp",
+        "bytes: rows without padding",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "rows = -(-self.shape[0] // ranks)",
+        "rows = self.shape[0] // ranks",
+        FSDP_BYTES,
     ),
 ]

@@ -4,20 +4,24 @@ Two ranks run all of it once, one process what they are compared with.
 """
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.planning.policies.make_plan import plan
 from tests.lightning.strategy.fsdp_cases import QUIET, Found
 from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
 
@@ -65,7 +69,10 @@ class Blocks(Regression):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=1)
+        # as Lightning itself does where the backend is not gloo
+        with torch.inference_mode():
+            loss = self.loss(batch)
+        self.log("val_loss", loss.clone(), sync_dist=True, batch_size=1)
 
     test_step = validation_step
 
@@ -169,13 +176,6 @@ class StrayRoot(Stray):
         return (self.last(self.first(batch["rna"]["x"])) - batch["rna"]["y"]).square().mean()
 
 
-class NotANumber(Blocks):
-    """A gradient that is not finite, of a finite loss."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + (self.shift * 0).sqrt().sum()
-
-
 class Quasinewton(Blocks):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -202,7 +202,12 @@ REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
     "one of the root's parameters alone": (StrayRoot, {}, "call self.manual_backward(loss)"),
     "an optimiser that mixes entries": (Quasinewton, {}, "parameters that fsdp splits over ranks"),
     "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks of its own"),
-    "two types in a block": (Mixed, {"precision": None}, "have the types ['float32', 'float64']"),
+    "two types in a block": (Mixed, {}, "have the types ['float32', 'float64']"),
+    "averaged weights": (
+        Blocks,
+        {"callbacks": [lambda: StochasticWeightAveraging(swa_lrs=0.1)]},
+        "averages whole parameters, together with fsdp",
+    ),
 }
 
 
@@ -238,6 +243,27 @@ def ways(rank: int | None, ranks: int) -> Found:
     return found
 
 
+def offloaded(rank: int) -> dict[str, Tensor]:
+    """By a plan given as JSON, whose rules ask for rows in the host's memory."""
+    module = Blocks()
+    shape = describe(module, batch_size=4)
+    made = plan(profile_of_module(shape), devices=2, strategies="fsdp", shape=shape)
+    text = made.to_json().replace('"offload": false', '"offload": true')
+    strategy = AMPStrategy(plan=Plan.from_json(text))
+    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
+    assert strategy.plan is not None
+    assert any(rule.spec == FullyShard(offload=True) for rule in strategy.plan.rules)
+    return trained(module)
+
+
+def checked(rank: int) -> dict[str, Tensor]:
+    """With a look at every loss and gradient."""
+    module = Blocks()
+    strategy = AMPStrategy(strategies="fsdp", check_finite=True)
+    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
+    return trained(module)
+
+
 def mixed(rank: int) -> Found:
     """Half precision, under ddp and under fsdp."""
     found = {}
@@ -252,21 +278,19 @@ def mixed(rank: int) -> Found:
     return found
 
 
-def refusal(rank: int, run: Callable[[], object]) -> str:
-    try:
-        run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def refusals(rank: int) -> dict[str, str]:
-    """What is refused, without an end that one rank waits for."""
+def refusals(rank: int) -> dict[str, tuple[str, bool]]:
+    """What is refused, without an end that one rank waits for; and whether the module is a plain one again."""
     found = {}
     for name, (kind, options, _) in REFUSED.items():
-        data = loader(Case(kind, cells=EVEN).batches(rank))
-        trainer = trainer_of(rank, 2, **{key: value for key, value in options.items() if value is not None})
-        found[name] = refusal(rank, lambda: trainer.fit(kind(), data))  # noqa: B023
+        module, data = kind(), loader(Case(kind, cells=EVEN).batches(rank))
+        callbacks = [make() for make in options.get("callbacks", ())]
+        try:
+            trainer_of(rank, 2, callbacks=callbacks).fit(module, data)
+            told = ""
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        plain = all(type(p) is nn.Parameter for p in module.parameters())
+        found[name] = told, plain and type(module) is kind and "training_step" not in vars(module)
         dist.barrier()
     return found
 
@@ -275,7 +299,8 @@ def saved(rank: int, ranks: int, folder: Path, strategy: Any = None, *, resume: 
     """Two epochs, each saved; or the second from a checkpoint of the first. Then validated, tested and predicted."""
     module = Blocks()
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, monitor="val_loss")
-    trainer = trainer_of(rank, ranks, strategy, callbacks=[saver], enable_checkpointing=True)
+    options: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 1}
+    trainer = trainer_of(rank, ranks, strategy, callbacks=[saver], **options)
     data = Case(Blocks, cells=EVEN).batches(rank if ranks > 1 else None)
     if ranks == 4:
         data = [{"rna": {k: v.chunk(2)[rank % 2] for k, v in b["rna"].items()}} for b in
@@ -305,7 +330,8 @@ def pair(rank: int, ranks: int, folder: Path) -> Found:
     """Everything on two ranks; after `plain`."""
     warnings.simplefilter("ignore")
     parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
-    found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank)}
+    found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank), "offloaded": offloaded(rank)}
+    found["checked"] = checked(rank)
     found["saved"] = saved(rank, 2, folder / "fsdp")
     found["in parts"] = saved(rank, 2, folder / "parts", parts)
     if rank == 0:

@@ -46,6 +46,12 @@ def test_what_is_compared_has_been_trained(runs: Any) -> None:
     assert "idle.0.weight" not in moved, "no loss reads it, and it has no gradient to decay by"
 
 
+@pytest.mark.parametrize("name", ["offloaded", "checked"])
+def test_rows_in_the_hosts_memory_and_gradients_that_are_looked_at(runs: Any, name: str) -> None:
+    for found in runs["pair"]:
+        close(found[name], runs["plain"][0]["ways"]["Blocks"], name)
+
+
 @pytest.mark.parametrize(("precision", "rtol"), [("32-true", 1e-5), ("bf16-mixed", 2e-2)])
 def test_half_precision_trains_as_under_ddp(runs: Any, precision: str, rtol: float) -> None:
     for found in runs["pair"]:
@@ -108,4 +114,6 @@ def test_every_rank_writes_its_rows_into_a_directory(folder: Path, runs: Any) ->
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_on_all_ranks(runs: Any, name: str) -> None:
     for found in runs["pair"]:
-        assert REFUSED[name][2] in found["refused"][name]
+        told, restored = found["refused"][name]
+        assert REFUSED[name][2] in told
+        assert restored, "the module is a plain one again"
