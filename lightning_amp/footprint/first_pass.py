@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import FakeTensor, is_compiled
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward", "_trainer", "_fabric", *LEFT_BY_FULLY_SHARD))
 """Attributes that every module has, or that are none of the user's."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 DEPTH = 5
@@ -73,16 +73,18 @@ class FirstPass:
         self._tensors: dict[Place, Tensor] = {}
         objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(arguments)}
         for name, _, values in self._tables:
-            for key, value in values.items():
+            # torch keeps state of its own under names with two underscores, such as that of fully_shard
+            for key in (k for k in values if k not in OF_EVERY_MODULE and not k.startswith("__")):
+                value = values[key]
                 if isinstance(value, Tensor):
                     self._tensors[name, key] = value
-                elif key not in OF_EVERY_MODULE and not isinstance(value, (*PLAIN, nn.Module)):
+                elif not isinstance(value, nn.Module):
                     objects[name, key] = value
-        self._objects = {p: o for p, o in objects.items() if not isinstance(o, (*PLAIN, Tensor))}
+        self._objects = {place: value for place, value in objects.items() if not _is_fixed(value)}
         self._marks, self._loggers = self._marks_now()
         self._loggers += [child for child in self._modules.values() if isinstance(child, LightningModule)]
         self._arguments, self._versions = _versions(arguments), self._versions_now()
-        self._random = random.getstate(), np.random.get_state()
+        self._random: Any = _random_state()
         self._known = changing.get(self._mode)
         self._before = {
             place: tensor.detach().clone()
@@ -106,6 +108,9 @@ class FirstPass:
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
         self._changing[self._mode] = changed
         self._before = {place: values for place, values in self._before.items() if place in changed}
+        if _same_random(self._random, _random_state()):
+            # the second pass draws none either
+            self._random = None
         return ""
 
     def stale(self, arguments: Sequence[Any]) -> str:
@@ -121,10 +126,12 @@ class FirstPass:
         """Everything as it was before the first pass; afterwards it is as it is now."""
         now = _snapshot(self._modules)
         now += [("", vars(logger), dict(vars(logger))) for logger in self._loggers]
-        random_now = random.getstate(), np.random.get_state()
+        random_now = _random_state() if self._random else None
+        # a buffer in two places stays one
+        fresh = {id(self._tensors[place]): values.clone() for place, values in self._before.items()}
+        own = {place: fresh[id(self._tensors[place])] for place in self._before}
         for name, table, values in self._tables:
-            own = {key: self._before[name, key].clone() for key in values if (name, key) in self._before}
-            _put(table, values | own)
+            _put(table, {k: own.get((name, k), v) for k, v in values.items()} if own else values)
         for logger in self._loggers:
             vars(logger).update(log=_no_log, log_dict=_no_log)
         try:
@@ -159,7 +166,7 @@ def _snapshot(modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, Any
 
 def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
     """Let a table hold some values; most of the time it does."""
-    if len(table) != len(values) or any(table.get(key, table) is not value for key, value in values.items()):
+    if [*table, *map(id, table.values())] != [*values, *map(id, values.values())]:
         table.clear()
         table.update(values)
 
@@ -218,9 +225,25 @@ def _name(place: Place) -> str:
     return repr(f"{module}.{key}" if module else key)
 
 
-def _set_random(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is a tensor, or cannot be changed."""
+    if isinstance(value, tuple):
+        return all(isinstance(part, PLAIN) for part in value)
+    return isinstance(value, (*PLAIN, Tensor))
+
+
+def _random_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
+
+
+def _set_random(states: tuple[Any, Any] | None) -> None:
+    if states is not None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _no_log(*_: Any, **__: Any) -> None:

@@ -102,6 +102,17 @@ def test_nothing_is_kept_but_inputs() -> None:
     assert "forward" not in vars(net.blocks[0])
 
 
+def test_without_gradients_a_block_runs_as_it_is() -> None:
+    """Then a block may do what cannot be done twice."""
+    net, x = Net(nasty.Remembers()), torch.randn(5, nasty.DIM)
+    recompute(net)
+    with torch.no_grad():
+        net(x)
+    with torch.inference_mode():
+        net(x)
+    assert len(net.blocks[0].seen) == 2
+
+
 def test_attributes_counters_and_logs_are_as_after_one_pass() -> None:
     net = Net(nasty.Counter(), nasty.Logging(), nasty.LogsForAnother()).double()
     recompute(net)
