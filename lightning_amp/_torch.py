@@ -152,15 +152,11 @@ def start_backward(root: Any, loss: torch.Tensor) -> None:
     loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
 
 
-LEFT_BY_FULLY_SHARD = (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""Attributes of a module that its gathering and sharding change; none of them is the user's."""
-
-
 def undo_fully_shard(root: nn.Module) -> None:
     """Take off a module all that `fully_shard` has put there, but for its parameters; torch has no way back."""
     for module in root.modules():
         state = composable_states.pop(module, lambda: None)()
-        for attribute in LEFT_BY_FULLY_SHARD:
+        for attribute in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             vars(module).pop(attribute, None)
         if state is None:
             continue

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import FakeTensor, is_compiled
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
-OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward", "_trainer", "_fabric", *LEFT_BY_FULLY_SHARD))
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
 """Attributes that every module has, or that are none of the user's."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 DEPTH = 5
