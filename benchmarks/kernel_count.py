@@ -21,7 +21,7 @@ from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.parallel.device_settings import settings_of
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 from lightning_amp.simulation.count_operators import OperatorCounter
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128

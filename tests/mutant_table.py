@@ -29,11 +29,17 @@ FUSED, SDPA = "tests/parallel/attention/test_fused.py", "tests/parallel/attentio
 SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
 ANY, GRAPH = "tests/footprint/test_profile_module.py", "tests/graph/test_capture.py"
 FLOW, TABLE = "tests/graph/test_flow.py", "tests/graph/test_table.py"
+FSDP, FSDP_BYTES = (
+    "tests/lightning/strategy/test_fsdp_features.py",
+    "tests/planning/modules/test_fsdp_bytes.py",
+)
 RACE = "tests/lightning/strategy/test_race.py"
 AGAIN = "tests/parallel/blocks/test_recompute.py"
 CHAIN = "tests/footprint/test_build_chain.py tests/footprint/test_chain_of.py"
 CHOICE, MODULES = "tests/planning/modules/test_recompute_choice.py", "lightning_amp/planning/modules"
 FIRST, BUILD = "lightning_amp/footprint/first_pass.py", "lightning_amp/footprint/build_chain.py"
+OF_A_MODULE = "tests/planning/modules/test_plan_of_a_module.py"
+LOOK = "tests/lightning/strategy/test_any_module.py"
 RUNS, LINE = "lightning_amp/planning/sizes/ordered_runs.py", "lightning_amp/planning/pipeline"
 CUT = "tests/planning/pipeline/test_cut.py"
 WHEN = "tests/planning/pipeline/test_schedules.py"
@@ -1165,5 +1171,173 @@ MUTANTS = [
         "grads.append(leaf.grad)",
         "grads.append(torch.zeros_like(leaf))",
         "tests/parallel/pipeline/test_run_stages.py",
+    ),
+    Mutant(
+        "module",
+        "a plan that does not fit is chosen",
+        f"{MODULES}/candidates.py",
+        "fitting = [one for one in found if limit is None or one.peak_bytes <= limit]",
+        "fitting = found",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "the slowest plan that fits is chosen",
+        f"{MODULES}/candidates.py",
+        "least = min(one.seconds for one in fitting)",
+        "least = max(one.seconds for one in fitting)",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "what was counted is not looked at",
+        f"{MODULES}/plan_module.py",
+        "seen = replace(seen, profile=count(local))",
+        "count(local)",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "no leaner plan where the count exceeds the budget",
+        f"{MODULES}/plan_module.py",
+        "limit -= max(over, 1)",
+        "break",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "forgotten: what fsdp saves, when blocks are chosen",
+        f"{MODULES}/techniques.py",
+        "names = chain.names if budget is None else _blocks(chain, budget + relief)",
+        "names = chain.names if budget is None else _blocks(chain, budget)",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "forgotten: small gradients that are copied",
+        f"{MODULES}/seen.py",
+        "return max(self.profile.peak_bytes, self.held_bytes + small)",
+        "return self.profile.peak_bytes",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "the data set itself makes the first batch",
+        "lightning_amp/lightning/first_look/example_batch.py",
+        "dataset, collate = apart(loader.dataset, memo), apart(loader.collate_fn, memo)",
+        "dataset, collate = loader.dataset, loader.collate_fn",
+        LOOK,
+    ),
+    Mutant(
+        "module",
+        "a sampler is read ahead",
+        "lightning_amp/lightning/first_look/example_batch.py",
+        "return next(iter(apart(order, memo)))",
+        "return next(iter(order))",
+        LOOK,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: weight by cells",
+        f"{L}/steps/training_step.py",
+        "share, units = self._share_of(loss), self._shards.units",
+        "share, units = loss, self._shards.units",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "scale: averaged twice",
+        f"{P}/fsdp/collectives.py",
+        "torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)",
+        "torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor).div_(group.size())",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "doubled: gradients are reduced as under S1 too",
+        f"{L}/checkpoints/shards.py",
+        "return [parameter for parameter in self._parameters if id(parameter) not in others]",
+        "return list(self._parameters)",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "shard: a rank's rows in the checkpoint",
+        f"{L}/checkpoints/shards.py",
+        "return parameter.join(value).cpu()",
+        "return parameter.shard.to_local() if parameter.by_torch else parameter.join(value).cpu()",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "shard: norm of a rank's rows",
+        f"{L}/checkpoints/shards.py",
+        "return collectives.all_reduce(among[0].mesh, own**norm_type) ** (1 / norm_type)",
+        "return own",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: the root's parameters after an update",
+        f"{P}/fsdp/fully_sharded.py",
+        "            self._on_rows(lambda: None)",
+        "            pass",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: what ranks do is not compared",
+        f"{P}/fsdp/agreement.py",
+        "if largest != -smallest:",
+        "if False:",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: a backward pass that nobody has begun",
+        f"{P}/fsdp/fully_sharded.py",
+        "        if not self._begun:",
+        "        if False:",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "missing: the root's gradients before an update",
+        f"{P}/fsdp/fully_sharded.py",
+        "        if self._root.has_gradients():",
+        "        if False:",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "shard: a block that shares a weight is a unit",
+        f"{P}/fsdp/units.py",
+        "return splits and all(owners[key] == count for key, count in inside.items())",
+        "return splits",
+        FSDP,
+    ),
+    Mutant(
+        "fsdp",
+        "bytes: what is received before is let go of at once",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "yield held + received + 2 * self._padded[unit]",
+        "yield held + 2 * self._padded[unit]",
+        FSDP_BYTES,
+    ),
+    Mutant(
+        "fsdp",
+        "bytes: gradients as they were sent stay",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "yield beside + 2 * sent + sent // self._ranks",
+        "yield beside + sent + sent // self._ranks",
+        FSDP_BYTES,
+    ),
+    Mutant(
+        "fsdp",
+        "bytes: rows without padding",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "rows = -(-self.shape[0] // ranks)",
+        "rows = self.shape[0] // ranks",
+        FSDP_BYTES,
     ),
 ]

@@ -74,6 +74,7 @@ class Chain:
         blocks: Calls in the order of their forward passes.
         tensors: Bytes of the tensors that blocks share.
         moments: All at which memory may be at its peak.
+        seconds: Of the step with nothing recomputed.
         measured: "fake tensors", or "a real step" where the step needs values.
         reason: Why the step could not run on fake tensors, "" where it could.
     """
@@ -81,6 +82,7 @@ class Chain:
     blocks: tuple[BlockCost, ...]
     tensors: tuple[int, ...] = ()
     moments: tuple[Moment, ...] = ()
+    seconds: float = 0.0
     measured: str = "fake tensors"
     reason: str = ""
 

@@ -12,14 +12,19 @@ from lightning.pytorch import LightningModule
 from lightning_amp.footprint.build_chain import build_chain
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.chain_recorder import ChainRecorder, OperatorRates
-from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step
+from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (planning/time/device_rates.py)."""
 
 
 def chain_of(
-    module: LightningModule, batch: Any, *, batch_size: int | None = None, rates: OperatorRates = CPU_CORE
+    module: LightningModule,
+    batch: Any,
+    *,
+    batch_size: int | None = None,
+    rates: OperatorRates = CPU_CORE,
+    around: Around = BY_ITSELF,
 ) -> Chain:
     """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
 
@@ -28,16 +33,18 @@ def chain_of(
         batch: An example of what its `training_step` gets.
         batch_size: Count a batch of this length instead.
         rates: Of the device whose time it is.
+        around: As of `profile_module`.
 
     Raises:
         ModelError: As `profile_module`.
     """
-    step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates))
+    step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
     chain = build_chain(step, values=bool(reason))
     return Chain(
         blocks=chain.blocks,
         tensors=chain.tensors,
         moments=chain.moments,
+        seconds=step.seconds,
         measured=REAL if reason else FAKE,
         reason=reason,
     )

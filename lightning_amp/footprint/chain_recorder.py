@@ -25,6 +25,17 @@ from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import FORWARD, Life
 
+FLOPS = {
+    # torch counts these of GPUs only
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+    **flop_registry,
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRates:
@@ -86,6 +97,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         calls: Of blocks, in order.
         uses: What autograd has saved.
         orders: Place in the forward pass of every operator in `work`.
+        seconds: Of all operators, as if each waited for the one before.
         read_last: Last operator of a forward pass that has read a storage, by the id of its Life.
 
     Args:
@@ -99,6 +111,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.uses: list[Use] = []
         self.orders: list[int] = [-1]
         self.read_last: dict[int, int] = {}
+        self.seconds = 0.0
         self._rates = rates
         self._open: int | None = None
         self._aside = False
@@ -159,13 +172,16 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 self.read_last[id(life)] = len(self.work)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
-        if self._open is not None and self.work[-1][0] == FORWARD and not func.is_view:
-            self.calls[self._open].seconds += self._seconds(func, args, kwargs or {}, result)
+        if not func.is_view:
+            seconds = self._seconds(func, args, kwargs or {}, result)
+            self.seconds += seconds
+            if self._open is not None and self.work[-1][0] == FORWARD:
+                self.calls[self._open].seconds += seconds
         return result
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         moved = sum(t.nbytes for t in tensors_of((args, kwargs, result)) if t.layout is torch.strided)
-        count = flop_registry.get(func.overloadpacket)
+        count = FLOPS.get(func.overloadpacket)
         flops = 0 if count is None else count(*args, **kwargs, out_val=result)
         rates = self._rates
         return max(flops / rates.matmul_flops, moved / rates.memory_bytes) + rates.overhead_seconds

@@ -58,8 +58,9 @@ class Technique:
     needs_mesh: bool = False
 
 
-BY_STRATEGY = STRATEGIES["S1"].specs
-"""Carried out by the Lightning strategy itself: gradients, batch statistics and the sampler, not a module swap."""
+BY_STRATEGY = (*STRATEGIES["S1"].specs, *STRATEGIES["fsdp"].specs)
+"""Carried out by the Lightning strategy itself: gradients, batch statistics, the sampler and parameters that are split
+over the data axis, not a module swap."""
 
 TECHNIQUES: dict[type, Technique] = {
     specs.ChunkedAttention: Technique(

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.parallel.contract.sharded_parameter import is_split
 from lightning_amp.parallel.s1_data.batch_norm import is_local
 
 TOLERANCE = 1e-5
@@ -60,14 +61,15 @@ def warn_of_differences(
 
     Args:
         module: With the same parameters and buffers, by name, on every rank.
-        sharded: Parameters of which a rank of the model axis has its shard.
+        sharded: Parameters of which a rank of the model axis has its shard; of those that lie over the data axis, no
+            two ranks have the same, and nothing is compared.
         mesh: With the axes "data" and "model".
         step: For the warning.
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
     """
     if mesh.size() == 1:
         return
-    named: dict[str, Tensor] = dict(module.named_parameters())
+    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_split(p)}
     held = {**named, **common_buffers(module)}
     parts = {id(parameter) for parameter in sharded}
     if apart:

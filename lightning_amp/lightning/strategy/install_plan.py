@@ -24,10 +24,10 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
 from lightning_amp.lightning.steps.step_time import put_first
-from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
@@ -83,14 +83,15 @@ class InstalledPlan:
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
+        self._facts.forget_step()
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)
-        check_precision(installed, self._trainer.precision_plugin)
+        check_precision(installed, self._trainer.precision_plugin, self._plan)
         self._undo.append(count_replicas_once(self._model, self._mesh))
-        check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
+        check_callbacks(installed, getattr(self._trainer, "callbacks", ()), self._plan)
         shards = self._staged() or Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
         self._race()
@@ -125,6 +126,8 @@ class InstalledPlan:
             self._trainer.state.fn == TrainerFn.FITTING
             and self._request.races
             and not self._installed.sharded
+            # the techniques of any module save memory at the price of time: none is tried that is not needed
+            and self._plan.diagnosis is None
             and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
             and not torch.are_deterministic_algorithms_enabled()
             and not getattr(self._trainer, "fast_dev_run", False)
@@ -156,7 +159,7 @@ class InstalledPlan:
                     "as the plan of the run"
                 )
                 assert not made.sharded, "what is sharded lies outside of decoders"
-                check_precision(made, self._trainer.precision_plugin)
+                check_precision(made, self._trainer.precision_plugin, plan)
             except AmpError as error:
                 refused = str(error)
             # no collective above is called by some ranks only: a plan that cannot be made is refused on all of them

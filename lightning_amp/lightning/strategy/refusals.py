@@ -17,7 +17,7 @@ from torch import nn
 from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, FullyShard, ShareBatchStatistics
 
 if TYPE_CHECKING:
     from lightning_amp.parallel.install import Installed
@@ -27,15 +27,17 @@ LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)
 AVERAGED = ("StochasticWeightAveraging", "WeightAveraging")
 KEEPS_LAYERS = ("ModelPruning",)
+FSDP = "fsdp"
 
 
-def check_precision(installed: "Installed", precision: Precision) -> None:
+def check_precision(installed: "Installed", precision: Precision, plan: Plan) -> None:
     """Refuse, with a PlanError, loss scaling of shards: an overflow in one would let only its rank skip the step."""
-    if installed.sharded and getattr(precision, "scaler", None) is not None:
+    who, what = _sharding(installed, plan)
+    if who and getattr(precision, "scaler", None) is not None:
         raise PlanError(
             f"precision={getattr(precision, 'precision', '16-mixed')!r} was asked for, whose loss scaling skips steps"
-            f" rank by rank, together with S2, which has sharded {_names(installed)}; use precision='bf16-mixed' or"
-            " '32-true', or leave S2 out"
+            f" rank by rank, together with {who}, which has sharded {what}; use precision='bf16-mixed' or"
+            f" '32-true', or leave {who} out"
         )
 
 
@@ -55,7 +57,7 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None:
+def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: Plan) -> None:
     """Refuse callbacks that hold the module as it was before.
 
     Raises:
@@ -63,11 +65,17 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None
     """
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
+    who, what = _sharding(installed, plan)
     for callback in callbacks:
-        if installed.sharded and is_named(callback, AVERAGED):
+        if who and is_named(callback, AVERAGED):
             raise PlanError(
-                f"{type(callback).__name__} was asked for, which averages whole parameters, together with S2, which"
-                f" has sharded {_names(installed)}; leave one of the two out"
+                f"{type(callback).__name__} was asked for, which averages whole parameters, together with {who}, which"
+                f" has sharded {what}; leave one of the two out"
+            )
+        if who == FSDP and is_named(callback, KEEPS_LAYERS):
+            raise PlanError(
+                f"{type(callback).__name__} was asked for, which masks whole parameters, together with {who}, which has"
+                f" sharded {what}; leave one of the two out"
             )
         if buffers and is_named(callback, COPIES_BUFFERS):
             raise PlanError(
@@ -89,6 +97,13 @@ def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:
 def is_named(thing: object, names: tuple[str, ...]) -> bool:
     """Whether one of its classes has such a name; not every version of Lightning has these classes."""
     return any(kind.__name__ in names for kind in type(thing).__mro__)
+
+
+def _sharding(installed: "Installed", plan: Plan) -> tuple[str, str]:
+    """Who shards parameters, and which; "" where nobody does."""
+    if any(isinstance(rule.spec, FullyShard) for rule in plan.rules):
+        return FSDP, "all parameters"
+    return ("S2", _names(installed)) if installed.sharded else ("", "")
 
 
 def _names(installed: "Installed") -> str:

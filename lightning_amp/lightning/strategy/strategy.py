@@ -1,11 +1,13 @@
 """`Trainer(strategy="amp")`: plan before the optimisers exist, install, train on averaged gradients, undo.
 
-Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
+Parameters that S2 or fsdp has sharded are whole in every checkpoint and, after the run, in the module and its
+optimisers.
 
 Known limits: those of steps/training_step.py; buffers that a module changes by itself in training, other than shared
 batch statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers
-from all ranks, so a model group's values come once per rank of it; under S2 and pipeline `module.state_dict()`, and a
-norm taken by hand, are those of the rank's part (`gradient_norm` has all). What ranks then train differently is told.
+from all ranks, so a model group's values come once per rank of it; under S2, fsdp and pipeline `module.state_dict()`,
+and a norm taken by hand, are those of the rank's part (`gradient_norm` has all). What ranks then train differently is
+told.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +22,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -55,11 +56,10 @@ from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
+from lightning_amp.lightning.strategy.over_data_axis import shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request, one_of
-from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics as share_statistics
 from lightning_amp.parallel.s1_data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import ShareBatchStatistics
 
 
 class AMPStrategy(MeshStrategy):
@@ -219,12 +219,16 @@ class AMPStrategy(MeshStrategy):
         check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
         broadcast_module(self.model)
         self._plan_and_install(trainer, self.model)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._share_statistics(self.model)
+        plan, mesh, fn = self.plan, self.mesh, trainer.state.fn
+        assert plan is not None, "made before it was installed"
+        if fn == TrainerFn.FITTING:
+            self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
+        self._shards = shard_fully(plan, self.model, mesh, self._shards, fn, self._undo)
+        if fn == TrainerFn.FITTING:
             self._step = TrainingStep(
                 module,
                 self.model,
-                self.mesh,
+                mesh,
                 self.root_device,
                 precision=self.precision_plugin,
                 shards=self._shards,
@@ -247,15 +251,6 @@ class AMPStrategy(MeshStrategy):
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         self._shards = planned.install()
-
-    def _share_statistics(self, model: nn.Module) -> None:
-        """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm."""
-        assert self.plan is not None, "installed before"
-        planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in self.plan.rules)
-        if planned or isinstance(self._layer_sync, TorchSyncBatchNorm):
-            self._undo.append(share_statistics(model, self.mesh["data"]))
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.apply(model)
 
     def _remove_installed(self) -> None:
         """Give the module back as it was; no collectives, for other ranks may be gone."""

@@ -1,1 +1,1 @@
-"""Plans of any module: which of its blocks are computed again in the backward pass."""
+"""Plans of any LightningModule, from the profile of its training step."""

@@ -26,6 +26,17 @@ class BalanceCells:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FullyShard:
+    """Parameters, gradients and optimiser state are split over the data axis; a block's are gathered while it works.
+
+    Attributes:
+        offload: Keep a rank's part in the host's memory, and let the optimiser work there.
+    """
+
+    offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureParallel:
     """S2: the features of every stratum are split over the model axis."""
 

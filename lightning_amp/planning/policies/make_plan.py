@@ -12,7 +12,12 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, parse_strategies
+from lightning_amp.planning.plan.strategies import (
+    ONLY_WITHOUT_DECODER,
+    STRATEGIES,
+    conflicts,
+    parse_strategies,
+)
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules
@@ -212,7 +217,14 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
         )
     if request.shape.decoder is not None:
         _check_parts(chosen, request.shape.decoder, model)
-    return MeshShape(data=devices // model, model=model)
+    mesh = MeshShape(data=devices // model, model=model)
+    shared = [s for s in chosen if STRATEGIES[s].data_axis]
+    if shared and mesh.data < 2:
+        raise PlanError(
+            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has {mesh.data}"
+            f" rank with devices={devices}; use two devices or more, or leave {', '.join(shared)} out"
+        )
+    return mesh
 
 
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
@@ -245,6 +257,8 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
             f" leave {', '.join(attending)} out"
         )
     found = list(conflicts(chosen))
+    if shape.decoder is not None and "fsdp" in chosen and not found:
+        found = [f"{ONLY_WITHOUT_DECODER}, as those of {shape.decoder.fqn!r} here"]
     if found:
         raise PlanError(
             f"strategies {', '.join(chosen)} were asked for: {'; '.join(found)}. Leave one of them out"
@@ -261,7 +275,7 @@ def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
             f"pipeline was asked for beside {', '.join(beside)}; it goes together with S1 only by now: leave"
             f" {', '.join(beside)} out"
         )
-    if shape.blocks is None:
+    if shape.block_list is None:
         raise PlanError(
             "pipeline was asked for, and the module has no ModuleList or Sequential of two modules and more that could"
             " be stages; keep its blocks in one, or leave 'pipeline' out"
@@ -283,6 +297,10 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
         for strategy, row in STRATEGIES.items()
         if strategy in chosen and (strategy == "pipeline" or (row.from_outside and row.shape_after is None))
     ]
-    if shape.decoder is None:
+    if "fsdp" in chosen:
+        notes.append(
+            "the prediction counts whole parameters, gradients and optimiser state: fsdp saves what it splits"
+        )
+    if shape.decoder is None and not shape.profiled:
         notes.append("activations of a module without a recognised decoder cannot be predicted")
     return notes

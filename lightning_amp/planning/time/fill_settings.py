@@ -58,7 +58,7 @@ def with_even_stages(spec: PipelineStages, shape: ModelShape, *, ranks: int) -> 
         PlanError: More stages than blocks.
     """
     stages = ranks * spec.stages_per_rank
-    name, blocks = shape.blocks or ("", 0)
+    name, blocks = shape.block_list or ("", 0)
     if stages > blocks:
         raise PlanError(
             f"pipeline was asked for with {stages!r} stages, and {name!r}, the longest list of modules, has {blocks!r}"
