@@ -115,6 +115,9 @@ class Several(Blocks):
         self.manual_backward(self.loss(batch))
         self.manual_backward(self.loss(batch) * 2)
         one.step()
+        # of what the update has left, and nothing but it has come in between
+        self.manual_backward(self.loss(batch))
+        one.step()
         self.toggle_optimizer(other)
         other.zero_grad()
         self.manual_backward(self.loss(batch))
