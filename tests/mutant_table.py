@@ -158,7 +158,7 @@ MUTANTS = [
         f"{P}/fsdp/units.py",
         "return splits and all(owners[key] == count for key, count in inside.items())",
         "return splits",
-        FSDP,
+        "tests/parallel/fsdp/test_units.py",
     ),
     Mutant(
         "fsdp",
