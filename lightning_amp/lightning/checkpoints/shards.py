@@ -137,7 +137,13 @@ class Shards:
         """Check the optimisers, and let clipping by norm see the shards of all ranks; returns what undoes it."""
         if not self.sharded:
             return lambda: None
-        check_optimizers(trainer.optimizers, self.sharded)
+        try:
+            check_optimizers(trainer.optimizers, self.sharded)
+        except InstallError:
+            # all ranks have made the same optimisers, and have nothing but rows any more
+            if self.units is not None:
+                restore(self.sharded, complete=True)
+            raise
         plugin: Any = trainer.precision_plugin
 
         def clip(optimizer: Optimizer, clip_val: int | float) -> None:

@@ -108,7 +108,7 @@ class ShardedParameter:
             return True
         # both: an optimiser may write through `.data`, which is not counted, and a step may change nothing
         changed = self.shard._version != self.version
-        return changed or not torch.equal(self.shard.to(self.whole.device), self.own(self.whole))
+        return changed or not torch.equal(local(self.shard).to(self.whole.device), self.own(self.whole))
 
     def offload(self) -> None:
         """Keep the whole parameter in the host's memory from now on; without values there is nothing to keep."""

@@ -87,17 +87,7 @@ class FullySharded:
             for name, parameter in child._parameters.items()
             if parameter is not None and parameter.dim()
         ]
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-        undivided = {parameter for parameter in module.parameters() if not parameter.dim()}
-        try:
-            for unit in (*units.values(), module):
-                fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
-            make_root(module)
-        except Exception as error:
-            self._put_back()
-            raise InstallError(
-                f"fsdp was asked for of {type(module).__name__!r}, and torch's fully_shard refused: {error}"
-            ) from error
+        self._split([*units.values(), module], mesh, offload=offload)
         self.parameters = tuple(split_parameters(self._places, mesh))
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])
@@ -146,6 +136,20 @@ class FullySharded:
                 parameter.restore_own()
         self._put_back()
         self.parameters = ()
+
+    def _split(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, offload: bool) -> None:
+        """Let torch split the parameters of units, the root's last; an InstallError where it refuses."""
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+        undivided = {parameter for parameter in self._module.parameters() if not parameter.dim()}
+        try:
+            for unit in units:
+                fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
+            make_root(self._module)
+        except Exception as error:
+            self._put_back()
+            raise InstallError(
+                f"fsdp was asked for of {type(self._module).__name__!r}, and torch's fully_shard refused: {error}"
+            ) from error
 
     def _put_back(self) -> None:
         undo_fully_shard(self._module)

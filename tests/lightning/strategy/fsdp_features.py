@@ -115,6 +115,9 @@ class Several(Blocks):
         self.manual_backward(self.loss(batch))
         self.manual_backward(self.loss(batch) * 2)
         one.step()
+        # of what the update has left, and nothing but it has come in between
+        self.manual_backward(self.loss(batch))
+        one.step()
         self.toggle_optimizer(other)
         other.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -279,7 +282,10 @@ def mixed(rank: int) -> Found:
 
 
 def refusals(rank: int) -> dict[str, tuple[str, bool]]:
-    """What is refused, without an end that one rank waits for; and whether the module is a plain one again."""
+    """What is refused, without an end that one rank waits for; and whether the module is a plain one again.
+
+    With all its values where nothing was trained, else with the rank's rows.
+    """
     found = {}
     for name, (kind, options, _) in REFUSED.items():
         module, data = kind(), loader(Case(kind, cells=EVEN).batches(rank))
@@ -290,7 +296,13 @@ def refusals(rank: int) -> dict[str, tuple[str, bool]]:
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
         plain = all(type(p) is nn.Parameter for p in module.parameters())
-        found[name] = told, plain and type(module) is kind and "training_step" not in vars(module)
+        plain &= type(module) is kind and "training_step" not in vars(module)
+        # 5 rows on 2 ranks are 3 and 2; what an ended run has of the other rank's is nan
+        rows = module.first.weight[:3] if rank == 0 else module.first.weight[3:]
+        kept = (
+            rows if told.startswith("ModelError") else torch.cat([p.flatten() for p in module.parameters()])
+        )
+        found[name] = told, plain and bool(kept.isfinite().all())
         dist.barrier()
     return found
 
