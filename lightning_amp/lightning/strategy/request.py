@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "save_distributed_checkpoint": (True, False),
     "check_finite": (True, False),
     "race": (True, False),
+    "rescue": (True, False),
 }
 
 
@@ -35,6 +36,7 @@ class Request:
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
     race: bool = True
+    rescue: bool = False
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
     balance_cells: bool | Literal["auto"] = "auto"
