@@ -1,5 +1,5 @@
-"""Claim: a batch for which there was no memory runs again with a leaner plan, on all ranks, and leaves the numbers of a
-run in which memory did not end; where that cannot be, the error is raised, or a rescue is refused before the first step.
+"""Claim: a batch for which there was no memory runs again with a leaner plan, on all ranks, and leaves the numbers of
+a run in which memory did not end; where that cannot be, the error is raised, or a rescue is refused beforehand.
 """
 
 from pathlib import Path
