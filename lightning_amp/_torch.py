@@ -86,6 +86,7 @@ __all__ = [
     "is_compiled",
     "is_watched",
     "make_fx",
+    "make_root",
     "multiplies_in_tf32",
     "negate_each",
     "scale_each",
@@ -131,12 +132,14 @@ def multiplies_in_tf32() -> bool:
     return bool(asked[asked[0] == "none"] == "tf32")
 
 
+def make_root(root: Any) -> None:
+    """Let a module be the root of `fully_shard`: else it is the one whose forward comes first, be it a block's."""
+    root._get_fsdp_state()._lazy_init()
+
+
 def begin_gathered(root: Any) -> None:
     """Gather the root's parameters of `fully_shard`, as its forward does: a training step is no forward."""
-    state = root._get_fsdp_state()
-    # the module whose forward comes first is taken for the root, and this one has to be
-    state._lazy_init()
-    state._pre_forward(root, (), {})
+    root._get_fsdp_state()._pre_forward(root, (), {})
 
 
 def end_gathered(root: Any) -> None:

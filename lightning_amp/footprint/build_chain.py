@@ -134,12 +134,14 @@ class _Builder:
 
     def _span(self, i: int, call: Any) -> _Span:
         own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)
-        times = np.flatnonzero(own)
+        # what is differentiated within the forward pass is part of it
+        times = np.flatnonzero(own[call.end + 1 :]) + call.end + 1
         back_start, back_end = (int(times[0]), int(times[-1])) if len(times) else (call.end + 1, call.end)
         while 0 <= back_end < self._length - 1 and len(times) and self._accumulates(back_end + 1):
             back_end += 1
         uses = [use for use in self._step.uses if use.call == i]
-        asks = min((use.read for use in uses if use.read is not None), default=back_start)
+        reads = [use.read for use in uses if use.read is not None and use.read > call.end]
+        asks = min(reads, default=back_start)
         forward, back = call.end - call.start + 2, max(back_end - back_start + 2, 1)
         return _Span(
             start=call.start,
@@ -163,11 +165,17 @@ class _Builder:
         uses = self._uses.get(id(life), [])
         last = self._length - 1
         own = self._held_by_python(life, uses, home)
-        outside = max([own, *(last if u.end is None else u.end for u in uses if u.call is None)])
         keepers: dict[int, int] = defaultdict(int)
+        outside = own
         for use in uses:
-            if use.call is not None:
-                keepers[use.call] = max(keepers[use.call], last if use.end is None else use.end)
+            end = last if use.end is None else use.end
+            if use.call is None:
+                outside = max(outside, end)
+            elif end > self._spans[use.call].end:
+                keepers[use.call] = max(keepers[use.call], end)
+            else:
+                # of a graph that was gone through within the forward pass
+                own, outside = max(own, end), max(outside, end)
         if home >= 0:
             self._again(life, home, own, keepers.get(home))
         span = self._spans[home] if home >= 0 else None

@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import FakeTensor, is_compiled
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -73,21 +73,23 @@ class FirstPass:
         self._tensors: dict[Place, Tensor] = {}
         objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(arguments)}
         for name, _, values in self._tables:
-            for key, value in values.items():
+            # torch keeps state of its own under names with two underscores, such as that of fully_shard
+            for key in (k for k in values if k not in OF_EVERY_MODULE and not k.startswith("__")):
+                value = values[key]
                 if isinstance(value, Tensor):
                     self._tensors[name, key] = value
-                elif key not in OF_EVERY_MODULE and not isinstance(value, (*PLAIN, nn.Module)):
+                elif not isinstance(value, nn.Module):
                     objects[name, key] = value
-        self._objects = {p: o for p, o in objects.items() if not isinstance(o, (*PLAIN, Tensor))}
+        self._objects = {place: value for place, value in objects.items() if not _is_fixed(value)}
         self._marks, self._loggers = self._marks_now()
         self._loggers += [child for child in self._modules.values() if isinstance(child, LightningModule)]
         self._arguments, self._versions = _versions(arguments), self._versions_now()
-        self._random = random.getstate(), np.random.get_state()
-        before = changing.get(self._mode)
+        self._random: Any = _random_state()
+        self._known = changing.get(self._mode)
         self._before = {
             place: tensor.detach().clone()
             for place, tensor in self._tensors.items()
-            if not isinstance(tensor, nn.Parameter) and (before is None or place in before)
+            if not isinstance(tensor, nn.Parameter) and (self._known is None or place in self._known)
         }
 
     def settle(self, arguments: Sequence[Any]) -> str:
@@ -100,10 +102,15 @@ class FirstPass:
         if objects:
             return f"it changes what {_name(objects[0])} holds, which cannot be put back"
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
+        # batch norm's kernels change its statistics without a new version: values are compared once, and then known
+        changed |= self._known if self._known is not None else self._compared()
         if changed - self._before.keys():
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
-        self._changing[self._mode] = changed | self._changing.get(self._mode, frozenset())
+        self._changing[self._mode] = changed
         self._before = {place: values for place, values in self._before.items() if place in changed}
+        if _same_random(self._random, _random_state()):
+            # the second pass draws none either
+            self._random = None
         return ""
 
     def stale(self, arguments: Sequence[Any]) -> str:
@@ -119,10 +126,12 @@ class FirstPass:
         """Everything as it was before the first pass; afterwards it is as it is now."""
         now = _snapshot(self._modules)
         now += [("", vars(logger), dict(vars(logger))) for logger in self._loggers]
-        random_now = random.getstate(), np.random.get_state()
+        random_now = _random_state() if self._random else None
+        # a buffer in two places stays one
+        fresh = {id(self._tensors[place]): values.clone() for place, values in self._before.items()}
+        own = {place: fresh[id(self._tensors[place])] for place in self._before}
         for name, table, values in self._tables:
-            own = {key: self._before[name, key].clone() for key in values if (name, key) in self._before}
-            _put(table, values | own)
+            _put(table, {k: own.get((name, k), v) for k, v in values.items()} if own else values)
         for logger in self._loggers:
             vars(logger).update(log=_no_log, log_dict=_no_log)
         try:
@@ -132,6 +141,9 @@ class FirstPass:
             _set_random(random_now)
             for _, table, values in now:
                 _put(table, values)
+
+    def _compared(self) -> set[Place]:
+        return {p for p, values in self._before.items() if _differ(values, self._tensors[p])}
 
     def _versions_now(self) -> dict[Place, int]:
         return {place: _version(tensor) for place, tensor in self._tensors.items()}
@@ -154,7 +166,7 @@ def _snapshot(modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, Any
 
 def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
     """Let a table hold some values; most of the time it does."""
-    if len(table) != len(values) or any(table.get(key, table) is not value for key, value in values.items()):
+    if [*table, *map(id, table.values())] != [*values, *map(id, values.values())]:
         table.clear()
         table.update(values)
 
@@ -162,6 +174,11 @@ def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
 def _version(tensor: Tensor) -> int:
     # a tensor made in inference mode has none
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have values, and other ones."""
+    return not (isinstance(one, FakeTensor) or one.is_meta) and not torch.equal(one, other)
 
 
 def _versions(arguments: Sequence[Any]) -> dict[str, int]:
@@ -208,9 +225,25 @@ def _name(place: Place) -> str:
     return repr(f"{module}.{key}" if module else key)
 
 
-def _set_random(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is a tensor, or cannot be changed."""
+    if isinstance(value, tuple):
+        return all(isinstance(part, PLAIN) for part in value)
+    return isinstance(value, (*PLAIN, Tensor))
+
+
+def _random_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
+
+
+def _set_random(states: tuple[Any, Any] | None) -> None:
+    if states is not None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _no_log(*_: Any, **__: Any) -> None:

@@ -4,9 +4,10 @@ The second step is counted, because the optimiser's state and the last step's gr
 runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in training. Where the step
 needs values, the same two steps run with values, on a copy with the module's weights.
 
-Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; callbacks
-other than the module's own and gradient accumulation are not part of the step; loss scaling is left out, and what
-torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other temporaries.
+Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; the
+module's hooks are called on the copy; callbacks and gradient accumulation are not part of the step; loss scaling is
+left out, and what torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other
+temporaries.
 """
 
 import logging
@@ -14,9 +15,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -45,8 +48,6 @@ class Around:
         prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
         precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
         datamodule: Whose hooks may change a batch, and which the module may ask for.
-        values: Whether a step that needs values may run with them, on a copy of the module; on one rank of several a
-            collective of its own would wait for the others.
     """
 
     prepared: bool = False
@@ -54,7 +55,6 @@ class Around:
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
     datamodule: LightningDataModule | None = None
-    values: bool = True
 
 
 BY_ITSELF = Around()
@@ -117,11 +117,6 @@ def counted_step(
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        if not around.values:
-            raise ModelError(
-                f"a profile was asked for of {type(module).__name__!r}, whose step needs values ({reason}), and one of"
-                " several ranks does not run it by itself; profile it on one"
-            ) from error
         return _run_with_values(module, batch, batch_size, error, make, around), reason
 
 
@@ -158,16 +153,18 @@ def _run(
 ) -> R:
     recorder = make(module)
     counter = _Count(recorder, fake, around.datamodule)
-    # what the module would download is not part of a step
-    module.prepare_data = lambda: None  # type: ignore[method-assign]
-    if around.prepared:
-        module.setup = lambda stage: None  # type: ignore[method-assign]
-        module.configure_model = lambda: None  # type: ignore[method-assign]
+    # what the module would download is not part of a step, and neither are checkpoints that its callbacks would write
+    for hook in (
+        "prepare_data",
+        "configure_callbacks",
+        *(("setup", "configure_model") if around.prepared else ()),
+    ):
+        setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with _quiet(), isolate_rng(include_cuda=device.type == "cuda"), _as_written(module), counter:
+    with _quiet(), isolate_rng(include_cuda=device.type == "cuda"), _as_written(module), _alone(), counter:
         trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
@@ -199,6 +196,17 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
     # the run has converted the module, whose fake parameters cannot be
     trainer.precision_plugin.convert_module = lambda module: module  # type: ignore[method-assign]
     return trainer
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let no collective wait for other ranks, which do not run this step: with ranks out of sight it is an error."""
+    world = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = world
 
 
 def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:

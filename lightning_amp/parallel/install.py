@@ -149,6 +149,7 @@ class Installed:
     def __init__(self) -> None:
         self.swaps: list[Swap] = []
         self.forwards: dict[str, nn.Module] = {}
+        self._runs: dict[str, Any] = {}
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
 
@@ -161,22 +162,44 @@ class Installed:
             vars(changed).pop("forward", None)
         self.forwards = {}
 
-    def redo(self, swaps: Sequence[Swap]) -> None:
-        """Put the modules in again that were undone."""
-        for swap in swaps:
+    def take_out(self, names: Sequence[str]) -> "Installed":
+        """Undo what lies in some modules; returns it, for `put_back`."""
+        taken, kept = Installed(), [swap for swap in self.swaps if not lies_in(swap.fqn, names)]
+        taken.swaps = [swap for swap in self.swaps if lies_in(swap.fqn, names)]
+        taken.forwards = {fqn: module for fqn, module in self.forwards.items() if lies_in(fqn, names)}
+        for swap in reversed(taken.swaps):
+            swap.parent._modules[swap.name] = swap.old
+        taken._runs = {fqn: vars(module).pop("forward") for fqn, module in taken.forwards.items()}
+        self.swaps = kept
+        self.forwards = {fqn: module for fqn, module in self.forwards.items() if fqn not in taken.forwards}
+        return taken
+
+    def put_back(self, taken: "Installed") -> None:
+        """Put in again what was taken out."""
+        for swap in taken.swaps:
             swap.parent._modules[swap.name] = swap.new
-        self.swaps = list(swaps)
+        for fqn, run in taken._runs.items():
+            vars(taken.forwards[fqn])["forward"] = run
+        self.add(taken)
+
+    def add(self, other: "Installed") -> None:
+        """Count what another one has installed in the same module as of this one; its parameters are known here."""
+        self.swaps += other.swaps
+        self.forwards |= other.forwards
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The modules that were there before, for as long as the block lasts."""
         for swap in reversed(self.swaps):
             swap.parent._modules[swap.name] = swap.old
+        runs = [(module, vars(module).pop("forward")) for module in self.forwards.values()]
         try:
             yield
         finally:
             for swap in self.swaps:
                 swap.parent._modules[swap.name] = swap.new
+            for module, run in runs:
+                vars(module)["forward"] = run
 
     def apply(self, fqn: str, change: Change, module: nn.Module) -> None:
         """Carry out one technique's change of the module `fqn`."""

@@ -176,14 +176,17 @@ class Shards:
     def _converted(self, state: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
         # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
         converted: dict[str, Any] = copy.copy(state if isinstance(state, dict) else dict(state))
-        last, held, made = None, None, None
+        saved: dict[int, Any] = {}
         for parameter, name in self._names():
-            if name in converted:
-                if parameter is not last or converted[name] is not held:
-                    last, held = parameter, converted[name]
-                    made = convert(parameter, held, name)
-                # tied parameters stay one tensor
-                converted[name] = made
+            if name not in converted:
+                continue
+            if convert is _own:
+                converted[name] = convert(parameter, converted[name], name)
+                continue
+            # of a parameter with several names one tensor, as in a plain state
+            if id(parameter) not in saved:
+                saved[id(parameter)] = convert(parameter, converted[name], name)
+            converted[name] = saved[id(parameter)]
         return converted
 
     def _names(self) -> Iterator[tuple[ShardedParameter, str]]:
@@ -275,11 +278,12 @@ def gradient_norm(
     parameters = list(parameters)
     shards = {id(parameter.shard): parameter for parameter in sharded}
     among = [shards[id(p)] for p in parameters if id(p) in shards]
-    norms = [
-        get_total_norm([p.grad for p in parameters if id(p) not in shards and p.grad is not None], norm_type)
-    ]
+    rest = [p.grad for p in parameters if id(p) not in shards and p.grad is not None]
+    # of no gradients the norm is in single precision
+    norms = [get_total_norm(rest, norm_type)] if rest or not among else []
     if among:
-        norms.append(_norm_over_ranks(among, float(norm_type)).to(norms[0].dtype))
+        over_ranks = _norm_over_ranks(among, float(norm_type))
+        norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
     # an empty list of gradients has a norm on the host
     return get_total_norm([value.to(norms[-1].device) for value in norms], norm_type)
 

@@ -53,10 +53,10 @@ class StepOfModule:
         self._batch: Any = None
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, *, alone: bool) -> "StepOfModule | None":
+    def of(cls, trainer: pl.Trainer) -> "StepOfModule | None":
         """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder.
 
-        All ranks call it, and rank 0 uses it; `alone` says that there is no other.
+        All ranks call it, and rank 0 uses it.
         """
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or find_decoders(module):
@@ -68,7 +68,6 @@ class StepOfModule:
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
             datamodule=getattr(trainer, "datamodule", None),
-            values=alone,
         )
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around)

@@ -40,7 +40,7 @@ from lightning_amp.lightning.strategy.refusals import (
 )
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.install import Installed, Swap, install, lies_in
+from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
@@ -91,6 +91,8 @@ class InstalledPlan:
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
+        if not self._request.rescue:
+            self._facts.forget_step()
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
@@ -148,7 +150,7 @@ class InstalledPlan:
         with _as_in_setup(self._here.device):
             self._foreign.stand_in()
             names = list(find_decoders(self._model))
-            swaps = self._take_out(names)
+            taken = self._installed.take_out(names)
             try:
                 plan = self._plan_of(strategies)
                 made = self._made(plan, within=names)
@@ -163,8 +165,8 @@ class InstalledPlan:
             on_some_rank = bool(largest(float(bool(refused)), self._here.device))
             if on_some_rank:
                 made.undo()
-                made.redo(swaps)
-            self._installed.swaps += made.swaps
+                self._installed.put_back(taken)
+            self._installed.add(made)
             self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         if on_some_rank:
             raise PlanError(refused or "refused on another rank")
@@ -239,16 +241,6 @@ class InstalledPlan:
             )
         )
 
-    def _take_out(self, names: list[str]) -> list[Swap]:
-        """Put back what was in the decoders before; what lies outside of them stays. Returns what was taken out."""
-        swaps = self._installed.swaps
-        inside = [swap for swap in swaps if lies_in(swap.fqn, names)]
-        outside = [swap for swap in swaps if not lies_in(swap.fqn, names)]
-        self._installed.swaps = list(inside)
-        self._installed.undo()
-        self._installed.swaps = outside
-        return inside
-
     def _plan_of(self, strategies: Strategies) -> Plan:
         plan = plan_in_force(
             self._facts,
@@ -322,8 +314,8 @@ class InstalledPlan:
     def _renew(self, plan: Plan) -> None:
         """Install anew what lies in the decoders; all else is what optimisers know, and the same."""
         names = list(self._foreign.decoders)
-        self._take_out(names)
-        self._installed.swaps += self._made(plan, within=names).swaps
+        self._installed.take_out(names)
+        self._installed.add(self._made(plan, within=names))
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
 
     def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:

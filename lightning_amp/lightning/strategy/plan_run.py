@@ -67,7 +67,7 @@ class Facts:
         self.request, self.here, self.trainer = request, here, trainer
         self._cells = cells_per_step(trainer) if cells is None else cells
         self._compared = cells is not None
-        self.step = StepOfModule.of(trainer, alone=here.n_ranks == 1)
+        self.step = StepOfModule.of(trainer)
 
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
@@ -100,6 +100,10 @@ class Facts:
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
         vars(fewer).pop("budget", None)
         return fewer
+
+    def forget_step(self) -> None:
+        """Let go of the batch that a step was profiled with; what was seen of it stays."""
+        self.step = None
 
     def compare(self) -> None:
         """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import ModelError
+from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
 
 
 class Agreement:
@@ -33,7 +34,9 @@ class Agreement:
         """
         number = zlib.crc32(what.encode())
         box = torch.tensor([number, -number], device=self._mesh.device_type)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        wait_in_all_reduce(
+            dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True)
+        )
         self._unseen.append((what, box))
         if self._mesh.device_type == "cpu":
             self.look()

@@ -25,11 +25,12 @@ from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_amp._torch import begin_gathered, end_gathered, start_backward, undo_fully_shard
+from lightning_amp._torch import begin_gathered, end_gathered, make_root, start_backward, undo_fully_shard
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
@@ -91,6 +92,7 @@ class FullySharded:
         try:
             for unit in (*units.values(), module):
                 fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
+            make_root(module)
         except Exception as error:
             self._put_back()
             raise InstallError(
@@ -98,6 +100,7 @@ class FullySharded:
             ) from error
         self.parameters = tuple(split_parameters(self._places, mesh))
         self._watch({**units, "": module})
+        self._gather_once([*units.values(), module])
         for name in (*STEPS, *ON_ALL):
             self._wrap(name, self._whole_step if name in STEPS else self._on_rows)
 
@@ -218,6 +221,16 @@ class FullySharded:
                 self._undo += [before.remove, after.remove]
             else:
                 self._root = watch
+
+    def _gather_once(self, units: Sequence[Any]) -> None:
+        """Let torch make the tensors that parameters are gathered in.
+
+        They are made once, and must not be those of torch.inference_mode: what comes first may be a validation.
+        """
+        with torch.inference_mode(False):
+            for unit in units:
+                unit.unshard()
+                unit.reshard()
 
     def _look_at_output(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import (
+    LEAST,
     Compared,
     advice,
     as_it_is,
@@ -113,13 +114,22 @@ def plan_module(
 def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
     """A plan that was given, with the prediction for this step."""
     rules = tuple(rule for rule in given.rules if rule.strategy in TECHNIQUES)
+    peak, ranks = _peak(seen, rules, ranks=given.mesh.data, count=count), given.mesh.data
     return replace(
         given,
         predicted_base_bytes=seen.held_bytes,
         predicted_stratum_bytes=0,
-        predicted_peak_bytes=_peak(seen, rules, ranks=given.mesh.data, count=count),
-        diagnosis=diagnose_module(seen, ranks=given.mesh.data),
+        predicted_peak_bytes=peak,
+        diagnosis=diagnose_module(seen, ranks=ranks),
+        notes=(
+            *(note for note in given.notes if not note.startswith(LEAST)),
+            *_missing(seen, ranks=ranks, peak=peak, budget=given.budget_bytes),
+        ),
     )
+
+
+def _missing(seen: Seen, *, ranks: int, peak: int, budget: int | None) -> list[str]:
+    return [] if budget is None or peak <= budget else [missing(seen, ranks=ranks, budget=budget)]
 
 
 def _compared(
@@ -178,8 +188,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
     best, order = compared.best, list(STRATEGIES)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    unfit = base.budget_bytes is not None and best.peak_bytes > base.budget_bytes
-    notes = [missing(seen, ranks=best.ranks, budget=base.budget_bytes or 0)] if unfit else []
+    notes = _missing(seen, ranks=best.ranks, peak=best.peak_bytes, budget=base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(
         base,

@@ -44,14 +44,11 @@ class Technique:
 
 def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Every rank has a part of parameters, gradients and optimiser state, and gathers a block's when it works."""
-    whole = sum(unit.whole_bytes for unit in seen.units)
+    whole = sum(unit.whole_bytes() for unit in seen.units)
     if not whole:
         return "there are no parameters that can be split"
     ranks, links = draft.ranks, seen.rates.links
-    try:
-        saved = seen.peak_bytes(ranks) - fsdp_peak_bytes(seen.profile, seen.units, ranks)
-    except NotImplementedError:
-        return "TEMPORARY"
+    saved = seen.peak_bytes(ranks) - fsdp_peak_bytes(seen.profile, seen.units, ranks)
     # twice gathered, once summed and scattered, in the place of one average
     sent = 2 * collective_seconds("all_gather", whole / ranks, ranks, links)
     sent += collective_seconds("reduce_scatter", whole, ranks, links)
@@ -113,12 +110,12 @@ def _recomputed(chain: Chain, name: str, n: int) -> Target:
     calls = [block for block in chain.blocks if block.fqn == name]
     saved, seconds = sum(c.saved_bytes for c in calls), sum(c.forward_seconds for c in calls)
     seconds = max(seconds, LEAST_SECONDS)
-    which = f"one of {n} blocks" if n > 1 else "of the blocks the one"
+    of_all = f"{n} of {len(chain.names)} blocks are computed again"
     return Target(
         strategy="recompute",
         fqn=name,
         spec=RecomputeBlock(),
-        why=f"{which} that are computed again: {format_bytes(saved)} less, {format_seconds(seconds)} more",
+        why=f"{of_all}, this one keeps {format_bytes(saved)} less and takes {format_seconds(seconds)} more",
         saves_bytes=saved,
     )
 

@@ -162,3 +162,25 @@ def example(rank: int, ranks: int, name: str, shares: tuple[float, ...]) -> list
             }
         )
     return found
+
+
+def example_on_ranks(
+    rank: int, ranks: int, name: str, budgets: tuple[int | None, ...]
+) -> list[tuple[Any, int, bool]]:
+    """An example on several ranks under each budget: its plan, what the meter has seen, whether it has trained."""
+    found = []
+    for budget in budgets:
+        module, batch = make(name)
+        before = [p.detach().clone() for p in module.parameters()]
+        meter = Meter()
+        run = fitted(
+            module,
+            DataLoader(Batches(batch, 8), batch_size=None),
+            AMPStrategy(device_memory=budget, unfit="train"),
+            rank=rank,
+            ranks=ranks,
+            callbacks=[meter],
+        )
+        trained = not all(map(torch.equal, before, module.parameters()))
+        found.append((run["plan"], meter.live.peak, trained))
+    return found

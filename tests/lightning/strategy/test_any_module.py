@@ -11,15 +11,19 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchmetrics import MeanMetric
 
+import lightning_amp
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from tests.lightning.strategy.any_module_cases import Small, example, fitted, same
+from tests.any_module import make
+from tests.lightning.strategy.any_module_cases import Small, example, example_on_ranks, fitted, same
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -325,3 +329,110 @@ def evaluated(rank: int, ranks: int) -> Any:
 
 def test_nothing_is_profiled_to_validate(tmp_path: Path) -> None:
     assert run_ranks(evaluated, 1, tmp_path) == [(None, ())]
+
+
+class Talking(Small):
+    """Looks at all ranks in its step: by a metric, by what it logs, and by a collective of its own."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.metric, self.own = MeanMetric(), own
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.metric.update(loss.detach())
+        self.log("mean", self.metric.compute(), sync_dist=True)
+        if self.own:
+            dist.all_reduce(torch.ones(1))
+        return loss
+
+
+def talking(rank: int, ranks: int) -> list[Any]:
+    found = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        run = fitted(
+            Talking(own=own),
+            DataLoader(CELLS, batch_size=2),  # type: ignore[arg-type]
+            AMPStrategy(),
+            rank=rank,
+            ranks=ranks,
+        )
+        found.append((run["plan"].diagnosis, run["plan"].notes, run["steps"]))
+    return found
+
+
+def test_a_profile_waits_for_no_other_rank(tmp_path: Path) -> None:
+    for metric, own in run_ranks(talking, 2, tmp_path):
+        assert metric[0] is not None, metric
+        assert metric[2] == own[2] == 3
+        assert own[0] is None
+        assert any("Default process group has not been initialized" in note for note in own[1]), own
+
+
+def by_name(rank: int, ranks: int, folder: str) -> list[Any]:
+    """Techniques that are named, a plan that is given, and one that cannot be."""
+    found: list[Any] = []
+
+    class Deep(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(
+                *(nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)) for _ in range(3)),
+                nn.Linear(4, 2),
+            )
+
+    def run(strategy: Any, kind: Any = Deep) -> Any:
+        torch.manual_seed(0)
+        return fitted(kind(), DataLoader(CELLS, batch_size=4), strategy)  # type: ignore[arg-type]
+
+    plain = run("auto")
+    named = run(AMPStrategy(strategies="recompute"))
+    path = Path(folder) / "plan.json"
+    path.write_text(named["plan"].to_json())
+    given = run(AMPStrategy(plan=path))
+    for one in (named, given):
+        found.append((same(plain["parameters"], one["parameters"]), one["plan"]))
+    for strategies, kind in (("recompute", Stubborn), ("fsdp", Deep)):
+        try:
+            run(AMPStrategy(strategies=strategies), kind)
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
+    ((named, given, stubborn, alone),) = run_ranks(by_name, 1, tmp_path, str(tmp_path))
+    for equal, plan in (named, given):
+        assert equal
+        assert plan.strategies == ("S1", "recompute")
+        assert [rule.fqn for rule in plan.rules if rule.strategy == "recompute"] == [
+            "net.0",
+            "net.1",
+            "net.2",
+            "net.3",
+        ]
+        assert plan.diagnosis is not None
+    assert named[1].predicted_peak_bytes == given[1].predicted_peak_bytes
+    assert "recompute was asked for, and the step was not profiled" in stubborn
+    assert "cannot be copied" in stubborn
+    assert "fsdp" in alone
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "strategies"),
+    [
+        ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
+        ("gene_transformer", (1.1, 0.6, 0.35), (("S1",), ("S1", "recompute"), ("S1", "recompute", "fsdp"))),
+    ],
+)
+def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:
+    peak = lightning_amp.profile(*make(name)).peak_bytes
+    budgets = tuple(int(share * peak) for share in shares)
+    for rank in run_ranks(example_on_ranks, 2, tmp_path, name, budgets, timeout=200):
+        for budget, expected, (plan, measured, trained) in zip(budgets, strategies, rank, strict=True):
+            assert trained
+            assert plan.strategies == expected
+            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+            assert plan.fits
+            assert measured <= 1.05 * budget
