@@ -27,6 +27,7 @@ from torchmetrics import Metric
 
 from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.steps.race_of_plans import largest
 
 TIMES = 3
@@ -143,13 +144,6 @@ def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
             callbacks.remove(rescue)
 
     return end
-
-
-def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on whichever device."""
-    if isinstance(exception, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(exception, RuntimeError) and "allocate memory" in str(exception)
 
 
 class _Undo:
