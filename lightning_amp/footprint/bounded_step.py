@@ -40,7 +40,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         """Refuse nothing from here on."""
         self._bounded = False
 
-    def _born(self, key: int, n_bytes: int, tensor: Tensor) -> None:
+    def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         super()._born(key, n_bytes, tensor)
         life = self._of_key[key]
         if self._bounded and self.current + n_bytes > self._budget:

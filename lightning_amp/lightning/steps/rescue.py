@@ -153,10 +153,10 @@ class _Undo:
         self._module, self._loop = module, loop
         self._random = _collect_rng_states()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        metrics = [child for child in module.modules() if isinstance(child, Metric)]
-        self._metrics = [(metric, copy.deepcopy(_state(metric))) for metric in metrics]
         self._results = module.trainer.fit_loop.epoch_loop._results
-        self._logged = copy.deepcopy(dict(self._results))
+        self._logged = set(self._results)
+        metrics = [child for child in module.modules() if isinstance(child, Metric)]
+        self._metrics = [(metric, _state(metric)) for metric in [*metrics, *self._results.values()]]
         self._progress = loop.optim_progress.state_dict()
 
     def __call__(self) -> None:
@@ -166,15 +166,16 @@ class _Undo:
                 buffer.copy_(before)
         for metric, state in self._metrics:
             vars(metric).update(state)
-        self._results.clear()
-        self._results.update(self._logged)
+        for name in set(self._results) - self._logged:
+            del self._results[name]
         self._loop.optim_progress.load_state_dict(self._progress)
         _set_rng_states(self._random)
 
 
 def _state(metric: Metric) -> dict[str, Any]:
-    names = [*metric._defaults, "_update_count", "_computed"]
-    return {name: getattr(metric, name) for name in names}
+    """What an update changes; also of what Lightning keeps of a logged value, which is a metric too."""
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    return {name: copy.deepcopy(getattr(metric, name)) for name in names}
 
 
 def _free(module: pl.LightningModule) -> None:

@@ -15,7 +15,10 @@ from tests.lightning.strategy.any_module_cases import Meter, of_example, same
 from tests.lightning.strategy.rescue_cases import Deep, fit, on_rank
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:predicted to run out", "ignore:It is recommended to use .self.log"),
+]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -25,8 +28,9 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
     with pytest.warns(UserWarning, match=r"which now runs again: .*recompute.*tried to allocate 3 GiB"):
         found = fit(Deep((where, batch)), AMPStrategy(rescue=True))
     assert "recompute" in found["strategies"]
-    for name in ("logged", "random", "progress", "steps"):
+    for name in ("random", "progress", "steps"):
         assert same(found[name], plain[name]), name
+    assert found["logged"] == pytest.approx(plain["logged"], rel=1e-12)
     for name, value in plain["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
 
