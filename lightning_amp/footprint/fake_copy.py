@@ -53,6 +53,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         for key in ("_trainer", "_fabric"):
             if vars(child).get(key) is _NOTHING:
                 vars(child)[key] = None
+        if vars(child).get("_metric_attributes") is not None:
+            # Lightning knows logged metrics by their ids, of a module that trains
+            vars(child)["_metric_attributes"] = None
     return twin
 
 

@@ -75,6 +75,8 @@ class TrainingStep:
             FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
         )
         self._gradients.watch()
+        # called when a backward pass has ended, before gradients are averaged
+        self.before_averaging: Callable[[], None] = lambda: None
 
     def remove(self) -> None:
         """Take all hooks off the module."""
@@ -123,6 +125,7 @@ class TrainingStep:
             self._precision.backward(share, self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()
+        self.before_averaging()
         self._gradients.reduce()
         return self._precision.post_backward(loss, self._module)
 

@@ -27,11 +27,18 @@ from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
+from lightning_amp.lightning.steps.rescue import Rescue, rescue_batches
 from lightning_amp.lightning.steps.step_time import put_first
+from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
-from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
+from lightning_amp.lightning.strategy.refusals import (
+    check_callbacks,
+    check_compiled,
+    check_precision,
+    check_rescue,
+)
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.install import Installed, install
@@ -42,7 +49,10 @@ from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.planning.policies.race import Result, Strategies
 from lightning_amp.planning.reports.plan_report import techniques
-from lightning_amp.quantities import format_seconds
+from lightning_amp.quantities import format_bytes, format_seconds
+
+LEANER = 0.75
+"""Of the predicted peak of a plan for which there was no memory: what the next one may need."""
 
 
 class InstalledPlan:
@@ -83,7 +93,8 @@ class InstalledPlan:
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
-        self._facts.forget_step()
+        if not self._request.rescue:
+            self._facts.forget_step()
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
@@ -172,6 +183,75 @@ class InstalledPlan:
         if on_some_rank:
             raise PlanError(refused or "refused on another rank")
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
+
+    def rescue(self, step: TrainingStep) -> Callable[[], None]:
+        """Let batches run again where memory ends, if that was asked for; returns what ends it.
+
+        Raises:
+            PlanError: A batch of this run cannot run again.
+        """
+        if not self._request.rescue:
+            return lambda: None
+        module = self._trainer.lightning_module
+        check_rescue(self._plan, self._trainer, n_ranks=self._here.n_ranks)
+        counted = self._here.device.type == "cpu" and self._request.device_memory is not None
+        rescue = Rescue(
+            module,
+            leaner=self._leaner,
+            budget=self._facts.budget if counted else None,
+            device=self._here.device,
+        )
+        step.before_averaging = rescue.gradients_are_there
+        return rescue_batches(self._trainer, rescue)
+
+    def _leaner(self) -> str:
+        """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
+        before = self._plan
+        limit = int(LEANER * before.predicted_peak_bytes)
+        try:
+            if before.diagnosis is None:
+                self.switch(self._leaner_strategies(limit))
+            else:
+                self._recompute_more(limit)
+        except AmpError:
+            return ""
+        self._end_race()
+        peak = format_bytes(self._plan.predicted_peak_bytes)
+        return (
+            f"{techniques(self._plan.strategies)}, for which {peak} are predicted, instead of"
+            f" {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
+        )
+
+    def _leaner_strategies(self, limit: int) -> Strategies:
+        """Of the candidates for the same ranks, the fastest within a limit."""
+        fitting = [
+            c
+            for c in self._plan.candidates
+            if (c.data, c.model) == (self._plan.mesh.data, self._plan.mesh.model) and c.peak_bytes <= limit
+        ]
+        if not fitting:
+            raise PlanError(f"no plan for these ranks needs {format_bytes(limit)} or less")
+        return min(fitting, key=lambda c: c.cell_seconds).strategies
+
+    def _recompute_more(self, limit: int) -> None:
+        """Of any module, recompute what it takes to stay within a limit, or everything."""
+        before = self._plan
+        names = [*before.strategies, "recompute"]
+        plan = plan_in_force(self._facts.within(limit), notes=before.notes, strategies=names)
+        if plan.predicted_peak_bytes >= before.predicted_peak_bytes:
+            raise PlanError("no choice of recomputed blocks needs less")
+        with _as_in_setup(self._here.device):
+            self._installed.undo()
+            try:
+                self._installed = self._made(plan)
+            except AmpError:
+                self._installed = self._made(before)
+                raise
+        self._keep(
+            replace(
+                plan, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes
+            )
+        )
 
     def _plan_of(self, strategies: Strategies) -> Plan:
         plan = plan_in_force(

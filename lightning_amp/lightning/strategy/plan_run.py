@@ -1,5 +1,6 @@
 """Trainer, data and module -> Plan, made on rank 0 in `setup`, before optimisers exist."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
@@ -94,6 +95,13 @@ class Facts:
     def budget(self) -> int:
         """Bytes of one device."""
         return _budget(self.request, self.here)
+
+    def within(self, n_bytes: int) -> "Facts":
+        """The same, with fewer bytes."""
+        fewer = copy.copy(self)
+        fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
+        vars(fewer).pop("budget", None)
+        return fewer
 
     def forget_step(self) -> None:
         """Let go of the batch that a step was profiled with; what was seen of it stays."""

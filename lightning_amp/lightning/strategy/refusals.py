@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins import Precision
 from torch import nn
+from torch.optim import LBFGS
 
 from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
@@ -20,6 +21,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, FullyShard, ShareBatchStatistics
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_amp.parallel.install import Installed
 
 
@@ -88,6 +91,26 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: P
                 f" {replaced[:3]!r}; it would change layers that are not trained, or not as on one device. Leave it"
                 " out, or ask for strategies='S1', which changes none"
             )
+
+
+def check_rescue(plan: Plan, trainer: "pl.Trainer", *, n_ranks: int) -> None:
+    """Refuse, with a PlanError, a rescue where a batch cannot run again, or where ranks would wait for each other."""
+    reasons = []
+    if not trainer.lightning_module.automatic_optimization:
+        reasons.append("the module optimises by hand, and may have changed parameters by then")
+    if trainer.accumulate_grad_batches != 1:
+        reasons.append("gradients of batches before would be lost, which accumulate_grad_batches adds up")
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        reasons.append("LBFGS changes parameters between the passes of one step")
+    if plan.mesh.model > 1 or "fsdp" in plan.strategies:
+        reasons.append("ranks wait for each other within a pass, by what the plan splits over them")
+    if n_ranks > 1 and any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
+        reasons.append("ranks share batch statistics within a pass; share_batch_statistics=False does not")
+    if reasons:
+        raise PlanError(
+            f"rescue=True was asked for, and a batch of this run cannot run again: {'; '.join(reasons)}. Leave rescue"
+            " out, or change this"
+        )
 
 
 def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:

@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "check_finite": (True, False),
     "race": (True, False),
     "schedule": (None, *SCHEDULES),
+    "rescue": (True, False),
 }
 
 
@@ -38,6 +39,7 @@ class Request:
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
     race: bool = True
+    rescue: bool = False
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
     balance_cells: bool | Literal["auto"] = "auto"

@@ -40,6 +40,7 @@ from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.faults.interrupt import make_interruptible
 from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
 from lightning_amp.lightning.same_on_ranks.replicas import (
@@ -55,7 +56,7 @@ from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
-from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
+from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
 from lightning_amp.lightning.strategy.over_data_axis import shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request, one_of
 from lightning_amp.parallel.s1_data.gradient_sync import MIB
@@ -88,6 +89,7 @@ class AMPStrategy(MeshStrategy):
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
         race: bool = True,
+        rescue: bool = False,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
         balance_cells: bool | Literal["auto"] = "auto",
@@ -115,6 +117,7 @@ class AMPStrategy(MeshStrategy):
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             race: Whether the first steps under policy "auto" try the plans that fit, and the fastest stays.
+            rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
@@ -138,6 +141,7 @@ class AMPStrategy(MeshStrategy):
             unfit=unfit,
             rates=rates,
             race=race,
+            rescue=rescue,
             model_parallel_size=model_parallel_size,
             data_dir=data_dir,
             balance_cells=balance_cells,
@@ -218,7 +222,7 @@ class AMPStrategy(MeshStrategy):
         any_rank = partial(self.reduce_boolean_decision, all=False)
         check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
         broadcast_module(self.model)
-        self._plan_and_install(trainer, self.model)
+        rescue = self._plan_and_install(trainer, self.model)
         plan, mesh, fn = self.plan, self.mesh, trainer.state.fn
         assert plan is not None, "made before it was installed"
         if fn == TrainerFn.FITTING:
@@ -236,12 +240,12 @@ class AMPStrategy(MeshStrategy):
                 check_finite=self.request.check_finite,
             )
             self.setup_optimizers(trainer)
-            self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan)]
+            self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> None:
+    def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
         # late, for it reaches the reference model and every technique, which a Trainer does not need
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
@@ -251,6 +255,7 @@ class AMPStrategy(MeshStrategy):
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         self._shards = planned.install()
+        return planned.rescue
 
     def _remove_installed(self) -> None:
         """Give the module back as it was; no collectives, for other ranks may be gone."""
