@@ -89,15 +89,25 @@ class Captures:
         found = self.of(block, args, kwargs)
         if found.graph is None:
             return block(*args, **kwargs)
-        tensors = state_of(block)
-        values, _ = tree_flatten((args, kwargs))
-        results = found.graph(*tensors.values(), *(value for value in values if isinstance(value, Tensor)))
-        return tree_unflatten(results, found.output)
+        return run_as(found, found.graph, block, args, kwargs)
 
     @property
     def all(self) -> tuple[Capture, ...]:
         """Every capture so far."""
         return tuple(self._known.values())
+
+
+def run_as(
+    found: Capture,
+    forward: Callable[..., Sequence[Any]],
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What a block returns for a call, by a forward that takes and returns what the graph does."""
+    values, _ = tree_flatten((tuple(args), dict(kwargs)))
+    given = (value for value in values if isinstance(value, Tensor))
+    return tree_unflatten(forward(*state_of(block).values(), *given), found.output)
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -128,7 +138,7 @@ def capture_blocks(
 
     def note(fqn: str) -> Any:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.append((fqn, block, _without_values(args, fake), _without_values(kwargs, fake)))
+            calls.append((fqn, block, without_values(args, fake), without_values(kwargs, fake)))
 
         return hook
 
@@ -262,7 +272,7 @@ def _fresh(tensor: Tensor) -> Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _without_values(values: Any, fake: FakeTensorMode) -> Any:
+def without_values(values: Any, fake: FakeTensorMode) -> Any:
     """The same arguments as fake tensors of their own."""
     flat, spec = tree_flatten(values)
     found: Iterator[Any] = (_leaf(value, fake) if isinstance(value, Tensor) else value for value in flat)

@@ -1,0 +1,111 @@
+"""Regions for one graph under a budget, and the bytes that the generated forward then takes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp._torch import FakeTensorMode
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.graph.capture import Capture
+from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
+from lightning_amp.planning.chunks.choose_chunks import choose_chunks
+from lightning_amp.planning.chunks.region import Region
+from lightning_amp.quantities import format_bytes
+
+OWN = ("forward", "plan")
+"""Attributes that a chunked module has and its original has not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleChunks:
+    """How a module keeps within a budget, for one signature.
+
+    Attributes:
+        budget_bytes: Asked for.
+        peak_bytes: Most bytes alive in one forward pass without gradients, beyond parameters, buffers and arguments.
+        whole_bytes: The same without chunks.
+        regions: What runs in chunks, by block; the whole module is the block "".
+        code: The forward that was generated, by block.
+        reasons: Why the module, or a block of it, is no graph.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    whole_bytes: int
+    regions: Mapping[str, tuple[Region, ...]]
+    code: Mapping[str, str] = field(repr=False)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
+
+    chunks: ModuleChunks
+    run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module with its class's forward: the same children, parameters and settings."""
+    found = object.__new__(type(module))
+    vars(found).update((name, value) for name, value in vars(module).items() if name not in OWN)
+    return found
+
+
+def plan_graph(capture: Capture, budget_bytes: int) -> Planned:
+    """The plan of a module that is one graph.
+
+    Raises:
+        PlanError: The budget cannot be met.
+    """
+    lowered, whole_bytes, regions = lower_within(capture, budget_bytes)
+    chunks = ModuleChunks(
+        budget_bytes=budget_bytes,
+        peak_bytes=forward_bytes(lowered),
+        whole_bytes=whole_bytes,
+        regions={"": regions},
+        code={"": lowered.code},
+    )
+    return Planned(chunks=chunks, run=lambda module, args, kwargs: lowered(module, *args, **kwargs))
+
+
+def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tuple[Region, ...]]:
+    """The generated forward that takes the least time within a budget, the bytes without chunks, and the regions.
+
+    Raises:
+        PlanError: The budget cannot be met, or the generated forward takes more than was predicted.
+    """
+    table = table_of(capture)
+    found = choose_chunks(table, budget_bytes)
+    lowered = lower(capture, table, found.regions)
+    measured = forward_bytes(lowered)
+    if measured > budget_bytes:
+        raise PlanError(
+            f"a budget of {format_bytes(budget_bytes)} was asked for {table.block!r}; chunks were predicted to take"
+            f" {format_bytes(found.peak_bytes)} and take {format_bytes(measured)}: ask for that much"
+        )
+    return lowered, found.whole_bytes, found.regions
+
+
+def forward_bytes(lowered: Lowered) -> int:
+    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors.
+
+    Of every region the first two chunks and the last one are run: all others are like the second.
+    """
+    some = {
+        name: replace(region, bounds=tuple(dict.fromkeys((*region.bounds[:2], region.bounds[-1]))))
+        for name, region in lowered.regions.items()
+    }
+    forward = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
+    assert lowered.capture.graph is not None, "what was lowered has a graph"
+    given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
+        with LiveBytes() as live:
+            forward(*tensors)
+    return live.peak
