@@ -77,9 +77,9 @@ def plan_blocks(
         _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
     if peak_bytes > budget_bytes:
         raise PlanError(
-            f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph as a"
-            f" whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them: ask for"
-            " that much"
+            f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph"
+            f" as a whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them: ask"
+            " for that much"
         )
     code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
     chunks = ModuleChunks(
@@ -100,9 +100,9 @@ def _run(
         found = by_key.get(signature(plain(block), args, kwargs))
         if found is None:
             raise ModelError(
-                f"the block {fqn!r} of {type(module).__name__!r} was called with other shapes, types or settings than in"
-                " the run on fake tensors that its chunks were planned by: the module's forward depends on values; chunk"
-                " the block by itself instead"
+                f"the block {fqn!r} of {type(module).__name__!r} was called with other shapes, types or settings than"
+                " in the run on fake tensors that its chunks were planned by: the module's forward depends on values;"
+                " chunk the block by itself instead"
             )
         return found
 
@@ -159,8 +159,8 @@ def _dry_run(
 
 def _too_little(module: nn.Module, budget_bytes: int, fqn: str, outside_bytes: int, why: str) -> PlanError:
     return PlanError(
-        f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {fqn!r} begins"
-        f" {format_bytes(outside_bytes)} are alive outside of it, and the rest is too little{why and ': '}{why}"
+        f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {fqn!r}"
+        f" begins {format_bytes(outside_bytes)} are alive outside of it, and the rest is too little{why and ': '}{why}"
     )
 
 
@@ -168,6 +168,6 @@ def _no_graph(module: nn.Module, reasons: Mapping[str, str]) -> str:
     blocks = [f"block {fqn!r}: {reason}" for fqn, reason in reasons.items() if fqn]
     return (
         f"chunks were asked for of {type(module).__name__!r}, which cannot be captured: {reasons['']};"
-        f" {'; '.join(blocks[:3]) or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it that"
-        " can be, or change what is named here"
+        f" {'; '.join(blocks[:3]) or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it"
+        " that can be, or change what is named here"
     )

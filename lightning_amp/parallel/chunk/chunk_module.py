@@ -39,13 +39,13 @@ def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_k
     Args:
         module: Any module; in evaluation mode for inference.
         example_args: Arguments of one call; nothing is computed with their values.
-        budget: Bound of the bytes of all tensors alive in one forward pass without gradients, beyond parameters, buffers
-            and arguments: a number, or text such as "2GiB".
+        budget: Bound of the bytes of all tensors alive in one forward pass without gradients, beyond parameters,
+            buffers and arguments: a number, or text such as "2GiB".
         example_kwargs: The same by name.
 
     Returns:
-        A copy of the module; its `plan` (ModuleChunks) has the predicted `peak_bytes`, the regions of every block and the
-        generated code.
+        A copy of the module; its `plan` (ModuleChunks) has the predicted `peak_bytes`, the regions of every block and
+        the generated code.
 
     Raises:
         PlanError: The budget cannot be met; the message names the least that can.
@@ -54,8 +54,8 @@ def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_k
     taken = [name for name in OWN if name in vars(module) or (name == "plan" and hasattr(module, name))]
     if taken:
         raise ModelError(
-            f"chunks were asked for of {type(module).__name__!r}, which has an attribute {taken[0]!r} of its own, and the"
-            " chunked module keeps something else there; give a module without it, such as one that holds this one"
+            f"chunks were asked for of {type(module).__name__!r}, which has an attribute {taken[0]!r} of its own, and"
+            " the chunked module keeps something else there; give a module without it, such as one that holds this one"
         )
     twin = _sharing_copy(module)
     runner = _Runner(parse_bytes(budget))
@@ -121,6 +121,6 @@ def _sharing_copy(module: M) -> M:
         return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
     except Exception as error:
         raise ModelError(
-            f"chunks were asked for of {type(module).__name__!r}, which cannot be copied: {error!r}; take what cannot be"
-            " copied out of its attributes"
+            f"chunks were asked for of {type(module).__name__!r}, which cannot be copied: {error!r}; take what cannot"
+            " be copied out of its attributes"
         ) from error

@@ -53,8 +53,8 @@ class ChunkedRegion:
     """A region of a block that is ready to run; made by `lower`.
 
     Attributes:
-        compute: Called as `compute(put, size, *pieces)`: the operators of one chunk of `size` positions. It hands result
-            k to `put(k, value)`.
+        compute: Called as `compute(put, size, *pieces)`: the operators of one chunk of `size` positions. It hands
+            result k to `put(k, value)`.
         length: Positions in all. A tensor that has several numbers per position has a multiple of it along its dim.
         bounds: First position and size of every chunk.
         input_dims: Of every input the dim along which it is cut; None where every chunk gets it whole.
@@ -131,7 +131,10 @@ class _Chunked(torch.autograd.Function):
             )
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
-        sums = [_Gradient(t, d) if n else None for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)]
+        sums = [
+            _Gradient(t, d) if n else None
+            for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)
+        ]
         for start, size in ctx.region.bounds:
             with ctx.autocast():
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
@@ -167,7 +170,8 @@ def _backward_of_chunk(
 class _Gradient:
     """The gradient of one input, in memory that is there before the first chunk.
 
-    Autograd itself adds to it, for it is the `grad` of what the chunks read. A sum over chunks of 16-bit numbers has 32.
+    Autograd itself adds to it, for it is the `grad` of what the chunks read. A sum over chunks of 16-bit numbers has
+    32 bits.
     """
 
     def __init__(self, of: Tensor, dim: int | None) -> None:
@@ -209,8 +213,8 @@ def _check(output: Output, value: Tensor, place: Tensor) -> None:
     if value.shape != place.shape or value.dtype != output.dtype:
         raise ModelError(
             f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r}, found"
-            f" {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's dims; leave the region"
-            " out of the plan, and report the operators"
+            f" {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's dims; leave the"
+            " region out of the plan, and report the operators"
         )
 
 

@@ -13,7 +13,7 @@ import linecache
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, pairwise
 from keyword import iskeyword
 from operator import getitem
 from types import FunctionType
@@ -69,7 +69,7 @@ def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
         PlanError: A region is not legal, or two overlap.
     """
     ordered = sorted(regions, key=lambda region: region.first)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         if after.first <= before.last:
             raise PlanError(
                 f"regions of rows {before.first!r} to {before.last!r} and {after.first!r} to {after.last!r} of"
@@ -118,7 +118,12 @@ class _Writer:
         self._capture, self._table = capture, table
         self._nodes = _rows(capture)
         self._row = {node: i for i, node in enumerate(self._nodes)}
-        self._values: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "inf": math.inf, "nan": math.nan}
+        self._values: dict[str, Any] = {
+            "torch": torch,
+            "aten": torch.ops.aten,
+            "inf": math.inf,
+            "nan": math.nan,
+        }
         self._taken = {"put", "size", "forward", *self._values}
         self._names = [self._name(text) for text in self._wished()]
 
@@ -171,7 +176,9 @@ class _Writer:
                 inputs, outputs = region.inputs(self._table), region.outputs(self._table)
                 names = "".join(f"{self._names[k]}, " for k in outputs)
                 call = f"{ends[i]}({', '.join(self._names[k] for k in inputs)})"
-                yield _Line(f"{names.rstrip() if len(outputs) == 1 else names.rstrip(', ')} = {call}", outputs, inputs)
+                yield _Line(
+                    f"{names.rstrip() if len(outputs) == 1 else names.rstrip(', ')} = {call}", outputs, inputs
+                )
 
     def _region(self, name: str, region: Region) -> str:
         inputs, outputs = region.inputs(self._table), region.outputs(self._table)
@@ -187,7 +194,8 @@ class _Writer:
     def _comment(self, region: Region) -> Iterator[str]:
         def listed(rows: Iterable[int]) -> str:
             return ", ".join(
-                f"{self._names[i]} {'summed' if i in region.sums else 'dim ' + str(region.dims[i])}" for i in rows
+                f"{self._names[i]} {'summed' if i in region.sums else 'dim ' + str(region.dims[i])}"
+                for i in rows
             )
 
         sizes = [size for _, size in region.pieces()]
@@ -237,7 +245,11 @@ class _Writer:
         last = {i: n for n, line in enumerate(lines) for i in (*line.made, *line.read)}
         for n, line in enumerate(lines):
             ended = [self._names[i] for i in (*line.read, *line.made) if last[i] == n and i not in kept]
-            gone = f"; del {', '.join(dict.fromkeys(ended))}" if ended and not line.text.startswith("return") else ""
+            gone = (
+                f"; del {', '.join(dict.fromkeys(ended))}"
+                if ended and not line.text.startswith("return")
+                else ""
+            )
             yield f"    {line.text}{gone}"
 
     def _function(self, target: Any) -> str:
@@ -320,5 +332,3 @@ def _compiled(code: str, values: Mapping[str, Any]) -> dict[str, Any]:
     namespace = dict(values)
     exec(compile(code, name, "exec"), namespace)
     return namespace
-
-
