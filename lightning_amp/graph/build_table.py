@@ -13,7 +13,7 @@ import lightning_amp.graph.flow_rules  # noqa: F401  (registers them)
 from lightning_amp._torch import FakeTensorMode, tree_leaves
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
-from lightning_amp.graph.flow import Call, Ref, dims_of
+from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
 
 
@@ -107,6 +107,7 @@ class _Builder:
             kept[id(tensor.untyped_storage())] = alias = tensor.detach()
             return alias
 
+        versions = [leaf._version for leaf in leaves]
         with FlopCounterMode(display=False) as flops, live, saved_tensors_hooks(keep, lambda t: t):
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         self._put(
@@ -114,13 +115,19 @@ class _Builder:
         )
         row = self._rows[-1]
         hidden = [tensor for key, tensor in kept.items() if key not in self._of_storage]
+        call = _call(node, args, kwargs, leaves, row["shape"])
+        tensors = [k for k in inputs if isinstance(self._values[k], Tensor)]
+        changed = zip(tensors, leaves, versions, strict=True)
         row |= {
             "inputs": tuple(inputs),
+            "writes": tuple(k for k, leaf, old in changed if leaf._version != old),
+            "random": _draws(node, call),
             "flops": int(flops.get_total_flops()),
             "saved": tuple(sorted({self._of_storage[key] for key in kept if key in self._of_storage})),
             "hidden_bytes": sum(tensor.untyped_storage().nbytes() for tensor in hidden),
             "forward_bytes": live.peak - live.current,
-            "dims": dims_of(_call(node, args, kwargs, leaves, row["shape"])),
+            "dims": dims_of(call),
+            "sums": sums_of(call),
         }
         kept.clear()
         row |= _backward(result, [self._values[k] for k in inputs], leaves, hidden)
@@ -165,6 +172,15 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
         new = grad is not None and id(grad.untyped_storage()) not in given
         sizes.append(grad.untyped_storage().nbytes() if grad is not None and new else 0)
     return {"grad_bytes": tuple(sizes), "backward_bytes": live.peak - held - sum(sizes)}
+
+
+def _draws(node: Node, call: Call) -> bool:
+    """Whether a call draws random numbers: its operator may, and no argument says that it does not."""
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if not tagged and "dropout_p" not in call.arguments:
+        return False
+    rate = call.arguments.get("dropout_p", call.arguments.get("p", 1.0))
+    return bool(rate != 0 and call.arguments.get("train", True))
 
 
 def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tuple[int, ...]) -> Call:

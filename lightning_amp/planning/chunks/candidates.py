@@ -1,0 +1,123 @@
+"""Regions that are worth choosing from, with what the choice reads of them.
+
+Rows above the budget are the paper's peak nodes: a region has at least one. It is left out if a shorter one does the
+same: if it begins earlier than another, though no fewer bytes are alive there (`find_regions`), or ends later, though
+its outputs are no smaller, and covers no further row above the budget. In training every row that saves counts as one.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.table import OPERATOR, Table
+from lightning_amp.planning.chunks.chunk_bytes import NARROW, piece_table, result_bytes
+from lightning_amp.planning.chunks.find_regions import find_regions
+from lightning_amp.planning.chunks.region import Region, pieces
+
+Cost = Callable[[Region], float]
+
+
+class Candidate:
+    """A region, and its bytes and cost in any number of pieces.
+
+    Attributes:
+        region: In the most pieces.
+        inputs: Rows that it reads.
+        outputs: Rows that it hands on.
+        before: Rows computed before the pieces, with the rows that are still to be read after each.
+        gradient_bytes: While its backward runs: gradients that wait, and those of its inputs.
+    """
+
+    def __init__(self, table: Table, region: Region, cost: Cost, plain: BlockBytes, *, train: bool) -> None:
+        self.region, self.inputs, self.outputs = region, region.inputs(table), region.outputs(table)
+        self.before = _before(table, region)
+        self._table, self._cost, self._train = table, cost, train
+        self._work: dict[int, tuple[int, int]] = {}
+        rows = table.rows
+        sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
+        self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
+        learns = train and any(rows[i].needs_grad for i in self.outputs)
+        grads = sum(result_bytes(rows[i]) for i in self.inputs if rows[i].needs_grad)
+        self.gradient_bytes = plain.waiting[region.last] + grads if learns else 0
+        self._learns = learns
+
+    def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
+        """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
+        counts = _counts(self.region.units)
+        if budget is None:
+            return counts[-1], self._peak(counts[-1], forward, backward)
+        if max(forward, backward) > budget or self._peak(counts[-1], forward, backward) > budget:
+            return None
+        low, high = 0, len(counts) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._peak(counts[middle], forward, backward) <= budget:
+                high = middle
+            else:
+                low = middle + 1
+        return counts[high], self._peak(counts[high], forward, backward)
+
+    def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
+        """The region in so many pieces, and its cost."""
+        region = replace(self.region, n_chunks=n_chunks)
+        return region, self._cost(region)
+
+    def _peak(self, n_chunks: int, forward: int, backward: int) -> int:
+        if n_chunks not in self._work:
+            self._work[n_chunks] = self._of_piece(replace(self.region, n_chunks=n_chunks))
+        there, back = self._work[n_chunks]
+        return max(forward + there, backward + back)
+
+    def _of_piece(self, region: Region) -> tuple[int, int]:
+        once = block_bytes(piece_table(self._table, region), train=False).peak_bytes + self._wide_bytes
+        if not self._learns:
+            return once, 0
+        piece = piece_table(self._table, region, train=True)
+        return once, block_bytes(piece, gradients_of_arguments=False).peak_bytes
+
+
+def find_candidates(
+    table: Table, hot: Collection[int], held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
+) -> list[Candidate]:
+    """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous.
+
+    Args:
+        table: A captured block.
+        hot: Rows above the budget.
+        held: Bytes alive just before a row, without regions.
+        cost: Of a region.
+        plain: Bytes of the block without regions.
+        train: Whether there is a backward pass.
+    """
+    regions = find_regions(table, around=hot, held=held)
+    return [Candidate(table, region, cost, plain, train=train) for region in _ends(regions, table, set(hot))]
+
+
+def _ends(regions: Iterable[Region], table: Table, hot: set[int]) -> Iterator[Region]:
+    """Without those that end later than another of the same first row and dim, and are no better."""
+    least: dict[tuple[int, int | None], tuple[int, int]] = {}
+    for region in sorted(regions, key=lambda region: region.last):
+        key = region.first, region.dims.get(region.first)
+        size = sum(result_bytes(table.rows[i]) for i in region.outputs(table))
+        known = least.get(key)
+        further = known is None or any(i in hot for i in range(known[1] + 1, region.last + 1))
+        if known is None or further or size < known[0]:
+            least[key] = size, region.last
+            yield region
+
+
+def _before(table: Table, region: Region) -> list[tuple[int, frozenset[int]]]:
+    """Rows computed before the pieces, each with the rows that are read after it."""
+    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, frozenset[int]]]()
+    there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
+    for n, i in enumerate(region.before):
+        there.append(i)
+        later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
+        needed = (k for k in there if k in later or k in inputs or rows[k].last_use > region.last)
+        found.append((i, frozenset(needed)))
+    return found
+
+
+def _counts(units: int) -> list[int]:
+    """Numbers of pieces that differ in the length of a piece."""
+    return sorted({len(pieces(units, n)) for n in range(2, units + 1)})

@@ -1,0 +1,73 @@
+"""The regions of a block to compute piece by piece under a budget, and in how many pieces: those that cost least.
+
+    auto    seconds at measured rates (piece_seconds.py)
+    paper   AutoChunk's macro and micro cost, Equations 8 to 10 (paper_cost.py)
+
+Both hold the same budget: the peak of the block's live bytes beyond its arguments and parameters, of forward and
+backward pass, by chunk_bytes.py. The same table, budget and rates get the same plan.
+"""
+
+from lightning_amp.errors import PlanError
+from lightning_amp.graph.table import Table
+from lightning_amp.planning.chunks.candidates import Cost, find_candidates
+from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
+from lightning_amp.planning.chunks.line import Label, Line
+from lightning_amp.planning.chunks.paper_cost import paper_cost
+from lightning_amp.planning.chunks.piece_seconds import Seconds
+from lightning_amp.planning.chunks.region import ChunkPlan
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+
+POLICIES = ("auto", "paper")
+
+
+def choose_chunks(
+    table: Table,
+    budget_bytes: int,
+    *,
+    train: bool = False,
+    policy: str = "auto",
+    rates: Rates = CPU_CORE,
+) -> ChunkPlan:
+    """The plan of the least cost whose peak is within a budget; nothing is cut where the block fits as it is.
+
+    Args:
+        table: A captured block; for inference captured without gradients.
+        budget_bytes: For all that lives beyond arguments and parameters, results included.
+        train: Whether a backward pass follows: regions save their inputs, and compute their rows again.
+        policy: What is made small, "auto" or "paper".
+        rates: Of the device.
+
+    Raises:
+        PlanError: The budget cannot be met; the least that can is named. Or another policy was asked for.
+    """
+    if policy not in POLICIES:
+        raise PlanError(f"policy={policy!r} was asked for; allowed are {POLICIES!r}")
+    line, seconds = Line(table, train=train), Seconds(table, rates, train=train)
+    if line.plain.peak_bytes <= budget_bytes:
+        return _plan(table, Label(), line, seconds)
+    cost: Cost = seconds.extra if policy == "auto" else lambda region: paper_cost(table, region)
+    hot = [i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes]
+    candidates = find_candidates(table, hot, line.held(), cost, line.plain, train=train)
+    label = line.search(candidates, budget_bytes)
+    if label is None:
+        raise _refusal(table, budget_bytes, line.search(candidates, None), line)
+    return _plan(table, label, line, seconds)
+
+
+def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan:
+    return ChunkPlan(
+        regions=label.regions,
+        peak_bytes=chunk_bytes(table, label.regions, train=line.train).peak_bytes,
+        seconds=seconds.of(label.regions),
+        whole_bytes=line.plain.peak_bytes,
+        whole_seconds=seconds.whole,
+    )
+
+
+def _refusal(table: Table, budget_bytes: int, least: Label | None, line: Line) -> PlanError:
+    assert least is not None, "computing everything whole is always possible"
+    peak = chunk_bytes(table, least.regions, train=line.train).peak_bytes
+    return PlanError(
+        f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs {line.plain.peak_bytes!r}"
+        f" as it is and {peak!r} at least, in pieces; allow that much"
+    )

@@ -1,0 +1,246 @@
+"""Bytes alive, row by row, while a captured block runs with some regions piece by piece; forward and backward.
+
+Two tables say it, both counted by `graph/peak.py`:
+
+    one piece      the region's rows with sizes of the longest piece; its inputs are there
+    the block      every region as one row that makes nothing: it reads the region's inputs and its outputs, which rows
+                   before it have made in their whole size; while it runs, one piece's bytes are alive
+
+    forward(i in a region)   = whole tensors alive + outputs of the region + forward of one piece at i
+    backward(i in a region)  = saved + gradients that wait + gradients of the region's inputs, whole
+                               + the larger of forward (again, with what it saves) and backward of one piece at i
+
+In training a region saves its inputs only. Sums over pieces of 16-bit numbers are kept in 32 bits meanwhile.
+
+What an operator needs while it runs follows the cut dim as its result does; where it reads an activation whole, a copy
+of that one may not shrink, and is counted. A piece that does not lie in one run of memory is copied where a product
+reads it. Both are upper bounds; what else is counted is exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
+from lightning_amp.planning.chunks.region import Region, piece_length
+
+COPYING = ("aten.linear.", "aten.matmul.", "aten.einsum.")
+"""Products that copy an argument which does not lie in one run."""
+WIDTHS = {"bool": 1, "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "int16": 2}
+WIDTHS |= {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16}
+NARROW = ("float16", "bfloat16")
+
+
+def chunk_bytes(table: Table, regions: Sequence[Region], *, train: bool = False) -> BlockBytes:
+    """Count a block whose regions are computed piece by piece; no two of them share a row.
+
+    Returns:
+        Bytes by the block's rows, as `graph.peak.block_bytes` counts those of the block without regions.
+    """
+    outer = _Outer(table, train=train)
+    outer.add_all(sorted(regions, key=lambda region: region.first))
+    return outer.count()
+
+
+def result_bytes(row: Row) -> int:
+    """Of a row's result in memory of its own."""
+    return prod(row.shape) * WIDTHS.get(row.dtype, 4)
+
+
+def piece_table(table: Table, region: Region, *, train: bool = False) -> Table:
+    """A region's inputs and rows with the sizes of its longest piece, and the outputs of that piece.
+
+    In training the piece's outputs live until its backward pass; else they are copied at once, and let go of.
+    """
+    piece = _Piece(table, region)
+    for i in region.inputs(table):
+        piece.add_input(i)
+    for i in region.inside(table):
+        piece.add(i)
+    outputs = tuple(piece.place[i] for i in region.outputs(table)) if train else ()
+    return Table(block=table.block, rows=piece.with_last_uses(outputs), outputs=outputs)
+
+
+class _Mapped:
+    """Rows taken over from a table, in other places.
+
+    Attributes:
+        rows: So far.
+        place: Of rows of the table.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.old = table.rows
+        self.rows: list[Row] = []
+        self.place: dict[int, int] = {}
+
+    def put(self, i: int, row: Row, **changes: object) -> None:
+        """Take over row i of the table."""
+        self.place[i] = n = len(self.rows)
+        inputs = tuple(self.place[k] for k in row.inputs)
+        storage = n if row.storage == i else self._home(row, row.storage)
+        saved = {n if s == i else self._home(row, s) for s in row.saved}
+        common = {"inputs": inputs, "storage": storage, "saved": tuple(sorted(saved)), "writes": ()}
+        self.rows.append(replace(row, **{**common, **changes}))  # type: ignore[arg-type]
+
+    def _home(self, row: Row, storage: int) -> int:
+        """Where the memory lies that a row shares with one of its arguments."""
+        shared = [k for k in row.inputs if self.old[k].storage == storage]
+        return self.rows[self.place[shared[0]]].storage if shared else self.place[storage]
+
+    def with_last_uses(self, outputs: tuple[int, ...]) -> tuple[Row, ...]:
+        """All rows, with their last readers; `outputs` are read after the last."""
+        last = list(range(len(self.rows)))
+        for n, row in enumerate(self.rows):
+            for k in row.inputs:
+                last[k] = n
+        for k in outputs:
+            last[k] = len(self.rows)
+        return tuple(replace(row, last_use=end) for row, end in zip(self.rows, last, strict=True))
+
+
+class _Piece(_Mapped):
+    """One piece of a region."""
+
+    def __init__(self, table: Table, region: Region) -> None:
+        super().__init__(table)
+        self._region = region
+        self._length = piece_length(region.units, region.n_chunks)
+        self._scattered: set[int] = set()
+        """Pieces of inputs, and views of them, with parts of other pieces between their own."""
+
+    def add_input(self, i: int) -> None:
+        """A row that the region reads; it costs nothing, but its gradient may."""
+        row = self.old[i]
+        kind = PARAMETER if row.kind == PARAMETER else INPUT
+        bare = Row(name=row.name, kind=kind, dtype=row.dtype, storage=i, needs_grad=row.needs_grad)
+        self.put(i, bare, shape=self._shape(i))
+        dim = self._region.dims.get(i)
+        if dim is not None and prod(row.shape[:dim]) > 1:
+            self._scattered.add(i)
+
+    def add(self, i: int) -> None:
+        """A row that the region computes."""
+        row, summed = self.old[i], i in self._region.sums
+        dims, part = self._region.dims, self._part
+        grads = zip(row.inputs, row.grad_bytes, strict=False)
+        copied = self._copied(row)
+        if row.storage != i and self._scattered.intersection(row.inputs):
+            self._scattered.add(i)
+        self.put(
+            i,
+            row,
+            shape=self._shape(i),
+            n_bytes=row.n_bytes if summed else part(row.n_bytes),
+            hidden_bytes=self._work(row, row.hidden_bytes) + (copied if row.hidden_bytes else 0),
+            forward_bytes=self._work(row, row.forward_bytes) + copied,
+            grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
+            backward_bytes=self._work(row, row.backward_bytes) + copied,
+        )
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        shape = list(self.old[i].shape)
+        if i in self._region.dims:
+            shape[self._region.dims[i]] = self._part(shape[self._region.dims[i]])
+        return tuple(shape)
+
+    def _part(self, whole: int) -> int:
+        return -(-whole * self._length // self._region.units)
+
+    def _work(self, row: Row, n_bytes: int) -> int:
+        """Of what a row needs while it runs, that of a piece."""
+        if n_bytes <= 0:
+            return self._part(n_bytes)
+        whole = [k for k in dict.fromkeys(row.inputs) if k not in self._region.dims]
+        uncut = sum(result_bytes(self.old[k]) for k in whole if self.old[k].kind != PARAMETER)
+        return min(n_bytes, self._part(n_bytes) + uncut)
+
+    def _copied(self, row: Row) -> int:
+        """Bytes of arguments that a product copies because a piece of them does not lie in one run."""
+        if not row.op.startswith(COPYING):
+            return 0
+        return sum(self._part(result_bytes(self.old[k])) for k in self._scattered.intersection(row.inputs))
+
+
+class _Outer(_Mapped):
+    """A block in which every region is one row."""
+
+    def __init__(self, table: Table, *, train: bool) -> None:
+        super().__init__(table)
+        self._table, self._train = table, train
+        self._inner: dict[int, tuple[int, int, int]] = {}
+        """Of rows that pieces compute: the row that stands for the region, and how far below its bytes they are."""
+
+    def add_all(self, regions: Sequence[Region]) -> None:
+        """The whole block."""
+        at = 0
+        for region in regions:
+            assert region.first >= at, f"two regions have row {region.first!r}"
+            self._whole(range(at, region.first))
+            self._region(region)
+            at = region.last + 1
+        self._whole(range(at, len(self.old)))
+
+    def count(self) -> BlockBytes:
+        """Bytes by the rows of the block as it was captured."""
+        outputs = tuple(self.place[k] for k in self._table.outputs)
+        rows = self.with_last_uses(outputs)
+        found = block_bytes(Table(block="", rows=rows, outputs=outputs), train=self._train)
+        forward, backward = [0] * len(self.old), [0] * len(self.old)
+        for i, n in self.place.items():
+            forward[i], backward[i] = found.forward[n], found.backward[n] if self._train else 0
+        for i, (n, below, below_again) in self._inner.items():
+            forward[i] = found.forward[n] - below
+            backward[i] = found.backward[n] - below_again if self._train else 0
+        return BlockBytes(
+            forward=tuple(forward),
+            backward=tuple(backward) if self._train else (),
+            saved_bytes=found.saved_bytes,
+        )
+
+    def _whole(self, rows: Sequence[int]) -> None:
+        for i in rows:
+            self.put(i, self.old[i])
+
+    def _region(self, region: Region) -> None:
+        """Rows that come before the pieces, outputs, and the row that stands for all pieces."""
+        self._whole([i for i in range(region.first, region.last + 1) if self.old[i].kind != OPERATOR])
+        self._whole(region.before)
+        for i in region.outputs(self._table):
+            row = self.old[i]
+            whole = Row(name=row.name, kind=OPERATOR, storage=i, n_bytes=result_bytes(row))
+            self.put(i, whole, needs_grad=row.needs_grad, dtype=row.dtype, shape=row.shape)
+        self._pieces(region)
+
+    def _pieces(self, region: Region) -> None:
+        inputs, outputs = region.inputs(self._table), region.outputs(self._table)
+        learns = self._train and any(self.old[i].needs_grad for i in outputs)
+        once = block_bytes(piece_table(self._table, region), train=False)
+        again = block_bytes(
+            piece_table(self._table, region, train=True), train=True, gradients_of_arguments=False
+        )
+        sums = [self.old[i] for i in region.sums if self.old[i].dtype in NARROW]
+        wide = sum(2 * result_bytes(row) for row in sums)
+        grads = [result_bytes(self.old[i]) if self.old[i].needs_grad else 0 for i in inputs]
+        read = (*(self.place[i] for i in inputs), *(self.place[i] for i in outputs))
+        n = len(self.rows)
+        self.rows.append(
+            Row(
+                name=f"pieces of {self.old[region.first].name}",
+                kind=OPERATOR,
+                inputs=read,
+                storage=n,
+                saved=tuple(sorted({self.rows[self.place[i]].storage for i in inputs})) if learns else (),
+                forward_bytes=max(once.forward) + wide,
+                grad_bytes=(*grads, *(0 for _ in outputs)),
+                backward_bytes=again.peak_bytes if learns else 0,
+                needs_grad=learns,
+            )
+        )
+        for k, i in enumerate(region.inside(self._table), start=len(inputs)):
+            beside = (
+                max(once.forward) - once.forward[k],
+                again.peak_bytes - max(again.forward[k], again.backward[k]),
+            )
+            self._inner[i] = (n, *beside)
