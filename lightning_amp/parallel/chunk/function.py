@@ -91,7 +91,7 @@ class ChunkedRegion:
 
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The forward pass without anything kept for a backward pass."""
-    wholes = [_room(output, inputs[0].device) for output in region.outputs]
+    wholes, autocast = [_room(output, inputs[0].device) for output in region.outputs], _autocast_of(inputs)
     for start, size in region.bounds:
 
         def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
@@ -104,7 +104,9 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
                 place.copy_(value)
 
         pairs = zip(inputs, region.input_dims, strict=True)
-        region.compute(put, size, *(region.piece(tensor, dim, start, size) for tensor, dim in pairs))
+        pieces = [region.piece(tensor, dim, start, size) for tensor, dim in pairs]
+        with autocast():
+            region.compute(put, size, *pieces)
     return [whole.to(output.dtype) for whole, output in zip(wholes, region.outputs, strict=True)]
 
 
@@ -114,7 +116,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: ChunkedRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.autocast = region, _autocast_now()
+        ctx.region, ctx.autocast = region, _autocast_of(inputs)
         ctx.save_for_backward(*inputs)
         results = run_region(region, inputs)
         pairs = zip(results, region.outputs, strict=True)
@@ -218,16 +220,23 @@ def _check(output: Output, value: Tensor, place: Tensor) -> None:
         )
 
 
-def _autocast_now() -> Callable[[], Any]:
-    """The autocast of this moment, to be entered again in the backward pass, which has none."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-    found = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+def _autocast_of(inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """The autocast of this moment without its cache, to be entered again, in the backward pass too, which has none.
+
+    The cache would keep a copy of every chunk's pieces; and a copy of a parameter that was made here, without gradients,
+    would be taken outside too, where the parameter's gradient would then be lost in silence.
+    """
+    kinds = sorted({tensor.device.type for tensor in inputs})
+    found = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    ]
 
     @contextmanager
     def again() -> Iterator[None]:
         with ExitStack() as stack:
             for kind, enabled, dtype in found:
-                # without the cache, which would keep a copy of every chunk's pieces
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
             yield
 

@@ -80,13 +80,14 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tup
     Raises:
         PlanError: The budget cannot be met, or the generated forward takes more than was predicted.
     """
-    table = table_of(capture)
-    found = choose_chunks(table, budget_bytes)
-    lowered = lower(capture, table, found.regions)
+    with torch.no_grad():
+        # what an operator makes for the backward pass is made and dropped, which its row with gradients does not show
+        found = choose_chunks(table_of(capture), budget_bytes)
+    lowered = lower(capture, table_of(capture), found.regions)
     measured = forward_bytes(lowered)
     if measured > budget_bytes:
         raise PlanError(
-            f"a budget of {format_bytes(budget_bytes)} was asked for {table.block!r}; chunks were predicted to take"
+            f"a budget of {format_bytes(budget_bytes)} was asked for {capture.kind.__name__!r}; chunks were predicted to take"
             f" {format_bytes(found.peak_bytes)} and take {format_bytes(measured)}: ask for that much"
         )
     return lowered, found.whole_bytes, found.regions

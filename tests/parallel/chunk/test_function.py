@@ -1,48 +1,83 @@
 """Claim: a region that runs chunk by chunk computes what the block computes, forward and backward, or is refused."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_amp.errors import ModelError
+from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.check import difference
-from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
+from lightning_amp.graph.table import Table
+from lightning_amp.parallel.chunk.lower import lower, table_of
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.region import Region
-from tests.any_module import NAMES
 from tests.graph.calls import calls_of
-from tests.parallel.chunk.small_blocks import BLOCKS, Attention, FeedForward, Several, x_of
+from tests.parallel.chunk.small_blocks import BLOCKS, Attention, FeedForward, NoBias, Several, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def in_chunks(region: Region) -> Any:
-    """A form of a block: one region in chunks, the rest as it is."""
+class Case:
+    """A block in float64 and one call of it, captured once."""
 
-    def form(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return lowered(block, args, kwargs, [region])(block, *args, **kwargs)
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        torch.manual_seed(0)
+        self.block, self.kwargs = copy.deepcopy(block).double(), kwargs or {}
+        self.args = tuple(
+            a.detach().double().requires_grad_(a.requires_grad)
+            if isinstance(a, Tensor) and a.is_floating_point()
+            else a
+            for a in args
+        )
 
-    return form
+    @cached_property
+    def capture(self) -> Capture:
+        found = Captures().of(self.block, self.args, self.kwargs)
+        assert found.reason == ""
+        return found
+
+    @cached_property
+    def table(self) -> Table:
+        return table_of(self.capture)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        return find_regions(self.table)
+
+    def error(self, *regions: Region) -> str:
+        """What is otherwise with regions in chunks; "" if nothing."""
+        form = lower(self.capture, self.table, regions)
+        return difference(self.block, form, self.args, self.kwargs)
+
+    def where(self, op: str, dim: int | None = None) -> Region:
+        """The longest region with an operator, cut or summed."""
+        rows = [i for i, row in enumerate(self.table.rows) if row.op == f"aten.{op}"]
+        assert rows, sorted({row.op for row in self.table.rows})
+        fitting = [
+            r
+            for r in self.regions
+            for i in rows
+            if i in r.inside(self.table) and (dim is None or r.dims.get(i) == dim)
+        ]
+        return max(fitting, key=lambda r: len(r.inside(self.table)))
 
 
-def lowered(block: nn.Module, args: Any, kwargs: Any, regions: list[Region]) -> Lowered:
-    capture = Captures().of(block, args, kwargs)
-    assert capture.reason == ""
-    return lower(capture, table_of(capture), regions)
-
-
-def regions_of(block: nn.Module, args: Any, kwargs: Any | None = None) -> tuple[Region, ...]:
-    return find_regions(table_of(Captures().of(block, args, kwargs or {})))
+def case(name: str) -> Case:
+    torch.manual_seed(0)
+    make, args = BLOCKS[name]
+    return Case(make(), args())
 
 
 def numbers(region: Region) -> Iterator[Region]:
-    """The region in 2 and 3 chunks, in one per position, and in a number that does not divide."""
+    """The region in 2 and 3 chunks, in one per position, and in a number that leaves a smaller chunk."""
     uneven = next((n for n in range(2, region.units) if region.units % n), 2)
     for n in sorted({min(k, region.units) for k in (2, 3, uneven, region.units)}):
         yield replace(region, n_chunks=n)
@@ -51,11 +86,356 @@ def numbers(region: Region) -> Iterator[Region]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_region_of_small_blocks_is_exact(name: str) -> None:
-    torch.manual_seed(0)
-    make, args = BLOCKS[name]
-    block, given = make(), args()
-    found = regions_of(block, given)
-    assert found
-    for region in found:
+    """Results, loss and all gradients in float64, to 1e-10."""
+    found = case(name)
+    assert found.regions
+    for region in found.regions:
         for some in numbers(region):
-            assert difference(block, in_chunks(some), given) == "", some
+            assert found.error(some) == "", some
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_some_regions_of_small_blocks_are_exact(name: str) -> None:
+    """One of each last row and dim, those with the most rows."""
+    found = case(name)
+    longest = {(r.last, r.dims.get(r.last)): r for r in found.regions}
+    for region in longest.values():
+        assert found.error(replace(region, n_chunks=min(3, region.units))) == "", region
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_every_region_of_the_example_modules_is_exact(name: str) -> None:
+    for call in calls_of(name):
+        found = Case(call.block, call.args, call.kwargs)
+        for region in found.regions:
+            for some in numbers(region):
+                if some.n_chunks <= 8:
+                    assert found.error(some) == "", (call.fqn, some)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_regions_of_the_example_modules_are_exact(name: str) -> None:
+    """The longest region of every last row and dim, in three chunks; dropout is on, and in none of them."""
+    n_regions = 0
+    for call in calls_of(name):
+        found = Case(call.block, call.args, call.kwargs)
+        longest = {(r.last, r.dims.get(r.last)): r for r in found.regions}
+        for region in longest.values():
+            assert found.error(replace(region, n_chunks=min(3, region.units))) == "", (call.fqn, region)
+        n_regions += len(longest)
+    assert n_regions
+
+
+def test_two_regions_of_one_block() -> None:
+    found = case("attention")
+    softmax = min(
+        (r for r in found.regions if _has(found, r, "softmax.int")), key=lambda r: r.last - r.first
+    )
+    later = [r for r in found.regions if r.first > softmax.last]
+    both = [replace(softmax, n_chunks=2), replace(max(later, key=lambda r: r.last - r.first), n_chunks=2)]
+    assert found.error(*both) == ""
+    with pytest.raises(PlanError, match="overlap; a row may be in one region"):
+        lower(found.capture, found.table, [both[0], replace(both[0])])
+
+
+def _has(found: Case, region: Region, op: str) -> bool:
+    return any(found.table.rows[i].op == f"aten.{op}" for i in region.inside(found.table))
+
+
+def test_what_is_alive_is_one_chunk() -> None:
+    """Forward: scores [2, 1024, 1024] are never whole; backward: they are computed again, and never whole either."""
+    torch.manual_seed(0)
+    found = Case(Attention(), (x_of(1, 1024, 8),))
+    scores = 2 * 1024 * 1024 * 8
+    form = lower(found.capture, found.table, [replace(found.where("softmax.int", 2), n_chunks=16)])
+    for run, least in ((found.block, 3 * scores), (lambda x: form(found.block, x), 0)):
+        with LiveBytes() as live:
+            loss = run(found.args[0]).sum()
+            forward, kept = live.peak, live.current
+            loss.backward()
+        assert live.peak >= least
+    assert forward < scores / 3
+    assert kept < scores / 10
+    assert live.peak < scores / 2
+
+
+def test_fixed_memory_is_written_in_place() -> None:
+    """Two chunks of nothing but views and one operator: the result, one chunk of it, and no copy of all chunks."""
+    found = Case(nn.Sequential(nn.Tanh()), (x_of(64, 1000).detach(),))
+    region = replace(found.where("tanh.default", 0), n_chunks=8)
+    form = lower(found.capture, found.table, [region])
+    with LiveBytes() as live:
+        form(found.block, *found.args)
+    assert live.peak == 64 * 1000 * 8 * 9 // 8
+
+
+def test_without_gradients_there_is_no_function() -> None:
+    found = case("feed-forward")
+    form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
+    with torch.no_grad():
+        assert form(found.block, *found.args).grad_fn is None
+    with torch.inference_mode():
+        assert torch.equal(form(found.block, *found.args), found.block(*found.args))
+    assert "Chunked" in str(form(found.block, *found.args).grad_fn.next_functions)
+
+
+def test_frozen_parameters_and_inputs_without_gradients() -> None:
+    torch.manual_seed(0)
+    block = FeedForward()
+    block.wide.requires_grad_(False)
+    block.norm.weight.requires_grad_(False)
+    found = Case(block, (x_of(2, 7, 6).detach(),))
+    for region in (r for r in found.regions if _has(found, r, "gelu.default")):
+        assert found.error(replace(region, n_chunks=2)) == ""
+
+
+def test_an_input_that_no_chunk_reaches_has_no_gradient() -> None:
+    """None, not zeros, as in eager: an optimiser with momentum or weight decay tells them apart."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x).tanh(), (self.b(x) > 0).to(torch.int64)
+
+    block = Half()
+    found = Case(block, (x_of(6, 4),))
+    (whole,) = (r for r in found.regions if len(r.inside(found.table)) == 5 and r.dims[r.last] == 0)
+    form = lower(found.capture, found.table, [whole])
+    (first, second), x = form(found.block, *found.args), found.args[0]
+    assert not second.requires_grad
+    first.sum().backward()
+    assert found.block.b.weight.grad is None
+    assert found.block.a.weight.grad is not None
+    assert x.grad is not None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    found = case("feed-forward")
+    form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
+    x = found.args[0]
+    with pytest.raises(ModelError, match="a second derivative was asked for .create_graph=True. of a region"):
+        torch.autograd.grad(form(found.block, x).sum(), x, create_graph=True)
+
+
+def test_a_second_backward_pass_gives_the_same() -> None:
+    found = case("attention")
+    form, x = lower(found.capture, found.table, [found.where("softmax.int", 2)]), found.args[0]
+    loss = form(found.block, x).sum()
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_changed_input_is_noticed_in_the_backward_pass() -> None:
+    """As eager's saved tensors are."""
+    found = case("feed-forward")
+    form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
+    y = form(found.block, *found.args)
+    with torch.no_grad():
+        found.block.wide.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+class Tied(nn.Module):
+    """One layer inside a region and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.cumsum(self.layer(x).tanh(), 0))
+
+
+@pytest.mark.parametrize("make", [FeedForward, Tied, NoBias])
+def test_under_autocast(make: type[nn.Module]) -> None:
+    """Numbers of bfloat16: results equal eager's where nothing is summed, gradients to its rounding.
+
+    The cache of autocast may not hand a copy that was made without gradients to whoever uses a parameter later.
+    """
+    torch.manual_seed(0)
+    block, x = make(), x_of(8, 6)
+    right, twin = copy.deepcopy(block), x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        capture = Captures().of(block, (x,), {})
+        table = table_of(capture)
+        cut = [
+            r
+            for r in find_regions(table)
+            if r.dims.get(r.last) == 0 and not any("cumsum" in table.rows[i].op for i in r.inside(table))
+        ]
+        region = max(cut, key=lambda r: len(r.inside(table)))
+        y = lower(capture, table, [replace(region, n_chunks=3)])(block, x)
+        expected = right(twin)
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+    weights = x_of(8, 6, seed=1).detach()
+    (y.float() * weights).sum().backward()
+    (expected.float() * weights).sum().backward()
+    for found, eager in zip([x, *block.parameters()], [twin, *right.parameters()], strict=True):
+        assert found.grad is not None
+        assert eager.grad is not None
+        assert (found.grad - eager.grad).abs().max() <= 0.02 * eager.grad.abs().max()
+
+
+def test_sums_of_16_bits_are_rounded_once() -> None:
+    """4096 chunks of 1 + 2 ** -7: added up in bfloat16 they would stay at 256."""
+
+    class Total(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return (x * w).sum(0)
+
+    block, x, w = Total(), torch.ones(4096, 3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)
+    w.requires_grad_()
+    capture = Captures().of(block, (x, w), {})
+    table = table_of(capture)
+    (region,) = (r for r in find_regions(table) if r.sums and len(r.inside(table)) == 2)
+    total = lower(capture, table, [replace(region, n_chunks=4096)])(block, x, w)
+    assert total.tolist() == [4096] * 3
+    total.sum().backward()
+    assert w.grad is not None
+    assert w.grad.dtype == torch.bfloat16
+    assert w.grad.tolist() == [4096] * 3
+
+
+def test_a_scaled_loss() -> None:
+    """As a GradScaler does: gradients are scaled too."""
+    found = case("several")
+    region = replace(max(found.regions, key=lambda r: len(r.inside(found.table))), n_chunks=3)
+    form = lower(found.capture, found.table, [region])
+    x = found.args[0]
+
+    def loss_of(results: Any) -> Tensor:
+        return results["both"][1][0].sum() + results["y"].exp().sum()
+
+    (scaled,) = torch.autograd.grad(1024 * loss_of(form(found.block, x)), x)
+    (right,) = torch.autograd.grad(loss_of(found.block(x)), x)
+    torch.testing.assert_close(scaled, 1024 * right, rtol=1e-12, atol=0)
+
+
+class Drops(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(F.dropout(F.gelu(self.wide(self.norm(x))), 0.5, self.training))
+
+
+def test_active_dropout_is_in_no_region_and_refused_in_one() -> None:
+    found = Case(Drops(), (x_of(2, 7, 6),))
+    random = [i for i, row in enumerate(found.table.rows) if "dropout" in row.op]
+    assert random
+    assert not any(set(random).intersection(r.inside(found.table)) for r in found.regions)
+    asleep = Case(Drops().eval(), (x_of(2, 7, 6),))
+    region = next(r for r in asleep.regions if random[0] in r.inside(asleep.table))
+    assert asleep.error(replace(region, n_chunks=2)) == ""
+    with pytest.raises(PlanError, match="'aten.dropout.default'.* draws random numbers"):
+        lower(found.capture, found.table, [region])
+
+
+class Keyed(FeedForward):
+    """Dropout whose mask is computed from a key per row: ordinary operators, which may be cut."""
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        noise = (keys[..., None] * torch.arange(1, 25)).to(x.dtype).sin() * 43758.5
+        kept = noise - noise.abs() > -1
+        return x + self.narrow(F.gelu(self.wide(self.norm(x))) * kept * 2)
+
+
+def test_keyed_dropout_is_cut_with_its_keys() -> None:
+    found = Case(Keyed(), (x_of(2, 7, 6), torch.arange(14).view(2, 7)))
+    cut = [r for r in found.regions if _has(found, r, "gelu.default") and _has(found, r, "sin.default")]
+    assert cut
+    for region in cut:
+        assert found.error(replace(region, n_chunks=2)) == ""
+
+
+class Counting(FeedForward):
+    """Changes a buffer between two operators that read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wide(x) * self.count
+        self.count += 1
+        return self.narrow(y.tanh()) * self.count
+
+
+class Normed(nn.Module):
+    """Running statistics change in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.tanh()).exp()
+
+
+class InPlace(FeedForward):
+    """Changes memory inside, and its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mul_(2)
+        return self.narrow(F.relu(self.wide(x), inplace=True).add_(1)).exp()
+
+
+class PartlyFrozen(FeedForward):
+    """A change of the gradient mode is a row of the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.wide(x).tanh()
+        return self.narrow(y) * self.norm(x).exp()
+
+
+class Strided(FeedForward):
+    """Reads memory by its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wide(x).tanh()
+        return torch.as_strided(y, (7, 24), (24, 1)) * 2
+
+
+@pytest.mark.parametrize("make", [Counting, Normed, InPlace, PartlyFrozen, Strided])
+def test_blocks_that_change_something_are_cut_around_it(make: type[nn.Module]) -> None:
+    x = x_of(8, 6)
+    found = Case(make(), (x,))
+    for region in found.regions:
+        assert found.error(replace(region, n_chunks=2)) == "", region
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "reason"),
+    [
+        (Counting, "add_.Tensor", "changes memory in place"),
+        (Normed, "batch_norm.default", "changes memory in place"),
+        (InPlace, "relu_.default", "changes memory in place"),
+        (PartlyFrozen, "", "changes memory in place"),
+        (Strided, "tanh.default", "memory of row . .'tanh'.* is changed in place"),
+    ],
+)
+def test_a_region_over_a_change_is_refused(make: type[nn.Module], op: str, reason: str) -> None:
+    found = Case(make(), (x_of(8, 6),))
+    rows = found.table.rows
+    at = next(i for i, r in enumerate(rows) if (r.op == f"aten.{op}" if op else "grad_enabled" in r.op))
+    dims = {k: 0 for k in (at, *rows[at].inputs) if rows[k].shape[:1] == (8,)}
+    region = Region(first=at, last=at, dims=dims, units=8, n_chunks=2, before=() if at in dims else (at,))
+    with pytest.raises(PlanError, match=reason):
+        lower(found.capture, found.table, [region])
+
+
+def test_a_chunk_of_another_shape_is_an_error() -> None:
+    """It would be broadcast into the memory of the result: a rule that is wrong does not compute wrong values."""
+    found = case("broadcast")
+    region = found.where("exp.default", 0)
+    form = lower(found.capture, found.table, [region])
+    (chunked,) = form.regions.values()
+    wrong = replace(chunked, input_dims=tuple(0 if d is not None else None for d in chunked.input_dims), length=1)
+    inputs = [found.args[0] if d is not None else torch.ones(5) for d in chunked.input_dims]
+    with pytest.raises(ModelError, match="should have the shape .* found .*: its operators do not follow"):
+        replace(wrong, bounds=((0, 2),), length=3)(*inputs[:0], *inputs)
