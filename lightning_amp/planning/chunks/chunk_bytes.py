@@ -157,10 +157,14 @@ class _Piece(_Mapped):
         return min(n_bytes, self._part(n_bytes) + uncut)
 
     def _copied(self, row: Row) -> int:
-        """Bytes of arguments that a product copies because a piece of them does not lie in one run."""
-        if not row.op.startswith(COPYING):
-            return 0
-        return sum(self._part(result_bytes(self.old[k])) for k in self._scattered.intersection(row.inputs))
+        """Bytes that a product takes in passing because a piece that it reads does not lie in one run.
+
+        It copies the piece; a linear layer adds its bias in a step of its own then.
+        """
+        pieces = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
+        copied = sum(self._part(result_bytes(self.old[k])) for k in pieces)
+        apart = pieces and row.op.startswith("aten.linear.") and len(row.inputs) > 2
+        return max(copied, self._part(result_bytes(row))) if apart else copied
 
 
 class _Outer(_Mapped):

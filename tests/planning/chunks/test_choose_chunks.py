@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -47,9 +48,17 @@ def budgets(peaks: Sequence[int], seed: int) -> list[int]:
     return [*found[:3], *(draw.randint(found[0], found[-1]) for _ in range(4)), found[-1]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+def small(seed: int) -> bool:
+    """Whether a table has few enough plans to count them all."""
+    return sum(1 for _ in islice(every_plan(random_table(seed, 4)), MOST)) < MOST
+
+
+MOST = 400
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(40) if small(seed)])
 def test_against_all_plans_of_random_tables(seed: int) -> None:
-    table = random_table(seed, 5)
+    table = random_table(seed, 4)
     plans = measured(table, train=False)
     least = min(peak for peak, _ in plans)
     before = float("inf")
