@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
-    from lightning_amp.parallel.contract.change import Change as Change
     from lightning_amp.parallel.chunk.chunk_module import chunk as chunk
     from lightning_amp.parallel.chunk.planned import ModuleChunks as ModuleChunks
+    from lightning_amp.parallel.contract.change import Change as Change
     from lightning_amp.planning.pipeline.cut import PipelineCut as PipelineCut
     from lightning_amp.planning.pipeline.cut import cut_pipeline as cut_pipeline
     from lightning_amp.planning.plan.plan import Plan as Plan

@@ -22,6 +22,7 @@ from lightning_amp.graph.capture import Captures, find_blocks, without_values
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.lower import Lowered
 from lightning_amp.parallel.chunk.planned import ModuleChunks, Planned, lower_within, plain
+from lightning_amp.planning.chunks.choose_chunks import OverBudget
 from lightning_amp.planning.chunks.region import Region
 from lightning_amp.quantities import format_bytes
 
@@ -59,17 +60,15 @@ def plan_blocks(
     by_key: dict[Any, Lowered] = {}
     regions: dict[str, tuple[Region, ...]] = {}
     for capture in captures.all:
-        own = [call for call, other in zip(calls, found, strict=True) if other is capture]
-        outside = max(call.outside_bytes for call in own)
         if capture.graph is None:
             continue
-        if outside >= budget_bytes:
-            raise _too_little(module, budget_bytes, own[0].fqn, outside, "")
+        own = [call for call, other in zip(calls, found, strict=True) if other is capture]
+        fullest = max(own, key=lambda call: call.outside_bytes)
         try:
-            by_key[capture.key], _, chosen = lower_within(capture, budget_bytes - outside)
-        except PlanError as error:
-            raise _too_little(module, budget_bytes, own[0].fqn, outside, str(error)) from error
-        regions |= {call.fqn: (*regions.get(call.fqn, ()), *chosen) for call in own}
+            by_key[capture.key], _, chosen = lower_within(capture, budget_bytes - fullest.outside_bytes)
+        except OverBudget as error:
+            raise _too_little(module, budget_bytes, fullest, error.least_bytes) from error
+        regions |= {call.fqn: chosen for call in own}
     if not by_key:
         raise ModelError(_no_graph(module, reasons))
     in_order = iter([by_key.get(capture.key) for capture in found])
@@ -78,8 +77,8 @@ def plan_blocks(
     if peak_bytes > budget_bytes:
         raise PlanError(
             f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph"
-            f" as a whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them: ask"
-            " for that much"
+            f" as a whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them:"
+            " ask for that much"
         )
     code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
     chunks = ModuleChunks(
@@ -157,10 +156,11 @@ def _dry_run(
     return calls, live.peak
 
 
-def _too_little(module: nn.Module, budget_bytes: int, fqn: str, outside_bytes: int, why: str) -> PlanError:
+def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> PlanError:
     return PlanError(
-        f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {fqn!r}"
-        f" begins {format_bytes(outside_bytes)} are alive outside of it, and the rest is too little{why and ': '}{why}"
+        f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {call.fqn!r}"
+        f" begins {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)}"
+        f" in chunks: {call.outside_bytes + least_bytes!r} bytes at least; ask for that much"
     )
 
 

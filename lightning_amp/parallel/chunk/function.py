@@ -16,7 +16,7 @@ Known limits: no second derivative, no forward-mode derivative, no vmap.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ class _Chunked(torch.autograd.Function):
             for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)
         ]
         for start, size in ctx.region.bounds:
-            with ctx.autocast():
+            with torch.enable_grad(), ctx.autocast():
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
         return None, *(None if total is None else total.value() for total in sums)
 
@@ -152,13 +152,13 @@ def _backward_of_chunk(
     size: int,
 ) -> None:
     """Compute one chunk again, and add its gradients to the sums as soon as autograd has each of them."""
-    leaves = []
+    pieces = []
     for tensor, dim, total in zip(inputs, region.input_dims, sums, strict=True):
-        leaf = region.piece(tensor, dim, start, size).detach()
-        leaves.append(leaf if total is None else total.collect(leaf, region, start, size))
+        pieces.append(
+            total.piece(region, start, size) if total else region.piece(tensor, dim, start, size).detach()
+        )
     results: dict[int, Tensor] = {}
-    with torch.enable_grad():
-        region.compute(results.__setitem__, size, *leaves)
+    region.compute(results.__setitem__, size, *pieces)
     wanted, given = [], []
     for k, (output, grad) in enumerate(zip(region.outputs, grads, strict=True)):
         result = results.pop(k)
@@ -172,34 +172,45 @@ def _backward_of_chunk(
 class _Gradient:
     """The gradient of one input, in memory that is there before the first chunk.
 
-    Autograd itself adds to it, for it is the `grad` of what the chunks read. A sum over chunks of 16-bit numbers has
-    32 bits.
+    A sum over chunks of 16-bit numbers has 32 bits.
     """
 
     def __init__(self, of: Tensor, dim: int | None) -> None:
-        self._dtype, self._dim = of.dtype, dim
-        self._wide = dim is None and of.dtype in NARROW
-        self._sum = torch.zeros_like(of, dtype=torch.float32 if self._wide else of.dtype)
-        # autograd counts changes of memory, those of its views included
-        self._unchanged = self._sum._version
+        self._of, self._dim, self._found = of, dim, False
+        wide = dim is None and of.dtype in NARROW
+        self._sum = torch.zeros_like(of, dtype=torch.float32 if wide else of.dtype)
 
-    def collect(self, leaf: Tensor, region: ChunkedRegion, start: int, size: int) -> Tensor:
-        """Let what a chunk reads add its gradient to its part of the sum."""
-        leaf.requires_grad_()
-        if self._wide:
-            leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-        else:
-            leaf.grad = region.piece(self._sum, self._dim, start, size)
-        return leaf
+    def piece(self, region: ChunkedRegion, start: int, size: int) -> Tensor:
+        """What a chunk reads: its gradient is added to the sum as soon as there is one."""
+        leaf = region.piece(self._of, self._dim, start, size).detach().requires_grad_()
+        return cast(Tensor, _AddTo.apply(leaf, self, region.piece(self._sum, self._dim, start, size)))  # type: ignore[no-untyped-call]
 
-    def _take(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None, "the hook runs after a gradient has come"
-        self._sum.add_(leaf.grad)
-        leaf.grad = None
+    def add(self, place: Tensor, grad: Tensor) -> None:
+        """Add to a part of the sum."""
+        place.add_(grad)
+        self._found = True
 
     def value(self) -> Tensor | None:
         """The gradient; None where no chunk had one, as eager has it."""
-        return None if self._sum._version == self._unchanged else self._sum.to(self._dtype)
+        return self._sum.to(self._of.dtype) if self._found else None
+
+
+class _AddTo(torch.autograd.Function):
+    """The identity; its backward pass adds the gradient to a sum and lets go of it.
+
+    torch.autograd.grad would hold the gradients of all parameters beside their sums until the end of a chunk, and the
+    `grad` of a leaf would have to have the strides of a piece.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, total: _Gradient, place: Tensor) -> Tensor:
+        ctx.total, ctx.place = total, place
+        return piece.view_as(piece)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.total.add(ctx.place, grad)
+        return None, None, None
 
 
 def _room(output: Output, device: torch.device) -> Tensor:
@@ -223,8 +234,8 @@ def _check(output: Output, value: Tensor, place: Tensor) -> None:
 def _autocast_of(inputs: Sequence[Tensor]) -> Callable[[], Any]:
     """The autocast of this moment without its cache, to be entered again, in the backward pass too, which has none.
 
-    The cache would keep a copy of every chunk's pieces; and a copy of a parameter that was made here, without gradients,
-    would be taken outside too, where the parameter's gradient would then be lost in silence.
+    The cache would keep a copy of every chunk's pieces; and a copy of a parameter that was made here, without
+    gradients, would be taken outside too, where the parameter's gradient would then be lost in silence.
     """
     kinds = sorted({tensor.device.type for tensor in inputs})
     found = [

@@ -87,8 +87,8 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tup
     measured = forward_bytes(lowered)
     if measured > budget_bytes:
         raise PlanError(
-            f"a budget of {format_bytes(budget_bytes)} was asked for {capture.kind.__name__!r}; chunks were predicted to take"
-            f" {format_bytes(found.peak_bytes)} and take {format_bytes(measured)}: ask for that much"
+            f"a budget of {format_bytes(budget_bytes)} was asked for {capture.kind.__name__!r}; chunks were predicted"
+            f" to take {format_bytes(found.peak_bytes)} and take {format_bytes(measured)}: ask for that much"
         )
     return lowered, found.whole_bytes, found.regions
 
@@ -102,11 +102,11 @@ def forward_bytes(lowered: Lowered) -> int:
         name: replace(region, bounds=tuple(dict.fromkeys((*region.bounds[:2], region.bounds[-1]))))
         for name, region in lowered.regions.items()
     }
-    forward = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
+    forward: Any = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
     assert lowered.capture.graph is not None, "what was lowered has a graph"
     given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         with LiveBytes() as live:
             forward(*tensors)
-    return live.peak
+    return int(live.peak)

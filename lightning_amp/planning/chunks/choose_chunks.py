@@ -20,6 +20,18 @@ from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 POLICIES = ("auto", "paper")
 
 
+class OverBudget(PlanError):
+    """A budget that no plan meets.
+
+    Attributes:
+        least_bytes: Peak of the plan that takes the least.
+    """
+
+    def __init__(self, text: str, least_bytes: int) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
+
+
 def choose_chunks(
     table: Table,
     budget_bytes: int,
@@ -38,7 +50,8 @@ def choose_chunks(
         rates: Of the device.
 
     Raises:
-        PlanError: The budget cannot be met; the least that can is named. Or another policy was asked for.
+        OverBudget: The budget cannot be met; the least that can is named.
+        PlanError: Another policy was asked for.
     """
     if policy not in POLICIES:
         raise PlanError(f"policy={policy!r} was asked for; allowed are {POLICIES!r}")
@@ -64,10 +77,11 @@ def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan
     )
 
 
-def _refusal(table: Table, budget_bytes: int, least: Label | None, line: Line) -> PlanError:
+def _refusal(table: Table, budget_bytes: int, least: Label | None, line: Line) -> OverBudget:
     assert least is not None, "computing everything whole is always possible"
     peak = chunk_bytes(table, least.regions, train=line.train).peak_bytes
-    return PlanError(
+    return OverBudget(
         f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs {line.plain.peak_bytes!r}"
-        f" as it is and {peak!r} at least, in pieces; allow that much"
+        f" as it is and {peak!r} at least, in pieces; allow that much",
+        peak,
     )
