@@ -98,7 +98,7 @@ class Line:
         row = self.rows[i]
         if row.kind != OPERATOR:
             return label
-        homes = dict(label.homes)
+        homes: dict[int, int | None] = dict(label.homes)
         homes[i] = i if row.storage == i else self._home(i, homes, row.storage)
         saved, gone = label.saved, label.gone_bytes
         if self.train:
@@ -112,13 +112,14 @@ class Line:
     def _region(self, candidate: Candidate, label: Label, budget: int | None) -> Label | None:
         """Compute a region in as few pieces as the budget allows; None if it allows none."""
         region = candidate.region
-        homes, before_peak = self._before(candidate, dict(label.homes), label)
+        there: dict[int, int | None] = dict(label.homes)
+        homes, before_peak = self._before(candidate, there, label)
         if budget is not None and before_peak > budget:
             return None
         homes |= {i: ~i for i in candidate.outputs}
         saved = label.saved
         if self.train:
-            saved = saved | {homes[i] for i in candidate.inputs if homes.get(i) is not None}
+            saved = saved | {home for i in candidate.inputs if (home := homes.get(i)) is not None}
         forward = self._alive(homes, saved) + label.gone_bytes
         backward = self._bytes(saved) + label.gone_bytes + candidate.gradient_bytes if self.train else 0
         cut = candidate.cut(budget, forward, backward)
@@ -138,7 +139,7 @@ class Line:
 
     def _before(
         self, candidate: Candidate, homes: dict[int, int], label: Label
-    ) -> tuple[dict[int, int], int]:
+    ) -> tuple[dict[int, int | None], int]:
         """Compute the rows that come before the pieces."""
         peak, saved, gone = 0, label.saved, label.gone_bytes
         for i, needed in candidate.before:
@@ -152,13 +153,13 @@ class Line:
         self,
         place: int,
         label: Label,
-        homes: Mapping[int, int],
+        homes: Mapping[int, int | None],
         saved: frozenset[int],
         gone: int,
         peak: int,
     ) -> Label:
         """The label behind a step; rows that nothing reads any more are forgotten."""
-        kept = tuple((k, homes[k]) for k in self._reads[place] if homes.get(k) is not None)
+        kept = tuple((k, home) for k in self._reads[place] if (home := homes.get(k)) is not None)
         held = {home for _, home in kept}
         return Label(
             cost=label.cost,
@@ -169,7 +170,7 @@ class Line:
             regions=label.regions,
         )
 
-    def _home(self, i: int, homes: Mapping[int, int], storage: int) -> int | None:
+    def _home(self, i: int, homes: Mapping[int, int | None], storage: int) -> int | None:
         """Where the memory lies that a row shares with an argument; None for one of the block's arguments."""
         if storage == i:
             return i
