@@ -25,6 +25,7 @@ class Candidate:
         inputs: Rows that it reads.
         outputs: Rows that it hands on.
         before: Rows computed before the pieces, with the rows that are still to be read after each.
+        learns: Whether it has a backward pass.
         gradient_bytes: While its backward runs: gradients that wait, and those of its inputs.
     """
 
@@ -36,10 +37,9 @@ class Candidate:
         rows = table.rows
         sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
         self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
-        learns = train and any(rows[i].needs_grad for i in self.outputs)
+        self.learns = train and any(rows[i].needs_grad for i in self.outputs)
         grads = sum(result_bytes(rows[i]) for i in self.inputs if rows[i].needs_grad)
-        self.gradient_bytes = plain.waiting[region.last] + grads if learns else 0
-        self._learns = learns
+        self.gradient_bytes = plain.waiting[region.last] + grads if self.learns else 0
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
         """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
@@ -74,7 +74,7 @@ class Candidate:
 
     def _of_piece(self, region: Region) -> tuple[int, int]:
         once = block_bytes(piece_table(self._table, region), train=False).peak_bytes + self._wide_bytes
-        if not self._learns:
+        if not self.learns:
             return once, 0
         piece = piece_table(self._table, region, train=True)
         return once, block_bytes(piece, gradients_of_arguments=False).peak_bytes
@@ -110,13 +110,13 @@ def _ends(regions: Iterable[Region], table: Table, hot: set[int]) -> Iterator[Re
             yield region
 
 
-def _before(table: Table, region: Region) -> list[tuple[int, frozenset[int]]]:
+def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:
     """Rows computed before the pieces, each with the rows that are read after it."""
-    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, frozenset[int]]]()
+    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, list[int]]]()
     there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
     for n, i in enumerate(region.before):
         there.append(i)
         later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
-        needed = (k for k in there if k in later or k in inputs or rows[k].last_use > region.last)
-        found.append((i, frozenset(needed)))
+        needed = [k for k in there if k in later or k in inputs or rows[k].last_use > region.last]
+        found.append((i, needed))
     return found

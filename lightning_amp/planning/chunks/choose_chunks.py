@@ -58,7 +58,9 @@ def choose_chunks(
 
 def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:
     """Regions that lower the bytes of a row above a budget."""
-    hot = [i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes]
+    above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
+    saving = {i for i, row in enumerate(table.rows) if row.saved or row.hidden_bytes} if line.train else set()
+    hot = sorted(above | saving)
     return find_candidates(table, hot, line.held(), cost, line.plain, train=line.train)
 
 
