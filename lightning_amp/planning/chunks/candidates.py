@@ -12,7 +12,7 @@ from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.planning.chunks.chunk_bytes import NARROW, piece_table, result_bytes
 from lightning_amp.planning.chunks.find_regions import find_regions
-from lightning_amp.planning.chunks.region import Region, pieces
+from lightning_amp.planning.chunks.region import Region, piece_length, pieces
 
 Cost = Callable[[Region], float]
 
@@ -25,6 +25,7 @@ class Candidate:
         inputs: Rows that it reads.
         outputs: Rows that it hands on.
         before: Rows computed before the pieces, with the rows that are still to be read after each.
+        learns: Whether it has a backward pass.
         gradient_bytes: While its backward runs: gradients that wait, and those of its inputs.
     """
 
@@ -36,41 +37,44 @@ class Candidate:
         rows = table.rows
         sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
         self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
-        learns = train and any(rows[i].needs_grad for i in self.outputs)
+        self.learns = train and any(rows[i].needs_grad for i in self.outputs)
         grads = sum(result_bytes(rows[i]) for i in self.inputs if rows[i].needs_grad)
-        self.gradient_bytes = plain.waiting[region.last] + grads if learns else 0
-        self._learns = learns
+        self.gradient_bytes = plain.waiting[region.last] + grads if self.learns else 0
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
         """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
-        counts = _counts(self.region.units)
+        units = self.region.units
         if budget is None:
-            return counts[-1], self._peak(counts[-1], forward, backward)
-        if max(forward, backward) > budget or self._peak(counts[-1], forward, backward) > budget:
+            return units, self._peak(1, forward, backward)
+        if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
             return None
-        low, high = 0, len(counts) - 1
+        # the longest piece within the budget: no longer piece takes less
+        low, high = 1, piece_length(units, 2)
         while low < high:
-            middle = (low + high) // 2
-            if self._peak(counts[middle], forward, backward) <= budget:
-                high = middle
+            middle = (low + high + 1) // 2
+            if self._peak(middle, forward, backward) <= budget:
+                low = middle
             else:
-                low = middle + 1
-        return counts[high], self._peak(counts[high], forward, backward)
+                high = middle - 1
+        return len(pieces(units, -(-units // low))), self._peak(low, forward, backward)
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
         """The region in so many pieces, and its cost."""
         region = replace(self.region, n_chunks=n_chunks)
         return region, self._cost(region)
 
-    def _peak(self, n_chunks: int, forward: int, backward: int) -> int:
-        if n_chunks not in self._work:
-            self._work[n_chunks] = self._of_piece(replace(self.region, n_chunks=n_chunks))
-        there, back = self._work[n_chunks]
+    def _peak(self, length: int, forward: int, backward: int) -> int:
+        """Beside so many bytes, with pieces of so many units."""
+        if length not in self._work:
+            self._work[length] = self._of_piece(
+                replace(self.region, n_chunks=-(-self.region.units // length))
+            )
+        there, back = self._work[length]
         return max(forward + there, backward + back)
 
     def _of_piece(self, region: Region) -> tuple[int, int]:
         once = block_bytes(piece_table(self._table, region), train=False).peak_bytes + self._wide_bytes
-        if not self._learns:
+        if not self.learns:
             return once, 0
         piece = piece_table(self._table, region, train=True)
         return once, block_bytes(piece, gradients_of_arguments=False).peak_bytes
@@ -106,18 +110,13 @@ def _ends(regions: Iterable[Region], table: Table, hot: set[int]) -> Iterator[Re
             yield region
 
 
-def _before(table: Table, region: Region) -> list[tuple[int, frozenset[int]]]:
+def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:
     """Rows computed before the pieces, each with the rows that are read after it."""
-    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, frozenset[int]]]()
+    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, list[int]]]()
     there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
     for n, i in enumerate(region.before):
         there.append(i)
         later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
-        needed = (k for k in there if k in later or k in inputs or rows[k].last_use > region.last)
-        found.append((i, frozenset(needed)))
+        needed = [k for k in there if k in later or k in inputs or rows[k].last_use > region.last]
+        found.append((i, needed))
     return found
-
-
-def _counts(units: int) -> list[int]:
-    """Numbers of pieces that differ in the length of a piece."""
-    return sorted({len(pieces(units, n)) for n in range(2, units + 1)})

@@ -9,7 +9,7 @@ backward pass, by chunk_bytes.py. The same table, budget and rates get the same 
 
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.planning.chunks.candidates import Cost, find_candidates
+from lightning_amp.planning.chunks.candidates import Candidate, Cost, find_candidates
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.line import Label, Line
 from lightning_amp.planning.chunks.paper_cost import paper_cost
@@ -59,12 +59,34 @@ def choose_chunks(
     if line.plain.peak_bytes <= budget_bytes:
         return _plan(table, Label(), line, seconds)
     cost: Cost = seconds.extra if policy == "auto" else lambda region: paper_cost(table, region)
-    hot = [i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes]
-    candidates = find_candidates(table, hot, line.held(), cost, line.plain, train=train)
-    label = line.search(candidates, budget_bytes)
+    label = line.search(_candidates(table, line, cost, budget_bytes), budget_bytes)
     if label is None:
-        raise _refusal(table, budget_bytes, line.search(candidates, None), line)
+        least = _least(table, line, cost).peak_bytes
+        raise OverBudget(
+            f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
+            f" {line.plain.peak_bytes!r} as it is and {least!r} at least, in pieces; allow that much",
+            least,
+        )
     return _plan(table, label, line, seconds)
+
+
+def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:
+    """Regions that lower the bytes of a row above a budget."""
+    above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
+    saving = {i for i, row in enumerate(table.rows) if row.saved or row.hidden_bytes} if line.train else set()
+    hot = sorted(above | saving)
+    return find_candidates(table, hot, line.held(), cost, line.plain, train=line.train)
+
+
+def _least(table: Table, line: Line, cost: Cost) -> Label:
+    """The plan of the least peak: that of the rows above a guess, until no row between the two is left."""
+    guess = line.plain.peak_bytes // 2
+    while True:
+        found = line.search(_candidates(table, line, cost, guess), None)
+        assert found is not None, "computing everything whole is always possible"
+        if found.peak_bytes > guess:
+            return found
+        guess = found.peak_bytes - 1
 
 
 def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan:
@@ -74,14 +96,4 @@ def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan
         seconds=seconds.of(label.regions),
         whole_bytes=line.plain.peak_bytes,
         whole_seconds=seconds.whole,
-    )
-
-
-def _refusal(table: Table, budget_bytes: int, least: Label | None, line: Line) -> OverBudget:
-    assert least is not None, "computing everything whole is always possible"
-    peak = chunk_bytes(table, least.regions, train=line.train).peak_bytes
-    return OverBudget(
-        f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs {line.plain.peak_bytes!r}"
-        f" as it is and {peak!r} at least, in pieces; allow that much",
-        peak,
     )

@@ -10,7 +10,7 @@ from the gradients that wait where nothing is cut; `choose_chunks` counts the pl
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
@@ -49,7 +49,7 @@ class Line:
         self.rows, self.train = table.rows, train
         self.plain = block_bytes(table, train=train)
         """Of the block without regions."""
-        n = len(table.rows)
+        self._outputs, n = table.outputs, len(table.rows)
         self._reads = [
             [k for k in range(p) if table.rows[k].kind == OPERATOR and table.rows[k].last_use >= p]
             for p in range(n + 1)
@@ -93,12 +93,12 @@ class Line:
             if found is not None:
                 yield candidate.region.last + 1, found
 
-    def _row(self, i: int, label: Label) -> Label:
-        """Compute one row whole."""
+    def _row(self, i: int, label: Label, needed: Sequence[int] | None = None) -> Label:
+        """Compute one row whole; `needed` are the rows that are still to be read then."""
         row = self.rows[i]
         if row.kind != OPERATOR:
             return label
-        homes = dict(label.homes)
+        homes: dict[int, int | None] = dict(label.homes)
         homes[i] = i if row.storage == i else self._home(i, homes, row.storage)
         saved, gone = label.saved, label.gone_bytes
         if self.train:
@@ -106,59 +106,41 @@ class Line:
             gone += row.hidden_bytes
         peak = self._alive(homes, saved) + gone + row.forward_bytes
         if self.train and row.needs_grad:
-            peak = max(peak, self._bytes(saved) + gone + self._fixed[i])
-        return self._next(i + 1, label, homes, saved, gone, peak)
+            peak = max(peak, self._kept(homes, saved) + gone + self._fixed[i])
+        return self._next(self._reads[i + 1] if needed is None else needed, label, homes, saved, gone, peak)
 
     def _region(self, candidate: Candidate, label: Label, budget: int | None) -> Label | None:
         """Compute a region in as few pieces as the budget allows; None if it allows none."""
-        region = candidate.region
-        homes, before_peak = self._before(candidate, dict(label.homes), label)
-        if budget is not None and before_peak > budget:
+        for i, needed in candidate.before:
+            label = self._row(i, label, needed)
+        if budget is not None and label.peak_bytes > budget:
             return None
+        homes: dict[int, int | None] = dict(label.homes)
         homes |= {i: ~i for i in candidate.outputs}
-        saved = label.saved
-        if self.train:
-            saved = saved | {homes[i] for i in candidate.inputs if homes.get(i) is not None}
-        forward = self._alive(homes, saved) + label.gone_bytes
-        backward = self._bytes(saved) + label.gone_bytes + candidate.gradient_bytes if self.train else 0
+        saved, gone = label.saved, label.gone_bytes
+        if candidate.learns:
+            saved = saved | {home for i in candidate.inputs if (home := homes.get(i)) is not None}
+        forward = self._alive(homes, saved) + gone
+        backward = self._kept(homes, saved) + gone + candidate.gradient_bytes if candidate.learns else 0
         cut = candidate.cut(budget, forward, backward)
         if cut is None:
             return None
         n_chunks, peak = cut
         region, cost = candidate.with_pieces(n_chunks)
-        found = self._next(region.last + 1, label, homes, saved, label.gone_bytes, max(peak, before_peak))
-        return Label(
-            cost=found.cost + cost,
-            homes=found.homes,
-            saved=found.saved,
-            gone_bytes=found.gone_bytes,
-            peak_bytes=found.peak_bytes,
-            regions=(*label.regions, region),
-        )
-
-    def _before(
-        self, candidate: Candidate, homes: dict[int, int], label: Label
-    ) -> tuple[dict[int, int], int]:
-        """Compute the rows that come before the pieces."""
-        peak, saved, gone = 0, label.saved, label.gone_bytes
-        for i, needed in candidate.before:
-            row = self.rows[i]
-            homes[i] = i if row.storage == i else self._home(i, homes, row.storage)
-            peak = max(peak, self._alive(homes, saved) + gone + row.forward_bytes)
-            homes = {k: h for k, h in homes.items() if k in needed}
-        return homes, peak
+        found = self._next(self._reads[region.last + 1], label, homes, saved, gone, peak)
+        return replace(found, cost=label.cost + cost, regions=(*label.regions, region))
 
     def _next(
         self,
-        place: int,
+        needed: Sequence[int],
         label: Label,
-        homes: Mapping[int, int],
+        homes: Mapping[int, int | None],
         saved: frozenset[int],
         gone: int,
         peak: int,
     ) -> Label:
         """The label behind a step; rows that nothing reads any more are forgotten."""
-        kept = tuple((k, homes[k]) for k in self._reads[place] if homes.get(k) is not None)
+        kept = tuple((k, home) for k in needed if (home := homes.get(k)) is not None)
         held = {home for _, home in kept}
         return Label(
             cost=label.cost,
@@ -169,12 +151,20 @@ class Line:
             regions=label.regions,
         )
 
-    def _home(self, i: int, homes: Mapping[int, int], storage: int) -> int | None:
+    def _home(self, i: int, homes: Mapping[int, int | None], storage: int) -> int | None:
         """Where the memory lies that a row shares with an argument; None for one of the block's arguments."""
         if storage == i:
             return i
         shared = (k for k in self.rows[i].inputs if self.rows[k].storage == storage)
         return homes.get(next(shared, -1))
+
+    def _kept(self, homes: Mapping[int, int | None], saved: frozenset[int]) -> int:
+        """While a backward pass comes here: what is saved, and results of the block, which may not be there yet."""
+        results = {homes.get(k, self.rows[k].storage) for k in self._outputs}
+        return self._bytes(saved | {h for h in results if h is not None and self._is_made(h)})
+
+    def _is_made(self, home: int) -> bool:
+        return home < 0 or self.rows[home].kind == OPERATOR
 
     def _alive(self, homes: Mapping[int, int | None], saved: frozenset[int]) -> int:
         return self._bytes({home for home in homes.values() if home is not None} | saved)
@@ -183,13 +173,14 @@ class Line:
         return sum(self.rows[h].n_bytes if h >= 0 else result_bytes(self.rows[~h]) for h in homes)
 
     def _not_saved(self, table: Table) -> list[int]:
-        """What a row's backward holds beside what rows up to it have saved."""
-        found, seen, saved = [], set[int](), 0
+        """What a row's backward holds beside the results and what rows up to it have saved."""
+        found, saved, hidden = [], set[int](), 0
+        results = {s for k in table.outputs if self._is_made(s := table.rows[k].storage)}
         for i, row in enumerate(table.rows):
-            new = {s for s in row.saved if table.rows[s].kind == OPERATOR} - seen
-            seen |= new
-            saved += sum(table.rows[s].n_bytes for s in new) + row.hidden_bytes
-            found.append(self.plain.backward[i] - saved if row.needs_grad else 0)
+            saved |= {s for s in row.saved if self._is_made(s)}
+            hidden += row.hidden_bytes
+            kept = self._bytes(saved | results) + hidden
+            found.append(self.plain.backward[i] - kept if row.needs_grad else 0)
         return found
 
 
@@ -207,5 +198,5 @@ def _best(labels: Sequence[Label], *, by_peak: bool) -> list[Label]:
     kept = sorted((x for same in found.values() for x in same), key=lambda x: (measure(x), x.gone_bytes))
     if len(kept) <= BEAM:
         return kept
-    # the cheapest, and those that save least
-    return sorted({*kept[: BEAM // 2], *sorted(kept, key=lambda x: x.gone_bytes)[: BEAM // 2]}, key=measure)
+    # the cheapest, and of the others those that save least
+    return kept[: BEAM // 2] + sorted(kept[BEAM // 2 :], key=lambda x: x.gone_bytes)[: BEAM // 2]

@@ -359,6 +359,8 @@ def test_blocks_of_the_example_modules(name: str) -> None:
         block = copy.deepcopy(call.block).double().eval()
         args = tuple(a.detach().double() if a.is_floating_point() else a for a in call.args)
         whole, right = bytes_of(block, *args)
+        if not whole:
+            continue
         try:
             small = lightning_amp.chunk(block, *args, budget=whole // 2)
         except PlanError as error:

@@ -1,6 +1,7 @@
 """Tables written by hand, and random ones; their dims follow the library's rules."""
 
 import random
+from math import prod
 from typing import Any
 
 from lightning_amp.graph import flow_rules
@@ -17,7 +18,7 @@ class Rows:
         self.rows: list[dict[str, Any]] = []
 
     def given(self, *shape: int, kind: str = INPUT) -> int:
-        return self._put(kind=kind, shape=shape, name=f"arg{len(self.rows)}")
+        return self._put(kind=kind, shape=shape, name=f"arg{len(self.rows)}", needs_grad=True)
 
     def weight(self, *shape: int) -> int:
         return self.given(*shape, kind=PARAMETER)
@@ -31,10 +32,16 @@ class Rows:
         if op == "getitem":
             shapes = (shape,)
         call = Call(op=op, shapes=shapes, result=shape, arguments=refs | arguments)
-        n_bytes = 4
-        for n in shape:
-            n_bytes *= n
+        n_bytes = 4 * prod(shape)
         view = fields.pop("view", False)
+        i, moved = len(self.rows), op in ("add", "t", "getitem", "chunk", "view", "sum")
+        kept = tuple(inputs) if op in ("matmul", "linear") else () if moved else (i,)
+        fields = {
+            "needs_grad": True,
+            "saved": tuple(sorted({self.rows[k]["storage"] if k != i else i for k in kept})),
+            "grad_bytes": tuple(0 if moved else self._bytes(k) for k in inputs),
+            **fields,
+        }
         return self._put(
             kind=OPERATOR,
             name=f"{op}_{len(self.rows)}",
@@ -51,10 +58,7 @@ class Rows:
     def linear(self, x: int, outside: int, *, bias: bool = False) -> int:
         shape = self.rows[x]["shape"]
         weights = [self.weight(outside, shape[-1]), *([self.weight(outside)] if bias else [])]
-        n = 2 * outside
-        for size in shape:
-            n *= size
-        return self.op("linear", [x, *weights], (*shape[:-1], outside), _flops=n)
+        return self.op("linear", [x, *weights], (*shape[:-1], outside), _flops=2 * outside * prod(shape))
 
     def pointwise(self, *inputs: int, op: str = "add", **given: Any) -> int:
         shapes = [self.rows[k]["shape"] for k in inputs]
@@ -69,6 +73,9 @@ class Rows:
             last[k] = len(self.rows)
         rows = (Row(last_use=end, **row) for row, end in zip(self.rows, last, strict=True))
         return Table(block="Hand", rows=tuple(rows), outputs=outputs)
+
+    def _bytes(self, i: int) -> int:
+        return 4 * prod(self.rows[i]["shape"])
 
     def _put(self, **row: Any) -> int:
         n = len(self.rows)

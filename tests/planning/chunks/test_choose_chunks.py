@@ -56,7 +56,7 @@ def small(seed: int) -> bool:
 MOST = 400
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(40) if small(seed)])
+@pytest.mark.parametrize("seed", [seed for seed in range(200) if small(seed)])
 def test_against_all_plans_of_random_tables(seed: int) -> None:
     table = random_table(seed, 4)
     plans = measured(table, train=False)
@@ -73,3 +73,17 @@ def test_against_all_plans_of_random_tables(seed: int) -> None:
     if least > 0:
         with pytest.raises(PlanError, match=f"asked for block 'Hand', .* {least!r} at least"):
             choose_chunks(table, least - 1)
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(200) if small(seed)])
+def test_training_against_all_plans_of_random_tables(seed: int) -> None:
+    table = random_table(seed, 4)
+    plans = measured(table, train=True)
+    before = float("inf")
+    for budget in sorted(budgets([peak for peak, _ in plans], seed)):
+        plan = choose_chunks(table, budget, train=True)
+        assert plan.peak_bytes <= budget
+        assert plan.peak_bytes == chunk_bytes(table, plan.regions, train=True).peak_bytes
+        assert plan.seconds == pytest.approx(min(s for peak, s in plans if peak <= budget), rel=1e-9)
+        assert plan.seconds <= before
+        before = plan.seconds
