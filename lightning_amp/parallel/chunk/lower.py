@@ -174,11 +174,9 @@ class _Writer:
             if i in ends:
                 region = regions[ends[i]]
                 inputs, outputs = region.inputs(self._table), region.outputs(self._table)
-                names = "".join(f"{self._names[k]}, " for k in outputs)
+                names = ", ".join(self._names[k] for k in outputs)
                 call = f"{ends[i]}({', '.join(self._names[k] for k in inputs)})"
-                yield _Line(
-                    f"{names.rstrip() if len(outputs) == 1 else names.rstrip(', ')} = {call}", outputs, inputs
-                )
+                yield _Line(f"[{names}] = {call}", outputs, inputs)
 
     def _region(self, name: str, region: Region) -> str:
         inputs, outputs = region.inputs(self._table), region.outputs(self._table)
