@@ -20,6 +20,18 @@ from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 POLICIES = ("auto", "paper")
 
 
+class OverBudget(PlanError):
+    """A budget that no plan meets.
+
+    Attributes:
+        least_bytes: Peak of the plan that takes the least.
+    """
+
+    def __init__(self, text: str, least_bytes: int) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
+
+
 def choose_chunks(
     table: Table,
     budget_bytes: int,
@@ -38,7 +50,8 @@ def choose_chunks(
         rates: Of the device.
 
     Raises:
-        PlanError: The budget cannot be met; the least that can is named. Or another policy was asked for.
+        OverBudget: The budget cannot be met; the least that can is named.
+        PlanError: Another policy was asked for.
     """
     if policy not in POLICIES:
         raise PlanError(f"policy={policy!r} was asked for; allowed are {POLICIES!r}")
@@ -46,14 +59,31 @@ def choose_chunks(
     if line.plain.peak_bytes <= budget_bytes:
         return _plan(table, Label(), line, seconds)
     cost: Cost = seconds.extra if policy == "auto" else lambda region: paper_cost(table, region)
-    label = line.search(_candidates(table, line, cost, budget_bytes), budget_bytes)
-    if label is None:
-        least = _least(table, line, cost).peak_bytes
-        raise PlanError(
-            f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
-            f" {line.plain.peak_bytes!r} as it is and {least!r} at least, in pieces; allow that much"
-        )
-    return _plan(table, label, line, seconds)
+    found = _within(table, line, seconds, cost, budget_bytes)
+    if found is not None:
+        return found
+    least = _plan(table, _least(table, line, cost), line, seconds)
+    if least.peak_bytes <= budget_bytes:
+        return least
+    raise OverBudget(
+        f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
+        f" {least.whole_bytes!r} as it is and {least.peak_bytes!r} at least, in pieces; allow that much",
+        least.peak_bytes,
+    )
+
+
+def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes: int) -> ChunkPlan | None:
+    """The plan of the least cost; None if none is found."""
+    candidates, aim = _candidates(table, line, cost, budget_bytes), budget_bytes
+    while True:
+        label = line.search(candidates, aim)
+        if label is None:
+            return None
+        plan = _plan(table, label, line, seconds)
+        if plan.peak_bytes <= budget_bytes:
+            return plan
+        # the line's bytes of a backward pass are not exact: aim as much lower as it went wrong
+        aim -= plan.peak_bytes - budget_bytes
 
 
 def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:
