@@ -16,7 +16,7 @@ Known limits: no second derivative, no forward-mode derivative, no vmap.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,8 +165,9 @@ def _backward_of_chunk(
         if grad is not None and result.requires_grad:
             wanted.append(result)
             given.append(region.piece(grad, output.dim, start, size))
+    leaves = [piece for piece in pieces if piece.requires_grad]
     if wanted:
-        torch.autograd.backward(wanted, given)
+        torch.autograd.grad(wanted, leaves, given, allow_unused=True)
 
 
 class _Gradient:
@@ -181,36 +182,26 @@ class _Gradient:
         self._sum = torch.zeros_like(of, dtype=torch.float32 if wide else of.dtype)
 
     def piece(self, region: ChunkedRegion, start: int, size: int) -> Tensor:
-        """What a chunk reads: its gradient is added to the sum as soon as there is one."""
-        leaf = region.piece(self._of, self._dim, start, size).detach().requires_grad_()
-        return cast(Tensor, _AddTo.apply(leaf, self, region.piece(self._sum, self._dim, start, size)))  # type: ignore[no-untyped-call]
+        """What a chunk reads: a leaf, whose gradient is added to the sum and let go of as soon as it is whole.
 
-    def add(self, place: Tensor, grad: Tensor) -> None:
-        """Add to a part of the sum."""
-        place.add_(grad)
-        self._found = True
+        Autograd is handed the piece in its place, which costs nothing and is never read: the gradients of all
+        parameters would else wait for the chunk's end, beside their sums.
+        """
+        piece = region.piece(self._of.detach(), self._dim, start, size)
+        leaf = piece.detach().requires_grad_()
+        place = region.piece(self._sum, self._dim, start, size)
+
+        def add(grad: Tensor) -> Tensor:
+            place.add_(grad)
+            self._found = True
+            return piece
+
+        leaf.register_hook(add)  # type: ignore[no-untyped-call]
+        return leaf
 
     def value(self) -> Tensor | None:
         """The gradient; None where no chunk had one, as eager has it."""
         return self._sum.to(self._of.dtype) if self._found else None
-
-
-class _AddTo(torch.autograd.Function):
-    """The identity; its backward pass adds the gradient to a sum and lets go of it.
-
-    torch.autograd.grad would hold the gradients of all parameters beside their sums until the end of a chunk, and the
-    `grad` of a leaf would have to have the strides of a piece.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, total: _Gradient, place: Tensor) -> Tensor:
-        ctx.total, ctx.place = total, place
-        return piece.view_as(piece)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.total.add(ctx.place, grad)
-        return None, None, None
 
 
 def _room(output: Output, device: torch.device) -> Tensor:

@@ -34,6 +34,7 @@ class Candidate:
         self.before = _before(table, region)
         self._table, self._cost, self._train = table, cost, train
         self._work: dict[int, tuple[int, int]] = {}
+        self._costs: dict[int, tuple[Region, float]] = {}
         rows = table.rows
         sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
         self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
@@ -48,20 +49,26 @@ class Candidate:
             return units, self._peak(1, forward, backward)
         if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
             return None
-        # the longest piece within the budget: no longer piece takes less
-        low, high = 1, piece_length(units, 2)
+        length = self._longest(budget, forward, backward)
+        return len(pieces(units, -(-units // length))), self._peak(length, forward, backward)
+
+    def _longest(self, budget: int, forward: int, backward: int) -> int:
+        """The longest piece within a budget: no longer one takes less."""
+        low, high = 1, piece_length(self.region.units, 2)
         while low < high:
             middle = (low + high + 1) // 2
             if self._peak(middle, forward, backward) <= budget:
                 low = middle
             else:
                 high = middle - 1
-        return len(pieces(units, -(-units // low))), self._peak(low, forward, backward)
+        return low
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
         """The region in so many pieces, and its cost."""
-        region = replace(self.region, n_chunks=n_chunks)
-        return region, self._cost(region)
+        if n_chunks not in self._costs:
+            region = replace(self.region, n_chunks=n_chunks)
+            self._costs[n_chunks] = region, self._cost(region)
+        return self._costs[n_chunks]
 
     def _peak(self, length: int, forward: int, backward: int) -> int:
         """Beside so many bytes, with pieces of so many units."""

@@ -59,15 +59,31 @@ def choose_chunks(
     if line.plain.peak_bytes <= budget_bytes:
         return _plan(table, Label(), line, seconds)
     cost: Cost = seconds.extra if policy == "auto" else lambda region: paper_cost(table, region)
-    label = line.search(_candidates(table, line, cost, budget_bytes), budget_bytes)
-    if label is None:
-        least = _least(table, line, cost).peak_bytes
-        raise OverBudget(
-            f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
-            f" {line.plain.peak_bytes!r} as it is and {least!r} at least, in pieces; allow that much",
-            least,
-        )
-    return _plan(table, label, line, seconds)
+    found = _within(table, line, seconds, cost, budget_bytes)
+    if found is not None:
+        return found
+    least = _plan(table, _least(table, line, cost), line, seconds)
+    if least.peak_bytes <= budget_bytes:
+        return least
+    raise OverBudget(
+        f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
+        f" {least.whole_bytes!r} as it is and {least.peak_bytes!r} at least, in pieces; allow that much",
+        least.peak_bytes,
+    )
+
+
+def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes: int) -> ChunkPlan | None:
+    """The plan of the least cost; None if none is found."""
+    candidates, aim = _candidates(table, line, cost, budget_bytes), budget_bytes
+    while True:
+        label = line.search(candidates, aim)
+        if label is None:
+            return None
+        plan = _plan(table, label, line, seconds)
+        if plan.peak_bytes <= budget_bytes:
+            return plan
+        # the line's bytes of a backward pass are not exact: aim as much lower as it went wrong
+        aim -= plan.peak_bytes - budget_bytes
 
 
 def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:

@@ -53,97 +53,70 @@ def piece_table(table: Table, region: Region, *, train: bool = False) -> Table:
 
     In training the piece's outputs live until its backward pass; else they are copied at once, and let go of.
     """
-    piece = _Piece(table, region)
-    for i in region.inputs(table):
-        piece.add_input(i)
-    for i in region.inside(table):
-        piece.add(i)
-    outputs = tuple(piece.place[i] for i in region.outputs(table)) if train else ()
-    return Table(block=table.block, rows=piece.with_last_uses(outputs), outputs=outputs)
+    return _Piece(table, region).table(train=train)
 
 
-class _Mapped:
-    """Rows taken over from a table, in other places.
-
-    Attributes:
-        rows: So far.
-        place: Of rows of the table.
-    """
-
-    def __init__(self, table: Table) -> None:
-        self.old = table.rows
-        self.rows: list[Row] = []
-        self.place: dict[int, int] = {}
-
-    def put(self, i: int, row: Row, **changes: object) -> None:
-        """Take over row i of the table."""
-        self.place[i] = n = len(self.rows)
-        inputs = tuple(self.place[k] for k in row.inputs)
-        storage = n if row.storage == i else self._home(row, row.storage)
-        saved = {n if s == i else self._home(row, s) for s in row.saved}
-        common = {"inputs": inputs, "storage": storage, "saved": tuple(sorted(saved)), "writes": ()}
-        self.rows.append(replace(row, **{**common, **changes}))  # type: ignore[arg-type]
-
-    def _home(self, row: Row, storage: int) -> int:
-        """Where the memory lies that a row shares with one of its arguments."""
-        shared = [k for k in row.inputs if self.old[k].storage == storage]
-        return self.rows[self.place[shared[0]]].storage if shared else self.place[storage]
-
-    def with_last_uses(self, outputs: tuple[int, ...]) -> tuple[Row, ...]:
-        """All rows, with their last readers; `outputs` are read after the last."""
-        last = list(range(len(self.rows)))
-        for n, row in enumerate(self.rows):
-            for k in row.inputs:
-                last[k] = n
-        for k in outputs:
-            last[k] = len(self.rows)
-        return tuple(replace(row, last_use=end) for row, end in zip(self.rows, last, strict=True))
-
-
-class _Piece(_Mapped):
-    """One piece of a region."""
+class _Piece:
+    """One piece of a region: its rows in other places, and what is less of each."""
 
     def __init__(self, table: Table, region: Region) -> None:
-        super().__init__(table)
-        self._region = region
+        self._old, self._region, self._block = table.rows, region, table
         self._length = piece_length(region.units, region.n_chunks)
+        self._inputs, self._inside = region.inputs(table), region.inside(table)
+        self._place = {i: n for n, i in enumerate((*self._inputs, *self._inside))}
+        self._homes: dict[int, int] = {}
         self._scattered: set[int] = set()
         """Pieces of inputs, and views of them, with parts of other pieces between their own."""
 
-    def add_input(self, i: int) -> None:
+    def table(self, *, train: bool) -> Table:
+        """All rows of the piece."""
+        last = {k: n for i in self._inside for n in (self._place[i],) for k in self._old[i].inputs}
+        outputs = self._region.outputs(self._block) if train else ()
+        last |= dict.fromkeys(outputs, len(self._place))
+        rows = [self._input(i) for i in self._inputs] + [
+            self._row(i, last.get(i, self._place[i])) for i in self._inside
+        ]
+        return Table(
+            block=self._block.block, rows=tuple(rows), outputs=tuple(self._place[i] for i in outputs)
+        )
+
+    def _input(self, i: int) -> Row:
         """A row that the region reads; it costs nothing, but its gradient may."""
-        row = self.old[i]
-        kind = PARAMETER if row.kind == PARAMETER else INPUT
-        bare = Row(name=row.name, kind=kind, dtype=row.dtype, storage=i, needs_grad=row.needs_grad)
-        self.put(i, bare, shape=self._shape(i))
-        dim = self._region.dims.get(i)
+        row, dim = self._old[i], self._region.dims.get(i)
         if dim is not None and prod(row.shape[:dim]) > 1:
             self._scattered.add(i)
+        self._homes[i] = self._place[i]
+        kind = PARAMETER if row.kind == PARAMETER else INPUT
+        return Row(name=row.name, kind=kind, storage=self._place[i], needs_grad=row.needs_grad)
 
-    def add(self, i: int) -> None:
+    def _row(self, i: int, last_use: int) -> Row:
         """A row that the region computes."""
-        row, summed = self.old[i], i in self._region.sums
-        dims, part = self._region.dims, self._part
-        grads = zip(row.inputs, row.grad_bytes, strict=False)
-        copied = self._copied(row)
+        row, dims, part = self._old[i], self._region.dims, self._part
         if row.storage != i and self._scattered.intersection(row.inputs):
             self._scattered.add(i)
-        self.put(
-            i,
-            row,
-            shape=self._shape(i),
-            n_bytes=row.n_bytes if summed else part(row.n_bytes),
+        self._homes[i] = self._home(i, row.storage)
+        copied = self._copied(row)
+        grads = zip(row.inputs, row.grad_bytes, strict=False)
+        return Row(
+            name=row.name,
+            kind=OPERATOR,
+            inputs=tuple(self._place[k] for k in row.inputs),
+            n_bytes=row.n_bytes if i in self._region.sums else part(row.n_bytes),
+            storage=self._homes[i],
+            last_use=last_use,
+            saved=tuple({self._home(i, s) for s in row.saved}),
             hidden_bytes=self._work(row, row.hidden_bytes) + (copied if row.hidden_bytes else 0),
             forward_bytes=self._work(row, row.forward_bytes) + copied,
             grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
             backward_bytes=self._work(row, row.backward_bytes) + copied,
+            needs_grad=row.needs_grad,
         )
 
-    def _shape(self, i: int) -> tuple[int, ...]:
-        shape = list(self.old[i].shape)
-        if i in self._region.dims:
-            shape[self._region.dims[i]] = self._part(shape[self._region.dims[i]])
-        return tuple(shape)
+    def _home(self, i: int, storage: int) -> int:
+        """Where the memory lies that a row makes, or shares with one of its arguments."""
+        if storage == i:
+            return self._place[i]
+        return next(self._homes[k] for k in self._old[i].inputs if self._old[k].storage == storage)
 
     def _part(self, whole: int) -> int:
         return -(-whole * self._length // self._region.units)
@@ -153,7 +126,7 @@ class _Piece(_Mapped):
         if n_bytes <= 0:
             return self._part(n_bytes)
         whole = [k for k in dict.fromkeys(row.inputs) if k not in self._region.dims]
-        uncut = sum(result_bytes(self.old[k]) for k in whole if self.old[k].kind != PARAMETER)
+        uncut = sum(result_bytes(self._old[k]) for k in whole if self._old[k].kind != PARAMETER)
         return min(n_bytes, self._part(n_bytes) + uncut)
 
     def _copied(self, row: Row) -> int:
@@ -162,17 +135,19 @@ class _Piece(_Mapped):
         It copies the piece; a linear layer adds its bias in a step of its own then.
         """
         pieces = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
-        copied = sum(self._part(result_bytes(self.old[k])) for k in pieces)
+        copied = sum(self._part(result_bytes(self._old[k])) for k in pieces)
         apart = pieces and row.op.startswith("aten.linear.") and len(row.inputs) > 2
         return max(copied, self._part(result_bytes(row))) if apart else copied
 
 
-class _Outer(_Mapped):
+class _Outer:
     """A block in which every region is one row."""
 
     def __init__(self, table: Table, *, train: bool) -> None:
-        super().__init__(table)
-        self._table, self._train = table, train
+        self._table, self._train, self._old = table, train, table.rows
+        self._rows: list[Row] = []
+        self._place: dict[int, int] = {}
+        """Of rows of the block, in `_rows`."""
         self._inner: dict[int, tuple[int, int, int]] = {}
         """Of rows that pieces compute: the row that stands for the region, and how far below its bytes they are."""
 
@@ -184,15 +159,17 @@ class _Outer(_Mapped):
             self._whole(range(at, region.first))
             self._region(region)
             at = region.last + 1
-        self._whole(range(at, len(self.old)))
+        self._whole(range(at, len(self._old)))
 
     def count(self) -> BlockBytes:
         """Bytes by the rows of the block as it was captured."""
-        outputs = tuple(self.place[k] for k in self._table.outputs)
-        rows = self.with_last_uses(outputs)
+        outputs = tuple(self._place[k] for k in self._table.outputs)
+        last = {k: n for n, row in enumerate(self._rows) for k in row.inputs}
+        last |= dict.fromkeys(outputs, len(self._rows))
+        rows = tuple(replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows))
         found = block_bytes(Table(block="", rows=rows, outputs=outputs), train=self._train)
-        forward, backward = [0] * len(self.old), [0] * len(self.old)
-        for i, n in self.place.items():
+        forward, backward = [0] * len(self._old), [0] * len(self._old)
+        for i, n in self._place.items():
             forward[i], backward[i] = found.forward[n], found.backward[n] if self._train else 0
         for i, (n, below, below_again) in self._inner.items():
             forward[i] = found.forward[n] - below
@@ -205,37 +182,58 @@ class _Outer(_Mapped):
 
     def _whole(self, rows: Sequence[int]) -> None:
         for i in rows:
-            self.put(i, self.old[i])
+            self._put(i, self._old[i])
+
+    def _put(self, i: int, row: Row) -> None:
+        """Take over row i of the block."""
+        self._place[i] = n = len(self._rows)
+        inputs = tuple(self._place[k] for k in row.inputs)
+        saved = {n if s == i else self._home(row, s) for s in row.saved}
+        storage = n if row.storage == i else self._home(row, row.storage)
+        self._rows.append(replace(row, inputs=inputs, storage=storage, saved=tuple(sorted(saved)), writes=()))
+
+    def _home(self, row: Row, storage: int) -> int:
+        """Where the memory lies that a row shares with one of its arguments."""
+        shared = next(k for k in row.inputs if self._old[k].storage == storage)
+        return self._rows[self._place[shared]].storage
 
     def _region(self, region: Region) -> None:
         """Rows that come before the pieces, outputs, and the row that stands for all pieces."""
-        self._whole([i for i in range(region.first, region.last + 1) if self.old[i].kind != OPERATOR])
+        self._whole([i for i in range(region.first, region.last + 1) if self._old[i].kind != OPERATOR])
         self._whole(region.before)
         for i in region.outputs(self._table):
-            row = self.old[i]
-            whole = Row(name=row.name, kind=OPERATOR, storage=i, n_bytes=result_bytes(row))
-            self.put(i, whole, needs_grad=row.needs_grad, dtype=row.dtype, shape=row.shape)
+            row = self._old[i]
+            self._put(
+                i,
+                Row(
+                    name=row.name,
+                    kind=OPERATOR,
+                    storage=i,
+                    n_bytes=result_bytes(row),
+                    needs_grad=row.needs_grad,
+                ),
+            )
         self._pieces(region)
 
     def _pieces(self, region: Region) -> None:
         inputs, outputs = region.inputs(self._table), region.outputs(self._table)
-        learns = self._train and any(self.old[i].needs_grad for i in outputs)
+        learns = self._train and any(self._old[i].needs_grad for i in outputs)
         once = block_bytes(piece_table(self._table, region), train=False)
         again = block_bytes(
             piece_table(self._table, region, train=True), train=True, gradients_of_arguments=False
         )
-        sums = [self.old[i] for i in region.sums if self.old[i].dtype in NARROW]
+        sums = [self._old[i] for i in region.sums if self._old[i].dtype in NARROW]
         wide = sum(2 * result_bytes(row) for row in sums)
-        grads = [result_bytes(self.old[i]) if self.old[i].needs_grad else 0 for i in inputs]
-        read = (*(self.place[i] for i in inputs), *(self.place[i] for i in outputs))
-        n = len(self.rows)
-        self.rows.append(
+        grads = [result_bytes(self._old[i]) if self._old[i].needs_grad else 0 for i in inputs]
+        read = (*(self._place[i] for i in inputs), *(self._place[i] for i in outputs))
+        n = len(self._rows)
+        self._rows.append(
             Row(
-                name=f"pieces of {self.old[region.first].name}",
+                name=f"pieces of {self._old[region.first].name}",
                 kind=OPERATOR,
                 inputs=read,
                 storage=n,
-                saved=tuple(sorted({self.rows[self.place[i]].storage for i in inputs})) if learns else (),
+                saved=tuple(sorted({self._rows[self._place[i]].storage for i in inputs})) if learns else (),
                 forward_bytes=max(once.forward) + wide,
                 grad_bytes=(*grads, *(0 for _ in outputs)),
                 backward_bytes=again.peak_bytes if learns else 0,

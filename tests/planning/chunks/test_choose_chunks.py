@@ -71,7 +71,7 @@ def test_against_all_plans_of_random_tables(seed: int) -> None:
         assert plan.seconds <= before
         before = plan.seconds
     if least > 0:
-        with pytest.raises(PlanError, match=f"asked for block 'Hand', .* {least!r} at least"):
+        with pytest.raises(PlanError, match=f"asked for block .Hand., .* {least!r} at least"):
             choose_chunks(table, least - 1)
 
 
