@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
-from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
-from lightning_amp.planning.chunks.choose_chunks import choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.planning.chunks.region import Region
-from lightning_amp.quantities import format_bytes
 
 OWN = ("forward", "plan")
 """Attributes that a chunked module has and its original has not."""
@@ -78,19 +76,29 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tup
     """The generated forward that takes the least time within a budget, the bytes without chunks, and the regions.
 
     Raises:
-        PlanError: The budget cannot be met, or the generated forward takes more than was predicted.
+        OverBudget: The budget cannot be met.
     """
-    with torch.no_grad():
-        # what an operator makes for the backward pass is made and dropped, which its row with gradients does not show
-        found = choose_chunks(table_of(capture), budget_bytes)
-    lowered = lower(capture, table_of(capture), found.regions)
-    measured = forward_bytes(lowered)
-    if measured > budget_bytes:
-        raise PlanError(
-            f"a budget of {format_bytes(budget_bytes)} was asked for {capture.kind.__name__!r}; chunks were predicted"
-            f" to take {format_bytes(found.peak_bytes)} and take {format_bytes(measured)}: ask for that much"
-        )
-    return lowered, found.whole_bytes, found.regions
+    asked = budget_bytes
+    while True:
+        try:
+            with torch.no_grad():
+                # what an operator makes for the backward pass is made and dropped: rows with gradients do not show it
+                found = choose_chunks(table_of(capture), asked)
+        except OverBudget as error:
+            if asked == budget_bytes:
+                raise
+            least = error.least_bytes + budget_bytes - asked
+            raise OverBudget(
+                f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which was predicted"
+                f" to need less than it does, and needs {least!r} at least, in pieces; allow that much",
+                least,
+            ) from error
+        lowered = lower(capture, table_of(capture), found.regions)
+        measured = forward_bytes(lowered)
+        if measured <= budget_bytes:
+            return lowered, found.whole_bytes, found.regions
+        # a prediction that is too small costs another search, never the promise
+        asked = min(asked, found.peak_bytes) - (measured - budget_bytes)
 
 
 def forward_bytes(lowered: Lowered) -> int:
