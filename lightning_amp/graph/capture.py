@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import (
     FakeTensor,
@@ -184,7 +185,8 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
             given[i] = tensor
         call_args, call_kwargs = tree_unflatten(given, spec)
         versions = [tensor._version for tensor in tensors]
-        results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
+        with _NoHooks():
+            results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
         names = [*own, *(f"input {k}" for k in range(len(at)))]
         found["changed"] = tuple(
             name for name, tensor, old in zip(names, tensors, versions, strict=True) if tensor._version != old
@@ -220,6 +222,15 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         "changed": found["changed"],
         "needs_grad": tuple(tensor.requires_grad for tensor in tensors),
     }
+
+
+class _NoHooks(TorchFunctionMode):
+    """Refuses hooks on tensors that a forward makes: they are Python, and no operator shows them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad):
+            raise CannotCapture(f"its forward calls {func.__name__!r} of a tensor, which is Python")
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse(block: nn.Module) -> None:

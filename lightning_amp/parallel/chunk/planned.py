@@ -78,12 +78,14 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tup
     Raises:
         OverBudget: The budget cannot be met.
     """
+    with torch.no_grad():
+        # what an operator makes for the backward pass is made and dropped, which a row with gradients does not show
+        inference = table_of(capture)
+    table = table_of(capture) if torch.is_grad_enabled() else inference
     asked = budget_bytes
     while True:
         try:
-            with torch.no_grad():
-                # what an operator makes for the backward pass is made and dropped: rows with gradients do not show it
-                found = choose_chunks(table_of(capture), asked)
+            found = choose_chunks(inference, asked)
         except OverBudget as error:
             if asked == budget_bytes:
                 raise
@@ -93,7 +95,7 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tup
                 f" to need less than it does, and needs {least!r} at least, in pieces; allow that much",
                 least,
             ) from error
-        lowered = lower(capture, table_of(capture), found.regions)
+        lowered = lower(capture, table, found.regions)
         measured = forward_bytes(lowered)
         if measured <= budget_bytes:
             return lowered, found.whole_bytes, found.regions

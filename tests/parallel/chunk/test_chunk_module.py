@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import lightning_amp
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.parallel.chunk import planned
 from lightning_amp.parallel.chunk.chunk_module import show_code
 from tests.graph.test_capture import Buffer, ByValue, Chance, Compiled, Custom, HasTo, Hooked, Nested, Shared
 from tests.parallel.chunk.small_blocks import Attention, FeedForward, x_of
@@ -77,6 +78,21 @@ def test_a_budget_that_cannot_be_met_names_the_least() -> None:
     assert bytes_of(small, x)[0] <= least
     with pytest.raises(PlanError):
         lightning_amp.chunk(module, x, budget=least - 1)
+
+
+def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another search is made with less, until the meter is within the budget."""
+    real = planned.choose_chunks
+    monkeypatch.setattr(planned, "choose_chunks", lambda table, asked: real(table, int(1.2 * asked)))
+    module, x = net()
+    whole, right = bytes_of(module, x)
+    found, y = bytes_of(lightning_amp.chunk(module, x, budget=whole // 2), x)
+    assert found <= whole // 2
+    close(y, right)
+    with pytest.raises(
+        PlanError, match="which was predicted to need less than it does, and needs .* at least"
+    ):
+        lightning_amp.chunk(module, x, budget=int(0.35 * whole))
 
 
 def test_parameters_names_and_state_are_the_modules_own() -> None:
