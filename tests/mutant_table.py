@@ -872,7 +872,7 @@ MUTANTS = [
     Mutant(
         "chunk",
         "a stale plan",
-        f"{P}/chunk/chunk_module.py",
+        f"{P}/chunk/in_chunks.py",
         "if key not in self._known:",
         "if not self._known:",
         BUDGET,

@@ -55,7 +55,7 @@ def plan_blocks(
     # whether a block's arguments have gradients is part of its signature
     asked = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
     blocks, captures = find_blocks(module), Captures()
-    found = [captures.of(blocks[call.fqn], call.args, call.kwargs) for call in asked]
+    found = [captures.of(plain(blocks[call.fqn]), call.args, call.kwargs) for call in asked]
     reasons = {"": reason} | {c.fqn: f.reason for c, f in zip(calls, found, strict=True) if f.reason}
     by_key: dict[Any, Lowered] = {}
     regions: dict[str, tuple[Region, ...]] = {}
@@ -65,10 +65,10 @@ def plan_blocks(
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
         fullest = max(own, key=lambda call: call.outside_bytes)
         try:
-            by_key[capture.key], _, chosen = lower_within(capture, budget_bytes - fullest.outside_bytes)
+            by_key[capture.key], chosen = lower_within(capture, budget_bytes - fullest.outside_bytes)
         except OverBudget as error:
             raise _too_little(module, budget_bytes, fullest, error.least_bytes) from error
-        regions |= {call.fqn: chosen for call in own}
+        regions |= {call.fqn: chosen.regions for call in own}
     if not by_key:
         raise ModelError(_no_graph(module, reasons))
     in_order = iter([by_key.get(capture.key) for capture in found])

@@ -8,7 +8,6 @@ what cannot be captured, or cannot be kept within the budget, is an error.
 """
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,10 +15,8 @@ import torch
 from torch import nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.graph.capture import capture
-from lightning_amp.graph.guards import signature
-from lightning_amp.parallel.chunk.by_blocks import plan_blocks
-from lightning_amp.parallel.chunk.planned import OWN, ModuleChunks, Planned, plain, plan_graph
+from lightning_amp.parallel.chunk.in_chunks import InChunks
+from lightning_amp.parallel.chunk.planned import ModuleChunks
 from lightning_amp.quantities import parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,14 +48,14 @@ def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_k
         PlanError: The budget cannot be met; the message names the least that can.
         ModelError: The module cannot be captured, neither as one graph nor by its blocks; the message says why.
     """
-    taken = [name for name in OWN if name in vars(module) or (name == "plan" and hasattr(module, name))]
+    taken = "forward" if "forward" in vars(module) else "plan" if hasattr(module, "plan") else ""
     if taken:
         raise ModelError(
-            f"chunks were asked for of {type(module).__name__!r}, which has an attribute {taken[0]!r} of its own, and"
+            f"chunks were asked for of {type(module).__name__!r}, which has an attribute {taken!r} of its own, and"
             " the chunked module keeps something else there; give a module without it, such as one that holds this one"
         )
     twin = _sharing_copy(module)
-    runner = _Runner(parse_bytes(budget))
+    runner = InChunks(parse_bytes(budget))
     twin.forward = partial(runner, twin)
     with torch.no_grad():
         twin.plan = runner.planned(twin, example_args, example_kwargs).chunks  # type: ignore[assignment]
@@ -78,40 +75,6 @@ def show_code(plan: ModuleChunks | nn.Module) -> str:
             " returned, or its plan"
         )
     return "\n\n".join(f"# {fqn or 'the whole module'}\n{code}" for fqn, code in found.code.items())
-
-
-class _Runner:
-    """What a chunked module runs in place of its class's forward; a copy or pickle of it plans again."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._known: dict[Any, Planned] = {}
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.planned(module, args, kwargs).run(module, args, kwargs)
-
-    def planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planned:
-        """The plan of a call; made for the first of its signature."""
-        own = plain(module)
-        key = signature(own, args, kwargs)
-        if key not in self._known:
-            self._known[key] = _plan(own, args, kwargs, key, self._budget_bytes)
-        return self._known[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_budget_bytes": self._budget_bytes, "_known": {}}
-
-
-def _plan(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any, budget_bytes: int
-) -> Planned:
-    with_gradients = torch.is_grad_enabled()
-    # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
-    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-        found = capture(module, args, kwargs, key=key)
-        if found.graph is not None:
-            return plan_graph(found, budget_bytes)
-        return plan_blocks(module, args, kwargs, budget_bytes, found.reason)
 
 
 def _sharing_copy(module: M) -> M:

@@ -1,5 +1,6 @@
 """Regions for one graph under a budget, and the bytes that the generated forward then takes."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -10,13 +11,10 @@ from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.capture import HOOKS, Capture
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
 from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
-from lightning_amp.planning.chunks.region import Region
-
-OWN = ("forward", "plan")
-"""Attributes that a chunked module has and its original has not."""
+from lightning_amp.planning.chunks.region import ChunkPlan, Region
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,31 +47,44 @@ class Planned:
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module with its class's forward: the same children, parameters and settings."""
+    """The module with its class's forward: the same children, parameters and settings.
+
+    Hooks on the module itself are left out: they run around whatever the forward is.
+    """
     found = object.__new__(type(module))
-    vars(found).update((name, value) for name, value in vars(module).items() if name not in OWN)
+    vars(found).update(
+        (name, OrderedDict() if name in HOOKS else value)
+        for name, value in vars(module).items()
+        if name != "forward" and not isinstance(value, ModuleChunks)
+    )
     return found
 
 
-def plan_graph(capture: Capture, budget_bytes: int) -> Planned:
-    """The plan of a module that is one graph.
+def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> Planned:
+    """The plan of a module that is one graph; with `train` the budget is for forward and backward pass.
 
     Raises:
         PlanError: The budget cannot be met.
     """
-    lowered, whole_bytes, regions = lower_within(capture, budget_bytes)
+    if train:
+        table = table_of(capture)
+        found = choose_chunks(table, budget_bytes, train=True)
+        lowered, peak_bytes = lower(capture, table, found.regions), found.peak_bytes
+    else:
+        lowered, found = lower_within(capture, budget_bytes)
+        peak_bytes = forward_bytes(lowered)
     chunks = ModuleChunks(
         budget_bytes=budget_bytes,
-        peak_bytes=forward_bytes(lowered),
-        whole_bytes=whole_bytes,
-        regions={"": regions},
+        peak_bytes=peak_bytes,
+        whole_bytes=found.whole_bytes,
+        regions={"": found.regions},
         code={"": lowered.code},
     )
     return Planned(chunks=chunks, run=lambda module, args, kwargs: lowered(module, *args, **kwargs))
 
 
-def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tuple[Region, ...]]:
-    """The generated forward that takes the least time within a budget, the bytes without chunks, and the regions.
+def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, ChunkPlan]:
+    """The generated forward that takes the least time within a budget for inference, and its plan.
 
     Raises:
         OverBudget: The budget cannot be met.
@@ -98,7 +109,7 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, int, tup
         lowered = lower(capture, table, found.regions)
         measured = forward_bytes(lowered)
         if measured <= budget_bytes:
-            return lowered, found.whole_bytes, found.regions
+            return lowered, found
         # a prediction that is too small costs another search, never the promise
         asked = min(asked, found.peak_bytes) - (measured - budget_bytes)
 

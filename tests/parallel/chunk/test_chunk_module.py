@@ -14,6 +14,7 @@ from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.parallel.chunk import planned
 from lightning_amp.parallel.chunk.chunk_module import show_code
+from lightning_amp.planning.chunks.choose_chunks import OverBudget
 from tests.graph.test_capture import Buffer, ByValue, Chance, Compiled, Custom, HasTo, Hooked, Nested, Shared
 from tests.parallel.chunk.small_blocks import Attention, FeedForward, x_of
 
@@ -82,17 +83,19 @@ def test_a_budget_that_cannot_be_met_names_the_least() -> None:
 
 def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another search is made with less, until the meter is within the budget."""
-    real = planned.choose_chunks
-    monkeypatch.setattr(planned, "choose_chunks", lambda table, asked: real(table, int(1.2 * asked)))
     module, x = net()
     whole, right = bytes_of(module, x)
+    with pytest.raises(OverBudget) as caught:
+        lightning_amp.chunk(module, x, budget=4096)
+    real = planned.choose_chunks
+    monkeypatch.setattr(planned, "choose_chunks", lambda table, asked: real(table, int(1.2 * asked)))
     found, y = bytes_of(lightning_amp.chunk(module, x, budget=whole // 2), x)
     assert found <= whole // 2
     close(y, right)
     with pytest.raises(
         PlanError, match="which was predicted to need less than it does, and needs .* at least"
     ):
-        lightning_amp.chunk(module, x, budget=int(0.35 * whole))
+        lightning_amp.chunk(module, x, budget=int(0.95 * caught.value.least_bytes))
 
 
 def test_parameters_names_and_state_are_the_modules_own() -> None:
@@ -339,3 +342,19 @@ def test_active_dropout_draws_what_it_would_draw() -> None:
     found = small(x)
     torch.manual_seed(1)
     torch.testing.assert_close(found, Dropping()(x))
+
+
+def test_hooks_around_a_chunked_module_run() -> None:
+    """On the module itself, and on a block: both see the whole result, once."""
+    module, x = outer()
+    whole, _ = bytes_of(module, x)
+    seen: list[Any] = []
+    module.layers[0].register_forward_hook(Note(seen))
+    module.register_forward_hook(Note(seen))
+    small = lightning_amp.chunk(module, x, budget=whole // 2)
+    assert sorted(small.plan.regions) == ["layers.0", "layers.1"]
+    small.layers[0]._forward_hooks.popitem()
+    small.layers[0].register_forward_hook(Note(seen))
+    small.register_forward_hook(Note(seen))
+    small(x)
+    assert seen == 2 * [(2, 48, 16)]
