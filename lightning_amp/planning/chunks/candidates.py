@@ -55,12 +55,20 @@ class Candidate:
     def _longest(self, budget: int, forward: int, backward: int) -> int:
         """The longest piece within a budget: no longer one takes less."""
         low, high = 1, piece_length(self.region.units, 2)
-        while low < high:
-            middle = (low + high + 1) // 2
+        least, most = (self._peak(n, forward, backward) for n in (low, high))
+        if most <= budget:
+            return high
+        # bytes mostly follow the length, so the first guess and its neighbour are mostly the answer
+        guesses = [low + (high - low) * (budget - least) // (most - least)]
+        guesses.append(guesses[0] + 1)
+        while high - low > 1:
+            middle = guesses.pop(0) if guesses else (low + high) // 2
+            if not low < middle < high:
+                continue
             if self._peak(middle, forward, backward) <= budget:
                 low = middle
             else:
-                high = middle - 1
+                high = middle
         return low
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
