@@ -132,9 +132,10 @@ class _Piece:
     def _copied(self, row: Row) -> int:
         """Bytes that a product takes in passing because a piece that it reads does not lie in one run.
 
-        It copies the piece; a linear layer adds its bias in a step of its own then.
+        It copies the piece where that has more than two dims; a linear layer adds its bias in a step of its own then.
         """
-        pieces = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
+        scattered = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
+        pieces = [k for k in scattered if len(self._old[k].shape) > 2]
         copied = sum(self._part(result_bytes(self._old[k])) for k in pieces)
         apart = pieces and row.op.startswith("aten.linear.") and len(row.inputs) > 2
         return max(copied, self._part(result_bytes(row))) if apart else copied
