@@ -9,7 +9,7 @@ All legal plans are compared as the policy "auto" does. `--write` puts the table
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.page import ROOT, paragraph, table, write_part
 from benchmarks.side_by_side.cases import Size
@@ -17,6 +17,7 @@ from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.time.device_rates import DEVICES, MEMORY_GIB
+from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.simulation.models_without_values import decoder_subject
 
 PAGE = ROOT / "docs" / "gpu.md"
@@ -64,12 +65,11 @@ def compare(anchors: int, cells: int, devices: Sequence[str] = tuple(MEMORY_GIB)
         anchors=anchors, strata=STRATA, cells=cells, dim=DIM, window=min(WINDOW, anchors // 4)
     ).decoder()
     shape = describe(decoder_subject(size, batch_size=cells).module, batch_size=cells)
-    assert shape.decoder is not None, "the subject is a decoder"
-    shape = replace(shape, decoder=replace(shape.decoder, launched=True))
     found = []
     for name in devices:
         budget = MEMORY_GIB[name] * 2**30
-        plans = candidates(shape, devices=1, budget=budget, rates=DEVICES[name])
+        of_device = on_device(shape, DEVICES[name])
+        plans = candidates(of_device, devices=1, budget=budget, rates=DEVICES[name])
         found.append(Compared(anchors=anchors, cells=cells, device=name, budget=budget, plans=plans))
     return found
 

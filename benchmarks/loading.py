@@ -13,15 +13,17 @@ chromosome at 1 Mb, whose batches are dense, and for a genome at 1 Mb, whose bat
 import argparse
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import anndata
 import numpy as np
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.gpu.device import wait
 from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
-from benchmarks.whole_step import RACE_STEPS, WARM_UP
+from benchmarks.whole_step import RACE_STEPS, WARM_UP, prepared
 from lightning_amp.quantities import format_bytes, format_seconds
 
 PAGE = ROOT / "docs" / "growth.md"
@@ -36,20 +38,33 @@ ENTRY_BYTES = 8
 
 
 class Waiting(Callback):
-    """Notes how long each step waited, and when it ended."""
+    """Notes how long each step waited for its batch, and how long it then took; the first one's waiting is not known.
 
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-        self.ends: list[float] = []
+    Args:
+        steps: after which training ends
+    """
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        if self.ends:
-            self.waits.append(time.perf_counter() - self.ends[-1])
+    def __init__(self, steps: float = inf) -> None:
+        self.waited: list[float] = []
+        self.worked: list[float] = []
+        self._steps, self._last = steps, 0.0
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
-        if len(self.ends) > WARM_UP + RACE_STEPS + STEPS:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The batch is there."""
+        begin = self._lap(pl_module)
+        if self.worked:
+            self.waited.append(begin)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The step is done."""
+        self.worked.append(self._lap(pl_module))
+        if len(self.worked) >= self._steps:
             trainer.should_stop = True
+
+    def _lap(self, module: LightningModule) -> float:
+        wait(module.device)
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
 
 
 def write_data(folder: Path, *, gigabytes: float, bins: int, strata: int) -> Path:
@@ -69,37 +84,18 @@ def write_data(folder: Path, *, gigabytes: float, bins: int, strata: int) -> Pat
 
 def train(folder: Path, *, cells: int, threads: int) -> Waiting:
     """Train on one device of the CPU, and return what was noted."""
-    import torch
-
-    import lightning_amp
-
-    torch.set_num_threads(threads)
-    seed_everything(0, verbose=False)
-    waiting = Waiting()
-    data: LightningDataModule = lightning_amp.SingleCellDataModule(folder, batch_size=cells)
-    module: LightningModule = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
-    Trainer(
-        strategy="amp",
-        accelerator="cpu",
-        max_epochs=-1,
-        callbacks=[waiting],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-    ).fit(module, datamodule=data)
+    waiting = Waiting(1 + WARM_UP + RACE_STEPS + STEPS)
+    prepared(folder, cells=cells, threads=threads, strategy="amp", callback=waiting)()
     return waiting
 
 
 def sentence(found: Waiting, *, size: int, bins: int, strata: int, cells: int, threads: int) -> str:
     """What was found."""
-    ends, waits = np.array(found.ends[-1 - STEPS :]), np.array(found.waits[-STEPS:])
-    share = waits.sum() / (ends[-1] - ends[0])
+    waits, steps = (np.array(seconds[-STEPS:]) for seconds in (found.waited, found.worked))
+    share = waits.sum() / (waits + steps).sum()
     return (
         f"An h5ad of {format_bytes(size)} with {bins} bins and {strata} strata, {cells} cells a step, threads:"
-        f" {threads}. A step takes {format_seconds(float(np.median(np.diff(ends))))}, of which it waits"
+        f" {threads}. A step takes {format_seconds(float(np.median(waits + steps)))}, of which it waits"
         f" {format_seconds(float(np.median(waits)))} for data (medians of {STEPS} steps, the longest wait was"
         f" {format_seconds(waits.max())}): {share:.1%} of the time of all, where at most {GOAL:.0%} is the goal."
     )

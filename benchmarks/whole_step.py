@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,16 +60,55 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 PLACES = ((1, 1), (1, 2), (2, 1))
 """Ranks and threads of each, of the tables that are written."""
 SYNTHETIC = "Synthetic cells (250 bins, 32 strata, 300 genes)"
+QUIET = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+}
+"""Settings of a Trainer that only trains."""
 ABOUT = f"""Whole training steps of the reference model under the Trainer, loading included: the median of {STEPS} steps
 of each round, its ratio to that of the first row, and the time from the call of `fit` to the end of its first batch.
 Methods of a table take turns, each in new processes. *auto* has raced, its plan is the one that won. All rows train to
 the same numbers, save that ranks with their own batch statistics (ddp, and where it is said) are another model."""
 
 
+def prepared(
+    data: str | Path,
+    *,
+    cells: int,
+    threads: int,
+    strategy: Any,
+    callback: Any,
+    ranks: int = 1,
+    **options: Any,
+) -> Callable[[], None]:
+    """The call of `fit` of the reference model, by a Trainer that writes nothing and goes on until it is stopped.
+
+    Args:
+        data: a data directory
+        cells: of a step on each rank
+        threads: of each rank
+        strategy, callback: of the Trainer
+        options: of the data module
+    """
+    import torch
+    from lightning.pytorch import Trainer, seed_everything
+
+    import lightning_amp
+
+    torch.set_num_threads(threads)
+    seed_everything(0, verbose=False)
+    module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
+    loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, **options)
+    trainer = Trainer(
+        **QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[callback]
+    )
+    return partial(trainer.fit, module, datamodule=loader)
+
+
 def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, threads: int, out: str) -> None:
     """Train in this process and write the seconds of every step."""
-    import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
     import lightning_amp
 
@@ -91,26 +132,11 @@ def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, thre
                 found = {"steps": steps[-STEPS:], "plan": strategies, "first": self.ends[0] - begin}
                 Path(out).write_text(json.dumps(found))
 
-    torch.set_num_threads(threads)
-    seed_everything(0, verbose=False)
-    module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
-    loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
     strategy = method if isinstance(method, str) else lightning_amp.AMPStrategy(**method)
-    trainer = Trainer(
-        strategy=strategy,
-        devices=ranks,
-        accelerator="cpu",
-        max_epochs=-1,
-        callbacks=[Clock()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-    )
+    how = {"cells": cells, "threads": threads, "ranks": ranks, "val_fraction": 0.0}
+    run = prepared(data, strategy=strategy, callback=Clock(), **how)
     begin = time.perf_counter()
-    trainer.fit(module, datamodule=loader)
+    run()
 
 
 def measure(method: dict[str, Any] | str, request: dict[str, Any]) -> dict[str, Any]:

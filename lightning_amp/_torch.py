@@ -6,6 +6,7 @@ import torch
 
 # collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
 import torch.distributed._functional_collectives as functional_collectives
+from torch import Tensor, nn
 
 # one operator on a list of tensors, which a device computes in one launch
 from torch import _foreach_add_ as add_each
@@ -13,10 +14,6 @@ from torch import _foreach_copy_ as copy_each
 from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
-
-# the backward pass of a softmax in one kernel, to memory that is there
-from torch import _softmax_backward_data as softmax_backward
-from torch import nn
 
 # tensors with a shape and no values: a module that is given one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -32,6 +29,7 @@ from torch.autograd.function import BackwardCFunction as PythonNode
 
 # the store of the default process group, which all ranks can reach without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributions import Distribution
 
 # writes down the operators of a call above autograd; what torch.export and AOTAutograd begin with
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
@@ -89,10 +87,18 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
+    "values_are_checked",
 ]
 
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input
+
+
+def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
+    """The backward pass of a softmax over the last dim in one kernel, to memory that is there."""
+    # torch writes one number after the other, whatever the strides of the output are
+    assert out.is_contiguous(), "the output of a softmax's backward pass is contiguous"
+    torch._softmax_backward_data(grad, weights, -1, out.dtype, grad_input=out)
 
 
 def is_watched() -> bool:
@@ -111,6 +117,11 @@ def is_compiled(module: nn.Module) -> bool:
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
+
+
+def values_are_checked() -> bool:
+    """Whether torch's distributions check the values that they are given, those aside that say so themselves."""
+    return Distribution._validate_args
 
 
 def multiplies_in_tf32() -> bool:

@@ -1,6 +1,7 @@
-"""Byte sizes and durations as people write them: "24GiB", 25769803776; "1.73 s", "870 ms"."""
+"""Numbers as people hand them over, byte sizes and durations as they write them: "24GiB", 25769803776; "1.73 s"."""
 
 import re
+from typing import TypeGuard
 
 from lightning_amp.errors import PlanError
 
@@ -12,6 +13,11 @@ _SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 SMALLEST = 2**20
 """Bytes below which a number without a unit has lost it."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number of Python's; True and False are none, nan and infinity are."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parse_bytes(text: str | int | float) -> int:

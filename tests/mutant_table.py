@@ -380,7 +380,7 @@ MUTANTS = [
         "fused",
         "gradient: of the softmax",
         f"{P}/attention/banded_softmax.py",
-        "softmax_backward(ds, weights, -1, self._dtype, grad_input=ds)",
+        "softmax_backward(ds, weights, out=ds)",
         "ds.mul_(weights)",
         FUSED,
     ),
@@ -595,7 +595,7 @@ MUTANTS = [
     Mutant(
         "race",
         "state: no plan in the checkpoint",
-        f"{L}/steps/race_of_plans.py",
+        f"{L}/checkpoints/raced_plan.py",
         "return {**checkpoint, IN_CHECKPOINT: plan.to_json()}",
         "return checkpoint",
         RACE,

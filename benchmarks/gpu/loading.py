@@ -4,45 +4,16 @@ wait     from the end of a batch to the start of the next one: the loader, and t
 step     from there to its end; the device is waited for at both
 """
 
-import time
 from statistics import median
-from typing import Any
 
-import lightning.pytorch as pl
-
-from benchmarks.gpu.device import wait
 from benchmarks.gpu.one_trainer import data, fit
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import OURS
+from benchmarks.loading import Waiting
 
 WARM_UP = 3
 TRIALS: tuple[tuple[int, bool], ...] = ((0, False), (0, True), (4, True), (4, False), (8, True))
 """Workers, and whether memory is pinned."""
-
-
-class Clock(pl.Callback):
-    """Seconds of waiting and of steps."""
-
-    def __init__(self) -> None:
-        self.waited: list[float] = []
-        self.worked: list[float] = []
-        self._last: float | None = None
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """The batch is there."""
-        wait(pl_module.device)
-        now = time.perf_counter()
-        if self._last is not None:
-            self.waited.append(now - self._last)
-        self._last = now
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """The step is done."""
-        wait(pl_module.device)
-        now = time.perf_counter()
-        assert self._last is not None, "a batch has begun before it ends"
-        self.worked.append(now - self._last)
-        self._last = now
 
 
 def run(work: Work) -> None:
@@ -54,7 +25,7 @@ def run(work: Work) -> None:
             work.record.note(f"{workers} workers, pinned {pinned}: not reached, the time was over.")
             continue
         own.num_workers, own.pin_memory = workers, pinned and work.device.type == "cuda"
-        clock = Clock()
+        clock = Waiting()
         fit(work, own, strategies=OURS, steps=steps, callbacks=[clock])
         waited, worked = (median(found[WARM_UP:]) for found in (clock.waited, clock.worked))
         work.record.row(

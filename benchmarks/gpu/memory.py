@@ -88,7 +88,8 @@ def _measure(work: Work, size: Size, strategies: tuple[str, ...]) -> None:
     measured = allocated.peak_of(subject.step, subject.held)
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     del subject
-    simulated = simulate(partial(decoder_subject, size.decoder(), batch_size=size.cells), plan, rank=0)
+    make = partial(decoder_subject, size.decoder(), batch_size=size.cells)
+    simulated = simulate(make, plan, rank=0, device_type=device.type)
     work.record.row(
         size=str(size),
         D=size.dim,

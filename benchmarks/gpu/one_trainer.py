@@ -16,14 +16,12 @@ from benchmarks.gpu.cells import CellsInMemory, decoder_batch
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import EAGER, OURS
 from benchmarks.side_by_side.cases import Size
+from benchmarks.whole_step import QUIET
 from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation.models_without_values import DecoderAlone
 
-QUIET = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
@@ -66,8 +64,6 @@ def trainer_for(
         devices=[place.index or 0] if place.type == "cuda" else 1,
         max_epochs=-1,
         max_steps=steps,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
         **options,
     )
     return trainer, strategy

@@ -9,6 +9,7 @@ from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.time.device_rates import CPU_CORE
 
 
 def plan_of(case: Case, *, launched: bool = False) -> Plan:
@@ -23,7 +24,7 @@ def plan_of(case: Case, *, launched: bool = False) -> Plan:
         batch_size=case.size.cells,
     )
     assert shape.decoder is not None, "the subject is a decoder"
-    shape = replace(shape, decoder=replace(shape.decoder, threads=case.threads, launched=launched))
+    shape = replace(shape, decoder=replace(shape.decoder, threads=case.threads))
     strategies = case.method.strategies
     # ranks of a wrapper are not the plan's
     ranks = case.ranks if strategies and not case.method.wrapper else 1
@@ -33,5 +34,6 @@ def plan_of(case: Case, *, launched: bool = False) -> Plan:
         strategies=["S1", *strategies],
         batch_size=case.size.cells,
         shape=shape,
+        rates=replace(CPU_CORE, launches=launched),
     )
     return in_forms(made, ["retain"]) if case.method.retain else made

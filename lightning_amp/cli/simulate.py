@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> None:
         asked = request_decoder(decoder, **request)
     else:
         asked = request_reference(profile, **of_model, **request)
-    simulation = simulate_plan(asked.make, asked.plan)
+    simulation = simulate_plan(asked.make, asked.plan, device_type="cuda" if rates.launches else "cpu")
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:
             draw(aside, simulation)

@@ -123,7 +123,8 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Untyped
     """Every storage, with a tensor that lies in it."""
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
-            # a wrapper: its storage has a size and no memory
-            yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            # a wrapper: its storage has a size and no memory; a DTensor lists its mesh among the parts
+            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            yield from _storages(part for part in parts if isinstance(part, Tensor))
         else:
             yield from ((part, part.untyped_storage()) for part in dense_parts(tensor))

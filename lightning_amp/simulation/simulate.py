@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
 from lightning_amp.simulation.fake_ranks import fake_world
@@ -70,7 +71,12 @@ class Simulation:
 
 
 def simulate(
-    make: Callable[[], Subject], plan: Plan, *, rank: int, on_stratum: Callable[[], object] = lambda: None
+    make: Callable[[], Subject],
+    plan: Plan,
+    *,
+    rank: int,
+    device_type: str = "cpu",
+    on_stratum: Callable[[], object] = lambda: None,
 ) -> RankResult:
     """Simulate the second training step of one rank, row-major in (data, model).
 
@@ -78,18 +84,19 @@ def simulate(
         make: Makes the module and the batch, without values.
         plan: What is installed, and the budget.
         rank: The rank.
+        device_type: Whose settings are taken, one of torch's.
         on_stratum: Called after every stratum, forward and backward.
 
     Raises:
         PlanError: This process is a rank of a process group already.
         InstallError: The plan does not fit the module.
     """
-    with fake_world(plan.mesh, rank=rank) as mesh:
+    with fake_world(plan.mesh, rank=rank) as mesh, settings_of(device_type):
         planned = PlannedRank(make(), plan, mesh)
         return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
 
 
-def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:
+def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str = "cpu") -> Simulation:
     """Simulate the second training step of every rank; of ranks with shards of equal sizes, one.
 
     Arguments and errors as for `simulate`, or PlanError: the model axis is too long.
@@ -106,7 +113,7 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan) -> Simulation:
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
     ticks = track(range(n_strata), description="simulating", total=n_strata)
     done = {
-        size: simulate(make, plan, rank=rank, on_stratum=lambda: next(ticks, None))
+        size: simulate(make, plan, rank=rank, device_type=device_type, on_stratum=lambda: next(ticks, None))
         for size, rank in sorted(firsts.items(), key=lambda item: item[1])
     }
     for _ in ticks:

@@ -1,10 +1,12 @@
 """Claim: the likelihood of HiGLUE, which adds a small number to the probability of a zero, has a sparse form too.
 
 `sparse` takes its place exactly, in value and gradients, and refuses the counts that it refuses; policy auto may choose
-it for every copy of HiGLUE's decoder that counts.
+it for every copy of HiGLUE's decoder that counts. All of it holds too where distributions do not check their values,
+which is a setting of the whole process: `torch.compile` turns it off when it is first used.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +14,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import NegativeBinomial
+from torch.distributions import Distribution, NegativeBinomial, constraints
 
+from lightning_amp._torch import values_are_checked
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.parallel.checks import cached_check
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
 from lightning_amp.parallel.supported import with_unsupported
+from tests.adapters import higlue_shaped
 from tests.adapters.foreign_cases import batches, differences, trained
 from tests.adapters.higlue_shaped import Copy, Foreign, ZeroInflated
 from tests.adapters.test_adapt import COPIES, RTOL
@@ -56,16 +61,41 @@ class Masked(ZeroInflated):
         return found
 
 
+class AlwaysChecked(ZeroInflated):
+    """It checks its values whatever the process's setting is."""
+
+    def __init__(self, zi_logits: Tensor, total_count: Tensor, logits: Tensor) -> None:
+        super().__init__(zi_logits, total_count, logits)
+        self._validate_args = True
+
+
+class Unfit(ZeroInflated):
+    """It refuses what every decoder gives it, once its values are checked."""
+
+    arg_constraints = ZeroInflated.arg_constraints | {"logits": constraints.less_than(-1e9)}
+
+
+@pytest.fixture(params=[True, False], ids=["checked", "unchecked"])
+def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether distributions check their values; what was found out before with another setting is not known."""
+    before = values_are_checked()
+    monkeypatch.setattr(cached_check, "_FOUND", {})
+    Distribution.set_default_validate_args(request.param)
+    yield request.param
+    Distribution.set_default_validate_args(before)
+
+
 KINDS = (ZeroInflated, Shifted, Masked)
 FAR = {"rare zeros": (30.0, 3.0, -30.0), "nothing but zeros": (-30.0, 0.0, 12.0)}
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_likelihood_in_whose_place_it_is(kind: type, rows: int) -> None:
+def test_equals_the_likelihood_in_whose_place_it_is(kind: type, rows: int, checked: bool) -> None:
     leaf, x = GivenDistribution(kind), counts()
     sparse = sparse_likelihood(leaf)
-    assert (sparse.least, sparse.whole) == (LEAST, True)
+    assert (sparse.least, sparse.whole) == (LEAST, (False, True))
+    assert values_are_checked() is checked
     given = arguments(*x.shape, rows=rows)
     for form in (x, SparseCounts.from_dense(x)):
         assert_close(forward_backward(sparse, form, given), forward_backward(leaf, x, given))
@@ -80,18 +110,50 @@ def test_equals_it_far_from_usual_numbers(name: str, count: float) -> None:
     assert_close(forward_backward(sparse_likelihood(leaf), x, given), forward_backward(leaf, x, given))
 
 
-@pytest.mark.parametrize("wrong", [0.5, -1.0, torch.nan])
-def test_refuses_the_counts_that_the_likelihood_refuses(wrong: float) -> None:
-    leaf, given = GivenDistribution(ZeroInflated), arguments(7, 150, rows=1)
+def forms(wrong: float) -> tuple[Tensor, SparseCounts]:
+    """Counts with a wrong one among them, as a tensor and by entries."""
     x = counts()
     x[3, 5] = wrong
+    return x, SparseCounts.from_dense(x)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("wrong", [0.5, -1.0, torch.nan])
+@pytest.mark.parametrize("kind", [ZeroInflated, AlwaysChecked])
+def test_refuses_the_counts_that_the_likelihood_refuses(kind: type, wrong: float) -> None:
+    leaf, given = GivenDistribution(kind), arguments(7, 150, rows=1)
+    sparse, (x, entries) = sparse_likelihood(leaf), forms(wrong)
+    Distribution.set_default_validate_args(True)
     with pytest.raises(ValueError, match="within the support"):
         leaf(x, *given)
-    for form in (x, SparseCounts.from_dense(x)):
+    for form in (x, entries):
         with pytest.raises(
             ModelError, match="allowed are whole numbers from 0: hand in the counts as they were"
         ):
-            sparse_likelihood(leaf)(form, *given)
+            sparse(form, *given)
+
+
+@pytest.mark.usefixtures("checked")
+def test_takes_the_counts_that_the_likelihood_takes() -> None:
+    leaf, given = GivenDistribution(ZeroInflated), arguments(7, 150, rows=1)
+    sparse, always = sparse_likelihood(leaf), sparse_likelihood(GivenDistribution(AlwaysChecked))
+    Distribution.set_default_validate_args(False)
+    for form in forms(0.5):
+        assert_close(forward_backward(sparse, form, given), forward_backward(leaf, forms(0.5)[0], given))
+        with pytest.raises(ModelError, match="allowed are whole numbers from 0"):
+            always(form, *given)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("kind", [ZeroInflated, Unfit])
+def test_what_is_recognised_does_not_depend_on_the_setting(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(higlue_shaped, "ZeroInflated", kind)
+    found = adapt(Foreign(replace(Copy(), strata=3)))
+    recognised = list(found.decoders)
+    found.undo()
+    assert recognised == ["decoder"] * (kind is ZeroInflated)
 
 
 class Twice(ZeroInflated):
@@ -141,14 +203,13 @@ def test_trains_as_without_it(strategies: str) -> None:
 
 
 def test_one_probe_for_all_strata_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_amp.parallel.checks import cached_check as probes
-
     seen: dict[Any, str] = {}
-    monkeypatch.setattr(probes, "_FOUND", seen)
+    monkeypatch.setattr(cached_check, "_FOUND", seen)
     for _ in range(3):
         sparse_likelihood(GivenDistribution(ZeroInflated))
     sparse_likelihood(GivenDistribution(Shifted))
-    assert len(seen) == 2
+    # its settings, and whether it is one
+    assert len(seen) == 2 * 2
 
 
 def test_a_leaf_of_ones_own_that_takes_fractions_goes_on_taking_them() -> None:
@@ -158,4 +219,4 @@ def test_a_leaf_of_ones_own_that_takes_fractions_goes_on_taking_them() -> None:
             given._validate_args = False
             return given.log_prob(x).sum()
 
-    assert not sparse_likelihood(Own()).whole
+    assert sparse_likelihood(Own()).whole == (False, False)

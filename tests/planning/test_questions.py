@@ -26,7 +26,7 @@ from lightning_amp.planning.questions.what_if import Source, most_strata, what_i
 from lightning_amp.planning.reports.devices_report import recommendation_report
 from lightning_amp.planning.reports.what_if_report import what_if_report
 from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
-from lightning_amp.planning.time.model_seconds import rest_seconds
+from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.simulation.parse_shape import parse_shape
 from tests.planning.profiles import hic, profile, rna
@@ -138,7 +138,7 @@ def test_cells_of_a_step_are_fixed_and_the_best_mesh_is_found() -> None:
             c
             for model in (m for m in (1, 2, 4) if s.devices % m == 0)
             for c in candidates(
-                shape_of(-(-6 // (s.devices // model))),
+                on_device(shape_of(-(-6 // (s.devices // model))), rates_for("A100")),
                 devices=s.devices,
                 budget=None,
                 rates=rates_for("A100"),

@@ -1,5 +1,6 @@
 """Claim: the cost model's parts, collectives and seconds are those of its equations worked out by hand."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -145,6 +146,32 @@ def test_strata_are_dealt_by_their_cost(chained: bool) -> None:
     mesh = MeshShape(data=1, model=3)
     assert seconds(axes, mesh, sizes, matmul_flops=1e6) == pytest.approx(slowest)
     assert seconds(axes, mesh, sizes, matmul_flops=1e6) < sum(costs) / 2
+
+
+def test_strata_side_by_side_end_with_the_last_one() -> None:
+    sizes, stream = shape(strata=4), Axes(activations="stream")
+    two = replace(sizes, threads=2)
+    first, *keyed = stratum_seconds(two, stream, cells=CELLS, rates=rates(matmul_flops=1e6))
+    assert keyed == pytest.approx([keyed[0]] * 3, rel=0.01), "alike but for a few features"
+    # of the three that have a key one of the two workers has two, each at half of the rate
+    later = 2 * max(first + keyed[1], keyed[0] + keyed[2])
+    assert seconds(stream, sizes=two, matmul_flops=1e6) == pytest.approx(later)
+    assert seconds(stream, sizes=sizes, matmul_flops=1e6) == pytest.approx(first + sum(keyed))
+    # what Python does is done in one thread at a time
+    one_thread = seconds(stream, sizes=sizes, overhead_seconds=1e-6)
+    assert seconds(stream, sizes=two, overhead_seconds=1e-6) == pytest.approx(one_thread)
+    # other plans compute one stratum after the other, each with all threads
+    assert seconds(Axes(), sizes=two, matmul_flops=1e6) == seconds(Axes(), sizes=sizes, matmul_flops=1e6)
+
+
+def test_strata_of_a_rank_run_side_by_side() -> None:
+    sizes, axes = shape(strata=5, threads=2), Axes(placement="strata", activations="stream")
+    costs = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
+    (end,) = deal(costs, 2)[:1]
+    assert end == 3
+    slowest = max(2 * max(costs[0] + costs[2], costs[1]), 2 * max(costs[3:]))
+    found = seconds(axes, MeshShape(data=1, model=2), sizes, matmul_flops=1e6)
+    assert found == pytest.approx(slowest)
 
 
 def test_strata_send_less_than_channels() -> None:

@@ -17,8 +17,8 @@ from lightning_amp.planning.questions.recommend_devices import recommend_devices
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, same_strata, strata_of
-from lightning_amp.planning.time.device_rates import rates_for
-from lightning_amp.planning.time.model_seconds import decoder_seconds
+from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
+from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 
 DECODER = DecoderShape(
@@ -55,13 +55,14 @@ RATES = rates_for("A100")
 @pytest.mark.parametrize("devices", [1, 6])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_plan_has_the_numbers_that_it_has_when_it_is_counted_by_itself(name, devices) -> None:
-    shape = SHAPES[name]
-    found = candidates(shape, devices=devices, budget=2**30, rates=RATES, own=frozenset({"S1"}))
+    rates = CPU_CORE if name == "threads" else RATES
+    shape = on_device(SHAPES[name], rates)
+    found = candidates(shape, devices=devices, budget=2**30, rates=rates, own=frozenset({"S1"}))
     for candidate in found:
         # nothing is remembered of the plans before
         same_strata.cache_clear()
         mesh = MeshShape(data=candidate.data, model=candidate.model)
-        seconds = decoder_seconds(shape, Axes.of(candidate.strategies), mesh, RATES)
+        seconds = decoder_seconds(shape, Axes.of(candidate.strategies), mesh, rates)
         peak = predict(shape, candidate.strategies, model_ranks=candidate.model).peak_bytes
         assert (candidate.step_seconds, candidate.peak_bytes) == (seconds, peak), candidate.strategies
 

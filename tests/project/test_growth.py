@@ -127,7 +127,7 @@ def test_steps_become_epochs():
 
 def test_share_of_waiting():
     waiting = loading.Waiting()
-    waiting.ends, waiting.waits = [float(i) for i in range(200)], [0.01] * 199
+    waiting.worked, waiting.waited = [0.99] * 200, [0.01] * 199
     text = loading.sentence(waiting, size=2**30, bins=250, strata=32, cells=64, threads=1)
     assert "A step takes 1.00 s, of which it waits 10.0 ms" in text
     assert "1.0% of the time" in text

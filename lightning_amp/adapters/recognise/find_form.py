@@ -10,7 +10,8 @@
     the real size   that form agrees for two cells with the real lists, buckets, buffers and numbers (real_size.py)
 
 So a copy that differs in anything that shows in a number is not recognised. Nothing of the instance is changed, and no
-random numbers of the caller are used up. Every rank finds the same.
+random numbers of the caller are used up. Every rank finds the same, for torch's distributions check their values
+meanwhile, whatever an import has set.
 
 Known limits: what a decoder does with a v longer than its features' anchors, with the number of cells, or with values
 that are still larger, is seen only with the first batch; a difference where the copy's own result is not finite is
@@ -45,6 +46,7 @@ from lightning_amp.adapters.recognise.small_copy import (
 )
 from lightning_amp.adapters.recognise.small_multires import drawn_multires, small_multires
 from lightning_amp.errors import AmpError
+from lightning_amp.parallel.checks.likelihood import checking_values
 
 CLOSE = 1e-9
 TOTAL = "log-probability"
@@ -93,6 +95,7 @@ class _Case:
         return bool((found - expected).norm() <= CLOSE * expected.norm())
 
 
+@checking_values(True)
 def adapted(module: nn.Module) -> AdaptedDecoder:
     """Our decoder for a foreign one.
 

@@ -62,6 +62,8 @@ class CellWeight:
     def start(self, batch: object) -> None:
         """A new training step begins: a collective, which is not waited for before the weight is asked for."""
         if self._mesh.size() > 1:
+            # a step without a backward pass, such as one that returns None, has not asked
+            self.value()
             n = self._cells = count_cells(batch)
             self._counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
             self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)

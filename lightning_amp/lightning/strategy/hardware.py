@@ -1,5 +1,6 @@
 """Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.measured_rates import measured_rates
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
 
 
@@ -57,6 +59,18 @@ def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates,
         memory_bytes=int(found.total_memory),
         tf32=multiplies_in_tf32(),
     )
+
+
+def while_others_start(launcher: object, device: torch.device, request: Request) -> None:
+    """In the process that has started the other ranks, do what needs none of them while they get there.
+
+    A plan needs the rates of this device, which are remembered, and modules that take a tenth of a second to import.
+    """
+    if not getattr(launcher, "procs", None):
+        return
+    importlib.import_module("lightning_amp.lightning.strategy.install_plan")
+    if request.rates is None:
+        device_rates(device, measure=request.races)
 
 
 def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh:

@@ -37,7 +37,7 @@ from lightning_amp.planning.policies.build_rules import (
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seconds
+from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import parse_bytes
@@ -65,7 +65,8 @@ class Facts:
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
-        return _read(self.request, self.here, self.trainer, self._cells)
+        profile, shape, notes = _read(self.request, self.here, self.trainer, self._cells)
+        return profile, on_device(shape, self.rates[0]), notes
 
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:
@@ -216,7 +217,7 @@ def _read(
             "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
         )
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = _with_threads(shape if isinstance(module, GLUE) else with_counts(shape), here)
+    shape = _with_threads(shape if isinstance(module, GLUE) else with_counts(shape))
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
@@ -240,8 +241,11 @@ def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
     race the same request gets the same plan.
     """
     if request.rates is not None:
-        return Rates.read(request.rates).on_nodes_of(here.node_ranks), []
-    found, note = device_rates(here.device, measure=request.races)
+        found, note = Rates.read(request.rates), ""
+    else:
+        found, note = device_rates(here.device, measure=request.races)
+    # whatever device a file is of, settings are those of the device here
+    found = replace(found, launches=here.device.type != "cpu")
     return found.on_nodes_of(here.node_ranks), [note] if note else []
 
 
@@ -251,12 +255,11 @@ def _budget(request: Request, here: ThisRank) -> int:
     return device_budget(here.device, node_ranks=here.node_ranks)
 
 
-def _with_threads(shape: ModelShape, here: ThisRank) -> ModelShape:
-    """With the threads that torch has on a CPU, or as on a device that has its operators launched."""
+def _with_threads(shape: ModelShape) -> ModelShape:
+    """With the threads that torch has on a CPU."""
     if shape.decoder is None:
         return shape
-    own = {"threads": torch.get_num_threads()} if here.device.type == "cpu" else {"launched": True}
-    return replace(shape, decoder=replace(shape.decoder, **own))
+    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:

@@ -1,13 +1,14 @@
 """What a person asks of the strategy, checked before any process is started."""
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Literal
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import parse_strategies
-from lightning_amp.quantities import parse_bytes
+from lightning_amp.quantities import is_number, parse_bytes
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "policy": ("auto", "paper"),
@@ -79,15 +80,15 @@ class Request:
 
     def _check_numbers(self) -> None:
         size = self.model_parallel_size
-        if size != "auto" and not (_is_number(size, int) and size >= 1):
+        if size != "auto" and not (type(size) is int and size >= 1):
             raise PlanError(
                 f"model_parallel_size={size!r} was asked for; allowed are 'auto' and a whole number of ranks, 1 or more"
             )
-        if not (_is_number(self.bucket_mb) and 0 < self.bucket_mb < float("inf")):
+        if not (is_number(self.bucket_mb) and 0 < self.bucket_mb < inf):
             raise PlanError(f"bucket_mb={self.bucket_mb!r} was asked for; allowed is a number of MiB above 0")
         for name in ("lost_after", "stuck_after"):
             value = getattr(self, name)
-            if not (_is_number(value) and value > 0):
+            if not (is_number(value) and value > 0):
                 raise PlanError(
                     f"{name}={value!r} was asked for; allowed is a number of seconds above 0, .inf for never"
                 )
@@ -118,7 +119,3 @@ def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> 
     """Refuse any other value with a PlanError; 1 and 0 do not pass for True and False."""
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise PlanError(f"{name}={value!r} was asked for; allowed are {', '.join(map(repr, allowed))}")
-
-
-def _is_number(value: object, kind: type = int | float) -> bool:  # type: ignore[assignment]
-    return isinstance(value, kind) and not isinstance(value, bool)

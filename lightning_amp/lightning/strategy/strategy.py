@@ -35,6 +35,7 @@ from lightning_amp.lightning._compat import (
     trainer_of,
 )
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.checkpoints.raced_plan import raced_plan, with_raced_plan
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
@@ -50,9 +51,9 @@ from lightning_amp.lightning.same_on_ranks.replicas import (
 )
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
 from lightning_amp.lightning.steps.cell_order import CellOrder
-from lightning_amp.lightning.steps.race_of_plans import raced_plan, with_raced_plan
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
+from lightning_amp.lightning.strategy.hardware import while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
 from lightning_amp.lightning.strategy.request import Request, one_of
@@ -195,6 +196,7 @@ class AMPStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
         drawn = random_state(self.root_device)
+        while_others_start(self.launcher, self.root_device, self.request)
         super().setup_environment()
         self._failures.connected()
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
@@ -240,10 +242,8 @@ class AMPStrategy(MeshStrategy):
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
         self.plan = None
-        changed = partial(setattr, self, "plan")
-        planned = InstalledPlan(
-            self.request, self._here, trainer, model, changed=changed, resumed=self._resumed
-        )
+        keep = partial(setattr, self, "plan")
+        planned = InstalledPlan(self.request, self._here, trainer, model, changed=keep, resumed=self._resumed)
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         self._shards = planned.install()

@@ -282,7 +282,7 @@ class _Work:
             # rows that are only counted have no value
             ds.select(-1, -1).zero_()
         # in place: every number is read before it is written, on CUDA from a copy that torch makes
-        softmax_backward(ds, weights, -1, self._dtype, grad_input=ds)
+        softmax_backward(ds, weights, out=ds)
         # the score of a row with itself is a constant
         self._with_themselves(ds, run, rows).zero_()
         return ds

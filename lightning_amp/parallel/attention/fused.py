@@ -28,7 +28,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.attention.banded_softmax import banded_softmax
 from lightning_amp.parallel.attention.sdpa import sdpa_attention
 from lightning_amp.parallel.attention.sizes import check_rows, check_sizes
-from lightning_amp.parallel.checks.cached_check import problem_of
+from lightning_amp.parallel.checks.cached_check import found_out
 from lightning_amp.parallel.checks.same_function import mismatch
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.shapes import PerAnchor
@@ -53,7 +53,7 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
             to be kept by a kernel that makes none.
     """
     _check_kernel(keep, kernel)
-    problem = _structure_problem(attention) or problem_of(attention, _value_problem)
+    problem = _structure_problem(attention) or found_out(attention, _value_problem)
     if problem:
         raise InstallError(
             f"'fused' was asked for on {type(attention).__name__!r}, which {problem}; only a module that computes what"

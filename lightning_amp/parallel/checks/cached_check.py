@@ -1,36 +1,42 @@
-"""What a technique has found out by trying a module, kept for modules of the same class with the same settings."""
+"""What was found out by trying a module, kept for modules of the same class with the same settings."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 
-Probe = Callable[[nn.Module], str]
+Found = TypeVar("Found")
 
-_FOUND: dict[tuple[Hashable, ...], str] = {}
+_FOUND: dict[tuple[Any, ...], Any] = {}
 _COMMON = frozenset(vars(nn.Module()))
 
 
-def problem_of(module: nn.Module, probe: Probe) -> str:
-    """What `probe` says of a module; 32 strata have 32 modules that are alike, which are probed once.
+def found_out(module: nn.Module, probe: Callable[[nn.Module], Found]) -> Found:
+    """What `probe` returns for a module; 32 strata have 32 modules that are alike, of which one is tried.
 
     Args:
-        module: Without parameters, buffers and children, so that its class and its settings say what it computes.
-        probe: Module -> what is wrong with it, "" if nothing.
+        module: Tried every time if it has parameters, buffers or children: only without does its class, with its
+            settings, say what it computes.
+        probe: The same object for the same question.
     """
-    settings = {name: value for name, value in vars(module).items() if name not in _COMMON}
-    plain = all(
-        isinstance(value, bool | int | float | str | slice | type | None) for value in settings.values()
-    )
-    if not plain or list(module.children()) or module.state_dict():
+    settings = settings_of(module)
+    if settings is None or list(module.children()) or module.state_dict():
         return probe(module)
-    key = (
-        probe,
-        type(module),
-        module.training,
-        *sorted(
-            (name, value if isinstance(value, type) else repr(value)) for name, value in settings.items()
-        ),
-    )
+    return remembered((probe, type(module), module.training, *settings), lambda: probe(module))
+
+
+def remembered(key: tuple[Any, ...], find_out: Callable[[], Found]) -> Found:
+    """What was found out for a key, or is now."""
     if key not in _FOUND:
-        _FOUND[key] = probe(module)
-    return _FOUND[key]
+        _FOUND[key] = find_out()
+    found: Found = _FOUND[key]
+    return found
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...] | None:
+    """The attributes that a module's class has given it, where all of them are plain values."""
+    own = {name: value for name, value in vars(module).items() if name not in _COMMON}
+    if not all(isinstance(value, bool | int | float | str | slice | type | None) for value in own.values()):
+        return None
+    # slices cannot be keys
+    return tuple(sorted((name, v if isinstance(v, type) else repr(v)) for name, v in own.items()))

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.parallel.checks.cached_check import remembered, settings_of
 from lightning_amp.parallel.contract.hooks import KINDS
 from lightning_amp.shapes import PerAnchor
 
@@ -51,9 +52,32 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
     hooks = [kind.strip("_") for kind in KINDS if getattr(key, kind)]
     if hooks:
         return f"has {hooks!r}, which would see a part of its values"
+    alone = _alone(key)
+    settings = _settings_of(key, alone)
+    if settings is None:
+        return _tried(alone, dim, things, parts)
+    # keys of many strata are alike
+    return remembered(
+        (_tried, dim, things, repr(parts), *settings), lambda: _tried(alone, dim, things, parts)
+    )
+
+
+def _settings_of(key: nn.Module, alone: nn.Module) -> tuple[Any, ...] | None:
+    """All that what is tried depends on: classes and plain values; None where there is something else."""
+    kept = alone._modules
+    replaced = tuple((name, repr(child)) for name, child in key._modules.items() if name not in kept)
+    parts = [key, *(child for child in kept.values() if child is not None)]
+    settings = [(type(part), settings_of(part)) for part in parts]
+    plain = all(own is not None for _, own in settings)
+    own = [*alone.parameters(), *alone.buffers(), *(child for part in parts[1:] for child in part.children())]
+    if not plain or own:
+        return None
+    return *settings, *kept, *replaced
+
+
+def _tried(alone: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(ROWS, dim, generator=generator, dtype=torch.float64, device="cpu")
-    alone = _alone(key)
     for name in ("forward", "spine"):
         run = getattr(alone, name, None)
         try:

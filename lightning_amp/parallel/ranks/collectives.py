@@ -36,7 +36,10 @@ _REDUCE_SCATTER = getattr(functional, "reduce_scatter_single", None) or function
 
 
 def wait_in_all_reduce(work: Work | None) -> None:
-    """Wait for an all-reduce that is on its way; by this function a rank is known to wait for others (faults)."""
+    """Wait for an all-reduce that is on its way; by this function a rank is known to wait for others (faults).
+
+    Until it has arrived the work holds the memory that is written to, also where an error keeps a rank from waiting.
+    """
     assert work is not None, "a rank of the group waits for it"
     work.wait()
 

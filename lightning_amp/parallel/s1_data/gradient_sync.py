@@ -199,7 +199,8 @@ class GradientSync:
         words = bytearray(len(self._parameters))
         for i, grad in grads.items():
             words[i] = REACHED if grad.layout is torch.strided else SPARSE
-        union = torch.frombuffer(words, dtype=torch.uint8).to(self._parameters[0].device)
+        # a copy: memory of Python's own is given back by whichever thread is the last to hold it
+        union = torch.frombuffer(words, dtype=torch.uint8).to(self._parameters[0].device, copy=True)
         all_reduce(union, ReduceOp.MAX, group=self._everyone)
         found = union.tolist()
         if SPARSE in found:

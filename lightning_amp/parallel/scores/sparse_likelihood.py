@@ -30,24 +30,26 @@ Inputs below float32 are computed with, and added up, in float32.
 
 Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
 Known limits: no second derivative, and no gradient of the counts; those of nonzero_counts.py. What a likelihood does
-with other numbers than those of EXAMPLES is not seen. Where it refuses counts that are no whole numbers, so does this
-one on the CPU; other devices are not waited for.
+with other numbers than those of checks/likelihood.py is not seen. Where it refuses counts that are no whole
+numbers, always or as long as torch's distributions check values, so does this one on the CPU; other devices are not
+waited for.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp._torch import negate_each, softplus_backward, times_each
+from lightning_amp._torch import negate_each, softplus_backward, times_each, values_are_checked
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.autograd.precomputed_gradients import wants_gradients
-from lightning_amp.parallel.checks.cached_check import problem_of
+from lightning_amp.parallel.checks.cached_check import found_out
+from lightning_amp.parallel.checks.likelihood import likelihood_problem, likelihood_settings
 from lightning_amp.parallel.device_settings import launches_operators, numbers_at_a_time
 from lightning_amp.parallel.scores.nonzero_counts import Entries, entries
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
@@ -58,26 +60,6 @@ LEAST_COLUMNS = 64
 """Columns of a chunk whose rows are still worth a loop."""
 EXACT = 40.0
 """From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
-RTOL = 1e-9
-CELLS = 3
-IMPOSSIBLE = 20.0, 8.0, -1000.0
-"""log_mu, log_theta and zi_logits for which exp says that a zero has no probability."""
-
-
-class _Example(NamedTuple):
-    """Counts of CELLS cells, and the first and the last number of every argument, between which the others lie."""
-
-    x: tuple[float, ...]
-    log_mu: tuple[float, float]
-    log_theta: tuple[float, float]
-    zi: tuple[float, float]
-
-
-EXAMPLES = (
-    _Example((0, 1, 0, 7, 2, 0, 0, 0, 0, 0, 3.5, 1), log_mu=(-2, 1), log_theta=(1, -2), zi=(-0.9, 0.8)),
-    _Example((1, 0, 3, 0, 0, 20, 0, 500, 4e3, 0, 0, 1e5), log_mu=(-40, 20), log_theta=(8, -8), zi=(-15, 15)),
-)
-"""A usual one, and one of numbers as far apart as training may meet: clamps, and what is added to a mean, show."""
 
 
 def sparse_likelihood(leaf: nn.Module) -> nn.Module:
@@ -87,7 +69,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
         InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
             log-probabilities of a zero-inflated negative binomial.
     """
-    problem = problem_of(leaf, _problem)
+    problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
             f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"
@@ -102,10 +84,11 @@ class SparseLikelihood(nn.Module):
 
     Args:
         least: What is added to the probability of a zero.
-        whole: Whether other counts than whole numbers from 0 are refused.
+        whole: Whether other counts than whole numbers from 0 are refused, while torch's distributions do not check
+            values, and while they do.
     """
 
-    def __init__(self, *, least: float = 0.0, whole: bool = False) -> None:
+    def __init__(self, *, least: float = 0.0, whole: tuple[bool, bool] = (False, False)) -> None:
         super().__init__()
         self.least = least
         self.whole = whole
@@ -144,7 +127,7 @@ class SparseLikelihood(nn.Module):
         Raises:
             ModelError: Some are no whole numbers from 0.
         """
-        if not self.whole or launches_operators(counts):
+        if not self.whole[values_are_checked()] or launches_operators(counts):
             return
         wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
         if len(wrong):
@@ -351,48 +334,11 @@ def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _problem(leaf: nn.Module) -> str:
-    names = sorted(leaf.state_dict())
-    if names:
-        return f"has the state {names!r}"
     ours = _like(leaf)
-    for example in EXAMPLES:
-        for rows in (1, CELLS):
-            expected = _values(ours, example, rows, whole=ours.whole)
-            try:
-                found = _values(leaf, example, rows, whole=ours.whole)
-            except Exception as error:
-                return f"fails on a small example with {error!r}"
-            for what, own, other in zip(
-                ("value", "gradient", "gradient", "gradient"), found, expected, strict=True
-            ):
-                if not torch.allclose(own, other, rtol=RTOL, atol=RTOL):
-                    return f"returns the {what} {own.tolist()!r} for an example of {other.tolist()!r}"
-    return ""
+    return likelihood_problem(leaf, ours, whole=ours.whole)
 
 
 def _like(leaf: nn.Module) -> SparseLikelihood:
-    """Ours, with the settings that two counts of a likelihood tell; `_problem` looks whether it is one."""
-    impossible = [torch.full((1, 1), value, dtype=torch.float64, device="cpu") for value in IMPOSSIBLE]
-    with torch.no_grad():
-        try:
-            least = float(leaf(torch.zeros_like(impossible[0]), *impossible).exp())
-        except Exception:
-            return SparseLikelihood()
-        try:
-            leaf(torch.full_like(impossible[0], 0.5), *impossible)
-        except ValueError:
-            return SparseLikelihood(least=float(f"{least:.12g}"), whole=True)
-    return SparseLikelihood(least=float(f"{least:.12g}"))
-
-
-def _values(leaf: nn.Module, example: _Example, rows: int, *, whole: bool) -> list[Tensor]:
-    """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
-    x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
-    x = x.ceil() if whole else x
-    given = [
-        torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1).requires_grad_()
-        for ends, n in ((example.log_mu, CELLS), (example.log_theta, rows), (example.zi, rows))
-    ]
-    with torch.enable_grad():
-        value = leaf(x, *given)
-        return [value.detach(), *torch.autograd.grad(value, given)]
+    """Ours, with the settings of a likelihood; `_problem` looks whether it is one."""
+    least, whole = found_out(leaf, likelihood_settings)
+    return SparseLikelihood(least=least, whole=whole)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, SupportsFloat, TypeAlias
 
 from lightning_amp.errors import PlanError
+from lightning_amp.quantities import is_number
 
 Numbers: TypeAlias = Iterable[SupportsFloat]
 LARGEST = 1e100
@@ -32,7 +33,7 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
             f" {'one or more' if length is None else repr(length)}: pass one for each"
         )
     for place, n in enumerate(listed):
-        if not _is_number(n, above_zero=above_zero):
+        if not (is_number(n) and 0 <= n <= LARGEST and (n > 0 or not above_zero)):
             raise PlanError(
                 f"{name}[{place}]={n!r} was asked for; allowed are numbers {'above 0' if above_zero else 'from 0'} to"
                 f" {LARGEST:g}: correct it"
@@ -54,13 +55,6 @@ def speeds_of(speeds: Any, stages: int) -> list[float]:
             f"speeds was asked for with {len(listed)!r} numbers and {stages!r} stages: pass one for every stage"
         )
     return listed[:stages]
-
-
-def _is_number(n: object, *, above_zero: bool = False) -> bool:
-    """Whether it is a number from 0 to `LARGEST`; nan is none."""
-    if isinstance(n, bool) or not isinstance(n, int | float):
-        return False
-    return (n > 0 or (n == 0 and not above_zero)) and n <= LARGEST
 
 
 def check_count(name: str, count: object) -> None:

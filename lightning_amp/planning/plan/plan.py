@@ -14,6 +14,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name
+from lightning_amp.quantities import is_number
 
 SCHEMA = 1
 
@@ -245,7 +246,7 @@ def _kinds(plan: Plan) -> Iterator[str]:
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+    return is_number(value) and 0 < value < inf
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:

@@ -19,7 +19,7 @@ from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import Request, check_request
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
-from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seconds
+from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
 
@@ -66,7 +66,7 @@ def plan(
     budget = None if device_memory is None else parse_bytes(device_memory)
     request = Request(
         diagnosis=diagnose(profile),
-        shape=_on(rates, shape or reference_shape(profile, batch_size=batch_size)),
+        shape=on_device(shape or reference_shape(profile, batch_size=batch_size), rates),
         devices=devices,
         budget=budget,
         rates=rates.on_nodes_of(node_devices),
@@ -76,13 +76,6 @@ def plan(
     asked = policy if strategies is None else "strategies"
     choice = _choose(request, asked, strategies)
     return _carried_out(request, choice, profile, asked=asked)
-
-
-def _on(rates: Rates, shape: ModelShape) -> ModelShape:
-    """The model on the device whose rates are taken: its settings are those of a GPU if that is one."""
-    if shape.decoder is None or not rates.launches:
-        return shape
-    return replace(shape, decoder=replace(shape.decoder, launched=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

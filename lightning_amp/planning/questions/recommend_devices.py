@@ -28,7 +28,7 @@ from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.paper import registered
 from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.model_seconds import rest_seconds
+from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
 
@@ -155,7 +155,7 @@ def _scales(
             data = devices // model
             if data > cells:
                 continue
-            shape = shape_of(-(-cells // data))
+            shape = on_device(shape_of(-(-cells // data)), rates)
             own, _ = registered(diagnosis, shape, devices=devices)
             rest = rest_seconds(shape, MeshShape(data=data, model=model), rates) or 0.0
             best = candidates(

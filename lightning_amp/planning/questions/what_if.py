@@ -32,6 +32,7 @@ from lightning_amp.planning.policies.paper import mapped, model_ranks_of
 from lightning_amp.planning.policies.request import Request
 from lightning_amp.planning.questions.parse_questions import Questions
 from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 from lightning_amp.progress import track
 
@@ -133,7 +134,7 @@ def to_dict(answers: Sequence[Answer]) -> dict[str, Any]:
 def _answers(
     case: Source, bin_bases: int | None, *, cells: int, budgets: Sequence[int], rates: Rates
 ) -> Iterator[Answer]:
-    shape = _shape(case, cells)
+    shape = on_device(_shape(case, cells), rates)
     for budget in budgets:
         found = candidates(shape, devices=1, budget=budget, rates=rates)
         fitting = [c for c in found if c.peak_bytes <= budget]

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.quantities import is_number
 
 SCHEMA = 1
 
@@ -54,11 +55,11 @@ class Rates:
             PlanError: A number is out of range.
         """
         rates = (self.matmul_flops, self.memory_bytes, self.attention_share)
-        if not all(_is_number(n) and n > 0 for n in rates) or not self.attention_share <= 1:
+        if not all(is_number(n) and 0 < n < inf for n in rates) or not self.attention_share <= 1:
             raise PlanError(
                 f"{self!r} was asked for; rates are above 0, and attention_share is no more than 1: correct them"
             )
-        if not (_is_number(self.overhead_seconds) and self.overhead_seconds >= 0):
+        if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
             raise PlanError(f"{self!r} was asked for; overhead_seconds is 0 or more: correct it")
         if not isinstance(self.device, str) or not self.device.strip():
             raise PlanError(f"{self!r} was asked for; device is whose rates they are, in words: correct it")
@@ -170,7 +171,7 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     Raises:
         PlanError: A time that is not above 0.
     """
-    if not all(_is_number(t) and t > 0 for t in (predicted_seconds, measured_seconds)):
+    if not all(is_number(t) and 0 < t < inf for t in (predicted_seconds, measured_seconds)):
         raise PlanError(
             f"a calibration was asked for with predicted_seconds={predicted_seconds!r} and"
             f" measured_seconds={measured_seconds!r}; both have to be above 0: measure a step again"
@@ -182,10 +183,6 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
         memory_bytes=rates.memory_bytes * faster,
         overhead_seconds=rates.overhead_seconds / faster,
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -inf < value < inf
 
 
 def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: float) -> Rates:

@@ -14,6 +14,8 @@ Known limits: S2 and nodes, which split some of it, count like any other plan; l
 Legend: B cells of a rank.
 """
 
+from dataclasses import replace
+
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.time.collectives import gradient_numbers
@@ -25,10 +27,22 @@ PASSES = 8
 KERNELS = 3000
 
 
+def on_device(shape: ModelShape, rates: Rates) -> ModelShape:
+    """The model on the device whose rates are taken, whose settings its bytes and its kernels follow from.
+
+    Every plan is made of such a shape, so that memory and time are those of one device.
+    """
+    if shape.decoder is None:
+        return shape
+    threads = 1 if rates.launches else shape.decoder.threads
+    return replace(shape, decoder=replace(shape.decoder, launched=rates.launches, threads=threads))
+
+
 def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
     """Predicted time of the decoder's part of a step, None for a model without a decoder; as `step_seconds`."""
     if shape.decoder is None:
         return None
+    assert shape.decoder.launched == rates.launches, "the shape is that on the device of the rates: on_device"
     return step_seconds(
         shape.decoder,
         axes,

@@ -4,6 +4,8 @@
     seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, views and Python
                            (`PYTHON`), its collectives (collectives.py)
     seconds of a step      those of all strata that the slowest rank has, the region's and the parameters' collectives
+    W strata side by side  sum of kernels * overhead  +  until the last of W workers is done, each with a W-th of the
+                           device: Python runs in one thread at a time, and of 3 strata a worker of two has 2
 
 Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
 add up: the roofline is taken operator by operator. Under strata parallelism a rank's strata are those that
@@ -14,8 +16,10 @@ everything stands for all. The rates come from `device_rates.py`; comparisons be
 Legend: sizes/rank_sizes.py.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heapreplace
 from itertools import pairwise
 
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -45,11 +49,6 @@ class TimedSizes(RankSizes):
     """One stratum on a rank whose device reaches `rates`."""
 
     rates: Rates = CPU_CORE
-
-    @property
-    def launched(self) -> bool:
-        """Whether the device has its kernels launched, as all have but a CPU."""
-        return self.decoder.launched or self.rates.launches
 
 
 def stratum_seconds(
@@ -89,13 +88,14 @@ def step_seconds(
     costs = stratum_seconds(
         decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
     )
+    elapsed = partial(_elapsed, costs, *_side_by_side(decoder, axes, mesh.model, cells, rates, element_bytes))
     if axes.placement == "strata":
         passing = _strata(decoder, axes, mesh.model, cells, rates, element_bytes).column(PASSING, axes)
         runs = pairwise((0, *deal(costs, mesh.model)))
         # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
-        strata = max(sum(costs[start:end]) + sum(passing[:start]) for start, end in runs)
+        strata = max(elapsed(slice(start, end)) + sum(passing[:start]) for start, end in runs)
     else:
-        strata = sum(costs)
+        strata = elapsed(slice(None))
     region = region_traffic(decoder, axes, cells=cells, ranks=mesh.model)
     return (
         strata
@@ -110,11 +110,37 @@ def _strata(
     return strata_of(TimedSizes, decoder, axes, ranks=ranks, cells=cells, element=element, rates=rates)
 
 
+def _side_by_side(
+    decoder: DecoderShape, axes: Axes, ranks: int, cells: int, rates: Rates, element: int
+) -> tuple[int, tuple[float, ...]]:
+    """Strata that a rank computes at the same time, and of every stratum the seconds that only one of them can have."""
+    workers = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).side_by_side
+    if workers == 1:
+        return 1, ()
+    strata = _strata(decoder, axes, ranks, cells, rates, element)
+    return workers, tuple(map(sum, zip(*(strata.column(term, axes) for term in OVERHEADS), strict=True)))
+
+
+def _elapsed(costs: Sequence[float], workers: int, alone: Sequence[float], own: slice) -> float:
+    """Seconds of a run of strata on a rank, given those of each by itself."""
+    if workers == 1:
+        return sum(costs[own])
+    free = [0.0] * workers
+    for cost, one_at_a_time in zip(costs[own], alone[own], strict=True):
+        # whoever is free first takes the next one, with its share of the device
+        heapreplace(free, free[0] + workers * (cost - one_at_a_time))
+    return max(free) + sum(alone[own])
+
+
 def _seconds(name: str, part: Part, s: TimedSizes, *, forwards: int = 1) -> float:
     done, rates = there_and_back(part, forwards=forwards), s.rates
     share = rates.attention_share if name == "attention" else 1.0
     products = done.flops / (share * rates.matmul_flops)
     return products + s.element * done.numbers / rates.memory_bytes + done.kernels * rates.overhead_seconds
+
+
+def _overhead_seconds(name: str, s: TimedSizes) -> float:
+    return there_and_back(PARTS[name].count(s), forwards=1 + s.recomputed).kernels * s.rates.overhead_seconds
 
 
 def _part_seconds(name: str, s: TimedSizes) -> float:
@@ -136,18 +162,18 @@ def _python_seconds(s: TimedSizes) -> float:
 IN_PYTHON: Term[TimedSizes, float] = Term(
     _python_seconds, "activations", "attention", "likelihood", of_features=False
 )
-COMPUTING: tuple[Term[TimedSizes, float], ...] = (
-    *(
+
+
+def _of_parts(count: Callable[[str, TimedSizes], float]) -> Iterator[Term[TimedSizes, float]]:
+    for name, term in PARTS.items():
         # activations say whether the forward pass is run twice
-        Term(
-            partial(_part_seconds, name),
-            *dict.fromkeys((*term.reads, "activations")),
-            of_features=term.of_features,
-        )
-        for name, term in PARTS.items()
-    ),
-    IN_PYTHON,
-)
+        reads = dict.fromkeys((*term.reads, "activations"))
+        yield Term(partial(count, name), *reads, of_features=term.of_features)
+
+
+COMPUTING = (*_of_parts(_part_seconds), IN_PYTHON)
+OVERHEADS = (*_of_parts(_overhead_seconds), IN_PYTHON)
+"""Of the same parts what passes between operators, which Python does in one thread at a time."""
 PASSING: Term[TimedSizes, float] = Term(
     lambda s: _seconds("spine", spine(s), s), "placement", of_features=False
 )

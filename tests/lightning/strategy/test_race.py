@@ -23,7 +23,7 @@ from lightning_amp.lightning.strategy import plan_run
 from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from tests.lightning.conformance.cases import Batch, Outcome, Site, Tiny, fit, trained
+from tests.lightning.conformance.cases import STEPS, Batch, Outcome, Site, Tiny, fit, trained
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -50,11 +50,16 @@ class Racing(Site):
     """A place where policy "auto" races, or does not."""
 
     race: bool = True
+    in_parts: bool = False
 
     def strategy(self) -> Any:
         if not self.strategies:
             return "auto"
-        return AMPStrategy(race=self.race, model_parallel_size=self.model_ranks)
+        return AMPStrategy(
+            race=self.race,
+            model_parallel_size=self.model_ranks,
+            save_distributed_checkpoint=self.in_parts,
+        )
 
 
 PLACED = {"S1", "S2", "S5", "nodes", "strata"}
@@ -254,6 +259,54 @@ def test_a_resumed_run_starts_with_the_plan_that_has_won(
     # a Trainer without this package reads the checkpoint too
     plain = replace(site, strategies="").trainer(max_epochs=EPOCHS + 2)
     plain.fit(Tiny(), site.loader(), ckpt_path=tmp_path / f"epoch={EPOCHS - 1}.ckpt", weights_only=False)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "a file": {},
+    "a directory": {"in_parts": True},
+    "a model axis": {"model_ranks": 2},
+}
+"""Of a run on two ranks that is resumed."""
+
+
+def resume(site: Racing, path: Path, **options: Any) -> tuple[Outcome, list[tuple[str, ...]], Plan]:
+    """Go on from a checkpoint; what was trained, the plans of the steps, and the last plan."""
+    # weights are loaded before the module is made double
+    module, seen = Tiny().double(), Seen()
+    trainer = site.trainer(max_epochs=EPOCHS + 2, callbacks=[seen], **options)
+    with known_times(lambda: trainer.strategy.plan.strategies, site.rank):
+        trainer.fit(module, site.loader(), ckpt_path=path)
+    return trained(site, module), seen.plans, seen_plan(module)
+
+
+def resumed(rank: int, ranks: int, folder: Path) -> dict[str, list[Any]]:
+    """An uninterrupted run; and for those that go on from its checkpoints what they trained, and their plans."""
+    found = {}
+    for name, place in PLACES.items():
+        site = Racing(strategies="amp", rank=rank, ranks=ranks, folder=folder / name, **place)
+        saved = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1, every_n_epochs=EPOCHS)
+        whole = run(site, max_epochs=EPOCHS + 2, callbacks=[saved], enable_checkpointing=True)
+        found[name] = [whole, *resume(site, site.folder / f"epoch={EPOCHS - 1}.ckpt")]
+    return found
+
+
+@pytest.mark.ranks
+def test_a_run_that_is_resumed_on_two_ranks_starts_with_the_plan_that_has_won(tmp_path: Path) -> None:
+    results = run_ranks(resumed, 2, tmp_path, tmp_path, timeout=120)
+    for name in PLACES:
+        for whole, again, plans, plan in (result[name] for result in results):
+            assert set(plans) == {WINNER}, name
+            assert len(plans) == 2 * STEPS
+            assert plan == results[0][name][3], "ranks have one plan"
+            assert plan.measured_step_seconds == 1.0
+            for key, value in again.items():
+                if key != "losses":
+                    torch.testing.assert_close(value, whole[key], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
+    # for other ranks it is another question
+    alone = Racing(strategies="amp", folder=tmp_path)
+    _, plans, plan = resume(alone, tmp_path / "a file" / f"epoch={EPOCHS - 1}.ckpt")
+    assert len(set(plans)) > 1
+    assert plan.mesh.data == 1
 
 
 def test_plans_that_leave_no_memory_to_spare_do_not_run(tmp_path: Path) -> None:

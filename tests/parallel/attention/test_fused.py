@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp._torch import TorchDispatchMode
+from lightning_amp._torch import TorchDispatchMode, softmax_backward
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
@@ -510,3 +510,16 @@ def test_runs_that_do_not_fit(keys: int, before: int, after: int, message: str) 
     k = torch.ones(keys, DIM)
     with pytest.raises(AssertionError, match=message):
         fused_rows(torch.ones(12 if keys > 12 else 11, DIM), k, k, window=WINDOW, before=before, after=after)
+
+
+def test_the_backward_pass_of_a_softmax_writes_only_where_numbers_follow_each_other() -> None:
+    weights = torch.randn(2, 3, 5, dtype=torch.float64).softmax(-1).requires_grad_()
+    scores = weights.detach().log().requires_grad_()
+    grad = torch.randn_like(weights)
+    (expected,) = torch.autograd.grad(scores.softmax(-1), scores, grad)
+    out = grad.clone()
+    softmax_backward(out, weights.detach(), out=out)
+    torch.testing.assert_close(out, expected)
+    # torch itself would write a wrong gradient here
+    with pytest.raises(AssertionError, match="contiguous"):
+        softmax_backward(grad, weights.detach(), out=torch.empty(2, 5, 3, dtype=torch.float64).mT)

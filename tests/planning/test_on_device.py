@@ -1,0 +1,99 @@
+"""Claim: whoever asks, memory, time and settings of a plan are those of one device: the one whose rates are taken."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
+from lightning_amp.planning.plan.specs import StreamStrata
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.questions.parse_questions import parse_questions
+from lightning_amp.planning.questions.recommend_devices import recommend_devices
+from lightning_amp.planning.questions.what_if import Source, what_if
+from lightning_amp.planning.sizes import terms
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
+from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device
+from tests.planning.profiles import hic, profile, rna
+
+DATA = profile(hic(anchors=600, strata=4), rna())
+DEVICES = {"cpu": CPU_CORE, "H100": rates_for("H100")}
+QUESTION = parse_questions(["anchors=600", "strata=4", "batch=32", "memory=24GiB"])
+
+
+def shape(cells: int = 32) -> ModelShape:
+    return reference_shape(DATA, batch_size=cells)
+
+
+def recommended(rates: Rates) -> Any:
+    return recommend_devices(DATA, shape, cells=32, budget=None, rates=rates).scales[0].best
+
+
+def asked_what_if(rates: Rates) -> Any:
+    return what_if(Source(profile=DATA, latent_dim=64), QUESTION, rates=rates)[0].auto
+
+
+def planned(rates: Rates) -> Any:
+    return plan(DATA, batch_size=32, rates=rates).candidates[0]
+
+
+ASKED: dict[str, Callable[[Rates], Any]] = {
+    "plan": planned,
+    "plan of a shape that was on the other device": lambda rates: plan(
+        DATA,
+        batch_size=32,
+        rates=rates,
+        shape=on_device(shape(), next(r for r in DEVICES.values() if r != rates)),
+    ).candidates[0],
+    "policy paper": lambda rates: plan(DATA, batch_size=32, devices=4, policy="paper", rates=rates),
+    "named strategies": lambda rates: plan(
+        DATA, batch_size=32, devices=4, strategies="S1,strata,fused,sparse,stream", rates=rates
+    ),
+    "recommend_devices": recommended,
+    "what_if": asked_what_if,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ASKED)
+def test_every_count_is_of_the_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[bool] = set()
+
+    def launched(sizes: RankSizes) -> bool:
+        seen.add(sizes.decoder.launched)
+        return sizes.decoder.launched
+
+    monkeypatch.setattr(RankSizes, "launched", property(launched))
+    # what was counted for others is remembered
+    terms.same_strata.cache_clear()
+    ASKED[name](DEVICES[device])
+    assert seen == {device != "cpu"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_questions_have_the_answer_of_the_plan(device: str) -> None:
+    rates = DEVICES[device]
+    assert recommended(rates) == asked_what_if(rates) == planned(rates)
+
+
+def test_settings_follow_the_device() -> None:
+    def cells(rates: Rates) -> list[int]:
+        made = plan(DATA, batch_size=512, strategies="S1,stream", rates=rates)
+        return [rule.spec.cells for rule in made.rules if isinstance(rule.spec, StreamStrata)]
+
+    (few,), (many,) = (cells(rates) for rates in DEVICES.values())
+    assert few < many
+
+
+def test_a_device_that_has_its_operators_launched_runs_one_stratum_at_a_time() -> None:
+    many = replace(shape(), decoder=replace(shape().decoder, threads=8))  # type: ignore[arg-type, type-var]
+    threads = [on_device(many, rates).decoder.threads for rates in DEVICES.values()]  # type: ignore[union-attr]
+    assert threads == [8, 1]
+
+
+def test_a_shape_on_another_device_has_no_time() -> None:
+    with pytest.raises(AssertionError, match="on_device"):
+        decoder_seconds(shape(), Axes(), MeshShape(data=1, model=1), DEVICES["H100"])
