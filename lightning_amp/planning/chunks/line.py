@@ -107,7 +107,7 @@ class Line:
         homes[i] = i if row.storage == i else self._home(i, homes, row.storage)
         saved, gone = label.saved, label.gone_bytes
         if self.train:
-            saved = saved | {h for s in row.saved if (h := self._home(i, homes, s)) is not None}
+            saved = saved | {h for s in row.saved for h in self._homes(i, homes, s)}
             gone += row.hidden_bytes
         peak = self._alive(homes, saved) + gone + row.forward_bytes
         if self.train and row.needs_grad:
@@ -163,6 +163,13 @@ class Line:
             return i
         shared = (k for k in self.rows[i].inputs if self.rows[k].storage == storage)
         return homes.get(next(shared, -1))
+
+    def _homes(self, i: int, homes: Mapping[int, int | None], storage: int) -> list[int]:
+        """All places of a memory that a row may have saved: views that a region hands on lie apart."""
+        if storage == i:
+            return [i]
+        shared = (k for k in self.rows[i].inputs if self.rows[k].storage == storage)
+        return [home for k in shared if (home := homes.get(k)) is not None]
 
     def _kept(self, homes: Mapping[int, int | None], saved: frozenset[int]) -> int:
         """While a backward pass comes here: what is saved, and results of the block, which may not be there yet."""
