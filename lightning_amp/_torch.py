@@ -15,16 +15,9 @@ from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
 
-<<<<<<< HEAD
-# the backward pass of a softmax in one kernel, to memory that is there
-from torch import _softmax_backward_data as softmax_backward
-from torch import nn
-
 # one operator with its schema, as the nodes of a captured graph have it
 from torch._ops import OpOverload as OpOverload
 
-=======
->>>>>>> main
 # tensors with a shape and no values: a module that is given one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 

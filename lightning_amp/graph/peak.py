@@ -124,6 +124,8 @@ def _hand_out(i: int, rows: tuple[Row, ...], waiting: dict[int, int]) -> int:
             continue
         if k in waiting:
             added += n_bytes
+            # the sum is new memory, also where what waited was a gradient that the caller holds
+            waiting[k] = max(waiting[k], n_bytes)
         else:
             # the gradient of a view is a view of the gradient: its memory is handed on
             waiting[k], own = (n_bytes, own) if n_bytes else (own, 0)

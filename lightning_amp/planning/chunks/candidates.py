@@ -7,6 +7,7 @@ its outputs are no smaller, and covers no further row above the budget. In train
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
@@ -15,6 +16,8 @@ from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.region import Region, piece_length, pieces
 
 Cost = Callable[[Region], float]
+STEP = 1.15
+"""Ratio of two lengths of a piece that are worth telling apart."""
 
 
 class Candidate:
@@ -34,6 +37,7 @@ class Candidate:
         self.before = _before(table, region)
         self._table, self._cost, self._train = table, cost, train
         self._work: dict[int, tuple[int, int]] = {}
+        self._lengths = _lengths(region.units)
         self._costs: dict[int, tuple[Region, float]] = {}
         rows = table.rows
         sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
@@ -44,24 +48,21 @@ class Candidate:
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
         """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
-        units = self.region.units
+        lengths = self._lengths
         if budget is None:
-            return units, self._peak(1, forward, backward)
+            return self.region.units, self._peak(1, forward, backward)
         if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
             return None
-        length = self._longest(budget, forward, backward)
-        return len(pieces(units, -(-units // length))), self._peak(length, forward, backward)
-
-    def _longest(self, budget: int, forward: int, backward: int) -> int:
-        """The longest piece within a budget: no longer one takes less."""
-        low, high = 1, piece_length(self.region.units, 2)
+        # no longer piece takes less
+        low, high = 0, len(lengths) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if self._peak(middle, forward, backward) <= budget:
+            if self._peak(lengths[middle], forward, backward) <= budget:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        n_chunks = len(pieces(self.region.units, -(-self.region.units // lengths[low])))
+        return n_chunks, self._peak(lengths[low], forward, backward)
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
         """The region in so many pieces, and its cost."""
@@ -115,6 +116,15 @@ def _ends(regions: Iterable[Region], table: Table, hot: set[int]) -> Iterator[Re
         if known is None or further or size < known[0]:
             least[key] = size, region.last
             yield region
+
+
+@lru_cache
+def _lengths(units: int) -> tuple[int, ...]:
+    """Lengths of a piece to choose from: of few units all, of many those some per cent apart."""
+    found = [1]
+    while found[-1] < piece_length(units, 2):
+        found.append(max(found[-1] + 1, int(found[-1] * STEP)))
+    return (*found[:-1], piece_length(units, 2)) if units > 2 else (1,)
 
 
 def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:

@@ -74,7 +74,7 @@ class _Piece:
         outputs = self._region.outputs(self._block) if train else ()
         last |= dict.fromkeys(outputs, len(self._place))
         rows = [self._input(i) for i in self._inputs] + [
-            self._row(i, last.get(i, self._place[i])) for i in self._inside
+            self._row(i, last.get(i, self._place[i]), train=train) for i in self._inside
         ]
         return Table(
             block=self._block.block, rows=tuple(rows), outputs=tuple(self._place[i] for i in outputs)
@@ -89,13 +89,15 @@ class _Piece:
         kind = PARAMETER if row.kind == PARAMETER else INPUT
         return Row(name=row.name, kind=kind, storage=self._place[i], needs_grad=row.needs_grad)
 
-    def _row(self, i: int, last_use: int) -> Row:
+    def _row(self, i: int, last_use: int, *, train: bool) -> Row:
         """A row that the region computes."""
         row, dims, part = self._old[i], self._region.dims, self._part
         if row.storage != i and self._scattered.intersection(row.inputs):
             self._scattered.add(i)
         self._homes[i] = self._home(i, row.storage)
-        copied = self._copied(row)
+        copied, passing = self._copied(row)
+        # a copy that is made of an argument is saved in its place
+        kept = copied if train and (row.saved or row.hidden_bytes) else 0
         grads = zip(row.inputs, row.grad_bytes, strict=False)
         return Row(
             name=row.name,
@@ -105,10 +107,10 @@ class _Piece:
             storage=self._homes[i],
             last_use=last_use,
             saved=tuple({self._home(i, s) for s in row.saved}),
-            hidden_bytes=self._work(row, row.hidden_bytes) + (copied if row.hidden_bytes else 0),
-            forward_bytes=self._work(row, row.forward_bytes) + copied,
+            hidden_bytes=self._work(row, row.hidden_bytes) + kept,
+            forward_bytes=self._work(row, row.forward_bytes) + passing - min(kept, passing),
             grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
-            backward_bytes=self._work(row, row.backward_bytes) + copied,
+            backward_bytes=self._work(row, row.backward_bytes) + copied - kept,
             needs_grad=row.needs_grad,
         )
 
@@ -129,15 +131,16 @@ class _Piece:
         uncut = sum(result_bytes(self._old[k]) for k in whole if self._old[k].kind != PARAMETER)
         return min(n_bytes, self._part(n_bytes) + uncut)
 
-    def _copied(self, row: Row) -> int:
-        """Bytes that a product takes in passing because a piece that it reads does not lie in one run.
+    def _copied(self, row: Row) -> tuple[int, int]:
+        """Bytes of copies, and of all that a product takes in passing, because a piece does not lie in one run.
 
-        It copies the piece; a linear layer adds its bias in a step of its own then.
+        It copies the piece where that has more than two dims; a linear layer adds its bias in a step of its own then.
         """
-        pieces = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
+        scattered = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
+        pieces = [k for k in scattered if len(self._old[k].shape) > 2]
         copied = sum(self._part(result_bytes(self._old[k])) for k in pieces)
         apart = pieces and row.op.startswith("aten.linear.") and len(row.inputs) > 2
-        return max(copied, self._part(result_bytes(row))) if apart else copied
+        return copied, max(copied, self._part(result_bytes(row))) if apart else copied
 
 
 class _Outer:
@@ -188,14 +191,16 @@ class _Outer:
         """Take over row i of the block."""
         self._place[i] = n = len(self._rows)
         inputs = tuple(self._place[k] for k in row.inputs)
-        saved = {n if s == i else self._home(row, s) for s in row.saved}
-        storage = n if row.storage == i else self._home(row, row.storage)
+        homes = {s: self._homes(row, s) for s in (*row.saved, row.storage) if s != i}
+        # views of one memory that a region hands on lie in several, of which any may be what is saved
+        saved = {h for s in row.saved for h in homes.get(s, [n])}
+        storage = n if row.storage == i else homes[row.storage][0]
         self._rows.append(replace(row, inputs=inputs, storage=storage, saved=tuple(sorted(saved)), writes=()))
 
-    def _home(self, row: Row, storage: int) -> int:
-        """Where the memory lies that a row shares with one of its arguments."""
-        shared = next(k for k in row.inputs if self._old[k].storage == storage)
-        return self._rows[self._place[shared]].storage
+    def _homes(self, row: Row, storage: int) -> list[int]:
+        """Where the memory lies that a row shares with some of its arguments."""
+        shared = (k for k in row.inputs if self._old[k].storage == storage)
+        return [self._rows[self._place[k]].storage for k in shared]
 
     def _region(self, region: Region) -> None:
         """Rows that come before the pieces, outputs, and the row that stands for all pieces."""

@@ -11,6 +11,7 @@ from the gradients that wait where nothing is cut; `choose_chunks` counts the pl
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
@@ -18,7 +19,7 @@ from lightning_amp.planning.chunks.candidates import Candidate
 from lightning_amp.planning.chunks.chunk_bytes import result_bytes
 from lightning_amp.planning.chunks.region import Region
 
-BEAM = 64
+BEAM = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,7 @@ class Label:
         homes: (row, memory it lies in) of rows that are still to be read; memory ~i is that of a region's output i.
         saved: Memory of `homes` that is kept for the backward pass.
         gone_bytes: Kept for the backward pass, and read by no row to come.
+        saved_bytes: Kept for the backward pass, in all.
         peak_bytes: Most so far.
         regions: So far.
     """
@@ -38,6 +40,7 @@ class Label:
     homes: tuple[tuple[int, int], ...] = ()
     saved: frozenset[int] = frozenset()
     gone_bytes: int = 0
+    saved_bytes: int = 0
     peak_bytes: int = 0
     regions: tuple[Region, ...] = ()
 
@@ -50,6 +53,8 @@ class Line:
         self.plain = block_bytes(table, train=train)
         """Of the block without regions."""
         self._outputs, n = table.outputs, len(table.rows)
+        self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}
+        self._size |= {~i: result_bytes(row) for i, row in enumerate(table.rows)}
         self._reads = [
             [k for k in range(p) if table.rows[k].kind == OPERATOR and table.rows[k].last_use >= p]
             for p in range(n + 1)
@@ -102,7 +107,7 @@ class Line:
         homes[i] = i if row.storage == i else self._home(i, homes, row.storage)
         saved, gone = label.saved, label.gone_bytes
         if self.train:
-            saved = saved | {h for s in row.saved if (h := self._home(i, homes, s)) is not None}
+            saved = saved | {h for s in row.saved for h in self._homes(i, homes, s)}
             gone += row.hidden_bytes
         peak = self._alive(homes, saved) + gone + row.forward_bytes
         if self.train and row.needs_grad:
@@ -147,6 +152,7 @@ class Line:
             homes=kept,
             saved=saved & held,
             gone_bytes=gone + self._bytes(saved - held),
+            saved_bytes=gone + self._bytes(saved),
             peak_bytes=max(label.peak_bytes, peak),
             regions=label.regions,
         )
@@ -157,6 +163,13 @@ class Line:
             return i
         shared = (k for k in self.rows[i].inputs if self.rows[k].storage == storage)
         return homes.get(next(shared, -1))
+
+    def _homes(self, i: int, homes: Mapping[int, int | None], storage: int) -> list[int]:
+        """All places of a memory that a row may have saved: views that a region hands on lie apart."""
+        if storage == i:
+            return [i]
+        shared = (k for k in self.rows[i].inputs if self.rows[k].storage == storage)
+        return [home for k in shared if (home := homes.get(k)) is not None]
 
     def _kept(self, homes: Mapping[int, int | None], saved: frozenset[int]) -> int:
         """While a backward pass comes here: what is saved, and results of the block, which may not be there yet."""
@@ -170,7 +183,7 @@ class Line:
         return self._bytes({home for home in homes.values() if home is not None} | saved)
 
     def _bytes(self, homes: set[int] | frozenset[int]) -> int:
-        return sum(self.rows[h].n_bytes if h >= 0 else result_bytes(self.rows[~h]) for h in homes)
+        return sum(map(self._size.__getitem__, homes))
 
     def _not_saved(self, table: Table) -> list[int]:
         """What a row's backward holds beside the results and what rows up to it have saved."""
@@ -198,5 +211,11 @@ def _best(labels: Sequence[Label], *, by_peak: bool) -> list[Label]:
     kept = sorted((x for same in found.values() for x in same), key=lambda x: (measure(x), x.gone_bytes))
     if len(kept) <= BEAM:
         return kept
-    # the cheapest, and of the others those that save least
-    return kept[: BEAM // 2] + sorted(kept[BEAM // 2 :], key=lambda x: x.gone_bytes)[: BEAM // 2]
+    # of equal behind or not: the cheapest of every amount that is saved, from the least cost to the least saved
+    least = list(accumulate((x.saved_bytes for x in kept), min, initial=kept[0].saved_bytes + 1))
+    front = [x for x, before in zip(kept, least, strict=False) if x.saved_bytes < before]
+    if len(front) >= BEAM:
+        return [front[n * (len(front) - 1) // (BEAM - 1)] for n in range(BEAM)]
+    chosen = {id(x) for x in front}
+    rest = [x for x in kept if id(x) not in chosen]
+    return sorted([*front, *rest[: BEAM - len(front)]], key=measure)

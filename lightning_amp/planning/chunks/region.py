@@ -194,12 +194,8 @@ def _matches(
 
 
 def _reads(table: Table, region: Region, own: set[int]) -> Iterator[str]:
-    """Sums are read only after the last piece, and results of several tensors neither enter cut nor leave."""
+    """Results of several tensors neither enter cut nor leave, and nothing is computed or cut in vain."""
     rows = table.rows
-    for i in sorted(own):
-        summed = set(region.sums).intersection(rows[i].inputs)
-        if summed:
-            yield f"{_name(rows, i)} reads {_name(rows, min(summed))} before all pieces are added up"
     for i, row in enumerate(rows):
         for j in row.inputs if row.op == GETITEM else ():
             if i in own and j not in own and j in region.dims:

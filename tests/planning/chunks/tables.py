@@ -83,8 +83,11 @@ class Rows:
         return n
 
 
-def random_table(seed: int, n_ops: int) -> Table:
-    """Operators on tensors [4, 6], [6, 4], [4], ...: pointwise, products, sums, transposed views, norms."""
+def random_table(seed: int, n_ops: int, *, odd: bool = False) -> Table:
+    """Operators on tensors [4, 6], [6, 4], [4], ...: pointwise, products, sums, transposed views, norms.
+
+    With `odd` also random rows, rows that change memory in place, and results of several tensors.
+    """
     draw = random.Random(seed)
     new = Rows()
     made = [new.given(4, 6), new.given(6, 4)]
@@ -98,7 +101,16 @@ def random_table(seed: int, n_ops: int) -> Table:
         kind = draw.choice(["exp", "add", "t", "matmul", "linear", "softmax", "sum", "flip", "linear", "exp"])
         same = [y for y in made if shape(y) == shape(x)]
         fitting = [y for y in made if len(shape(x)) == len(shape(y)) == 2 and shape(x)[1] == shape(y)[0]]
-        if kind == "add":
+        chance = draw.random() if odd else 1.0
+        if chance < 0.08:
+            made.append(new.pointwise(x, op="dropout", _random=True))
+        elif chance < 0.14:
+            made.append(new.op("add_", [x], shape(x), _view=True, _writes=(x,)))
+        elif chance < 0.34 and len(shape(x)) == 2 and shape(x)[1] > 2:
+            half = (shape(x)[0], shape(x)[1] // 2)
+            parts = new.op("chunk", [x], half, chunks=2, dim=-1, _view=True)
+            made += [new.op("getitem", [parts], half, _view=True) for _ in range(2)]
+        elif kind == "add":
             made.append(new.pointwise(x, draw.choice(same)))
         elif kind == "t" and len(shape(x)) == 2:
             made.append(new.op("t", [x], shape(x)[::-1], _view=True))

@@ -9,7 +9,7 @@ import pytest
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.region import Region, problem
-from tests.planning.chunks.tables import random_table
+from tests.planning.chunks.tables import Rows, random_table
 
 
 def every_region(table: Table, first: int, last: int) -> Iterator[Region]:
@@ -78,13 +78,14 @@ def alike(found: Region, other: Region) -> bool:
     return found.dims.get(found.last) == other.dims.get(other.last)
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_all_legal_regions_of_random_tables(seed: int) -> None:
+def test_all_legal_regions_of_random_tables(seed: int, odd: bool) -> None:
     """What is found is legal; what is legal is found, or a region of the same run in which more rows are cut.
 
     Where two rows cannot both be cut, only the regions are found in which the later one is.
     """
-    table = random_table(seed, 6)
+    table = random_table(seed, 6 - odd, odd=odd)
     found = find_regions(table)
     by_run: dict[tuple[int, int], list[Region]] = {}
     for region in found:
@@ -102,3 +103,32 @@ def test_all_legal_regions_of_random_tables(seed: int) -> None:
                         set(legal.before) & r.dims.keys() - set(r.before) for r in same
                     ), legal
     assert len({(r.first, r.last, tuple(sorted(r.dims.items())), r.sums) for r in found}) == len(found)
+
+
+def test_around_and_window() -> None:
+    table = random_table(3, 6)
+    every = find_regions(table)
+    assert find_regions(table, around=[6]) == tuple(r for r in every if r.first <= 6 <= r.last)
+    assert find_regions(table, around=[]) == ()
+    assert find_regions(table, window=2) == tuple(r for r in every if r.last - r.first < 2)
+
+
+def test_an_earlier_first_row_is_left_out_where_it_does_no_good() -> None:
+    """Bytes before every row: 0, 96, 96, ...; views at either end are no part of what is found."""
+    new = Rows()
+    a = new.given(4, 6)
+    for op in ("exp", "log", "exp"):
+        a = new.pointwise(a, op=op)
+    table = new.table(new.op("t", [a], (6, 4), _view=True))
+    held = [0, 0, 96, 96, 96]
+
+    def found(around: list[int], dim: int = 0) -> list[tuple[int, int]]:
+        regions = find_regions(table, around=around, held=held)
+        return [(r.first, r.last) for r in regions if r.dims[r.last] == dim]
+
+    assert len(find_regions(table)) == 2 * 10
+    assert found([3]) == [(3, 3), (1, 3)]
+    held = [96] * 5
+    assert found([1, 3]) == [(1, 1), (1, 2), (3, 3), (1, 3)]
+    held = [0, 0, 96, 96, 96]
+    assert found([2]) == [(2, 2), (1, 2), (2, 3), (1, 3)]

@@ -114,9 +114,16 @@ def test_sums_are_read_after_the_last_piece_only() -> None:
     good = region(x, total, {a: 0, b: 1, x: 0}, sums=(s, total))
     assert problem(table, good) == ""
     assert good.outputs(table) == (s, total)
-    bad = region(x, y, {a: 0, b: 1, x: 0, y: 0}, sums=(s, total))
-    assert "before all pieces are added up" in problem(table, bad) or "does not follow" in problem(table, bad)
+    # neither cut nor whole: not all pieces are added up yet
+    for dims in ({a: 0, b: 1, x: 0, y: 0}, {a: 0, b: 1, x: 0, y: 0, s: 0}):
+        assert problem(table, region(x, y, dims, sums=(s, total))) != ""
     assert "does not sum over what is cut" in problem(table, replace(good, dims={a: 1, b: 1, x: 1}))
+    new = Rows()
+    a, w = new.given(4, 6), new.given(6, 6)
+    s = new.op("matmul", [new.op("t", [a], (6, 4), _view=True), a], (6, 6))
+    y = new.op("matmul", [a, s], (4, 6))
+    both = region(s - 1, y, {a: 0, s - 1: 1, y: 0}, sums=(s,))
+    assert "does not follow" in problem(new.table(y), both)
     # a bias would be added with every piece
     new = Rows()
     a = new.given(4, 6)
