@@ -827,22 +827,6 @@ MUTANTS = [
     ),
     Mutant(
         "chunk",
-        "autocast's cache",
-        f"{P}/chunk/function.py",
-        "cache_enabled=False",
-        "cache_enabled=True",
-        CHUNK,
-    ),
-    Mutant(
-        "chunk",
-        "no autocast in the backward pass",
-        f"{P}/chunk/function.py",
-        "with torch.enable_grad(), ctx.autocast():",
-        "with torch.enable_grad():",
-        CHUNK,
-    ),
-    Mutant(
-        "chunk",
         "a second derivative",
         f"{P}/chunk/function.py",
         "        if torch.is_grad_enabled():",

@@ -225,8 +225,7 @@ def _check(output: Output, value: Tensor, place: Tensor) -> None:
 def _autocast_of(inputs: Sequence[Tensor]) -> Callable[[], Any]:
     """The autocast of this moment without its cache, to be entered again, in the backward pass too, which has none.
 
-    The cache would keep a copy of every chunk's pieces; and a copy of a parameter that was made here, without
-    gradients, would be taken outside too, where the parameter's gradient would then be lost in silence.
+    The cache would keep a copy of every chunk's pieces, and one of a parameter that was made without gradients.
     """
     kinds = sorted({tensor.device.type for tensor in inputs})
     found = [

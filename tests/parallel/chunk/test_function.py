@@ -159,7 +159,7 @@ class Tied(nn.Module):
 def test_under_autocast(make: type[nn.Module]) -> None:
     """Numbers of bfloat16: results equal eager's where nothing is summed, gradients to its rounding.
 
-    The cache of autocast may not hand a copy that was made without gradients to whoever uses a parameter later.
+    A parameter that is used inside of a region and outside of it has the gradients of both.
     """
     torch.manual_seed(0)
     block, x = make(), x_of(8, 6)
