@@ -97,7 +97,7 @@ class Merged(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = self.layer(x.flatten(0, 1)).relu()
+        flat = self.layer(x.view(x.shape[0] * x.shape[1], -1)).relu()
         return flat.view(x.shape[0], x.shape[1], 2, 2).permute(0, 2, 1, 3).reshape(x.shape[0], 2, -1)
 
 
