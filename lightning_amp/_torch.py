@@ -15,6 +15,9 @@ from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
 
+# one operator with its schema, as the nodes of a captured graph have it
+from torch._ops import OpOverload as OpOverload
+
 # tensors with a shape and no values: a module that is given one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
@@ -68,6 +71,7 @@ __all__ = [
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "PythonNode",
     "TorchDispatchMode",
     "add_each",

@@ -4,6 +4,8 @@ A dim of a result follows a dim of an argument if a piece of the result needs on
 no rule says, does not flow: a sum over a dim ends it, and so does an operator that no rule knows. It is never guessed.
 
 A dim that is split, or merged with others, follows by its outermost factor: in pieces whose number divides it.
+
+A second table of rules says which dims an operator sums over: where these are cut, results of pieces add up.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_amp.errors import ModelError
-from lightning_amp.graph.table import Dims
+from lightning_amp.graph.table import Dims, Sums
 
 Shape = tuple[int, ...]
 Follows = list[list[tuple[int, int]]]
@@ -46,7 +48,9 @@ class Call:
 
 
 Rule = Callable[[Call], Follows]
+"""Also of a sum: then every list is one group of (tensor argument, dim) that are summed over together."""
 RULES: dict[str, Rule] = {}
+SUM_RULES: dict[str, Rule] = {}
 
 
 def register_flow(*ops: str) -> Callable[[Rule], Rule]:
@@ -87,6 +91,22 @@ def dims_of(call: Call) -> Dims | None:
             f" {call.shapes!r}; one list of (argument, dim) per dim of the result is allowed"
         )
     return tuple(tuple(dim) for dim in found)
+
+
+def sums_over(*ops: str) -> Callable[[Rule], Rule]:
+    """Add the rule of what operators sum over, beside their rule of dims."""
+
+    def add(rule: Rule) -> Rule:
+        SUM_RULES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return add
+
+
+def sums_of(call: Call) -> Sums:
+    """Groups of dims that a call sums over; none where its operator has no such rule."""
+    rule = SUM_RULES.get(call.op)
+    return tuple(tuple(group) for group in rule(call)) if rule else ()
 
 
 def nothing(call: Call) -> Follows:

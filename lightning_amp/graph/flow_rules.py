@@ -11,6 +11,7 @@ from lightning_amp.graph.flow import (
     nothing,
     register_flow,
     same_but,
+    sums_over,
 )
 
 
@@ -269,3 +270,57 @@ def _parts(call: Call) -> Follows:
 def _embedding(call: Call) -> Follows:
     """Rows follow the indices, columns the table's."""
     return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]
+
+
+@sums_over("sum")
+def _sum(call: Call) -> Follows:
+    """Each dim that is gone."""
+    asked = call.arguments.get("dim")
+    rank = len(call.shapes[0])
+    return [[(0, d % rank)] for d in ([asked] if isinstance(asked, int) else asked or range(rank))]
+
+
+@sums_over("matmul", "mm", "bmm")
+def _sum_of_products(call: Call) -> Follows:
+    """Columns of the first with rows of the second; what addmm adds would be added with every piece."""
+    a, b = call.shapes[:2]
+    return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
+
+
+@sums_over("linear")
+def _sum_of_features(call: Call) -> Follows:
+    """Features of the input with the weight's columns; a bias would be added with every piece."""
+    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
+
+
+@sums_over("conv1d", "conv2d", "conv3d", "convolution")
+def _sum_of_channels(call: Call) -> Follows:
+    """Channels of the input with those of the weight, without a bias."""
+    alone = len(call.shapes) == 2 and call.arguments.get("groups", 1) == 1
+    return [[(0, 1), (1, 1)]] if alone and not call.arguments.get("transposed", False) else []
+
+
+@sums_over("einsum")
+def _sum_of_letters(call: Call) -> Follows:
+    """A letter that the result lacks, in all arguments; a dim of size 1 is broadcast."""
+    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
+    if not arrow or "." in left:
+        return []
+    places: dict[str, list[tuple[int, int]]] = {}
+    for k, part in enumerate(left.split(",")):
+        for d, letter in enumerate(part):
+            if letter not in right and call.shapes[k][d] != 1:
+                places.setdefault(letter, []).append((k, d))
+    return list(places.values())
+
+
+@sums_over("mse_loss", "cross_entropy_loss")
+def _sum_of_losses(call: Call) -> Follows:
+    """With reduction="sum" only: a mean has a weight for every piece."""
+    if call.arguments.get("reduction") != 2:
+        return []
+    a, b = call.shapes[:2]
+    if call.op == "mse_loss":
+        return [[(0, d), (1, d)] for d in range(len(a))] if a == b else []
+    # logits [row, class, ...] with classes [row, ...]; with probabilities in their place both have the dim of classes
+    return [[(0, d), (1, d - (d > 0 and len(a) > len(b)))] for d in range(len(a)) if d != 1 and len(a) > 1]

@@ -24,11 +24,13 @@ class BlockBytes:
         forward: While each row's operator runs.
         backward: While each row's backward runs, by the row's place in the table.
         saved_bytes: Alive between the two passes, results of the block included.
+        waiting: Of `backward`, gradients that later rows have made and that still wait.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     saved_bytes: int
+    waiting: tuple[int, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -36,13 +38,16 @@ class BlockBytes:
         return max((*self.forward, *self.backward), default=0)
 
 
-def block_bytes(table: Table, *, train: bool = True) -> BlockBytes:
-    """Count a block; without `train` nothing is saved and there is no backward pass."""
+def block_bytes(table: Table, *, train: bool = True, gradients_of_arguments: bool = True) -> BlockBytes:
+    """Count a block; without `train` nothing is saved and there is no backward pass.
+
+    Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.
+    """
     saved_until = _saved_until(table) if train else {}
     forward, held = _forward(table, saved_until, train=train)
     saved = sum(held.values()) + (sum(row.hidden_bytes for row in table.rows) if train else 0)
-    backward = _backward(table, saved_until, held) if train else ()
-    return BlockBytes(forward=forward, backward=backward, saved_bytes=saved)
+    backward, waiting = _backward(table, saved_until, held, gradients_of_arguments) if train else ((), ())
+    return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)
 
 
 def _saved_until(table: Table) -> dict[int, int]:
@@ -75,25 +80,39 @@ def _last_use(table: Table) -> dict[int, int]:
     return last
 
 
-def _backward(table: Table, saved: dict[int, int], held: dict[int, int]) -> tuple[int, ...]:
+def _backward(
+    table: Table, saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     rows, kept = table.rows, dict(held)
+    complete = {} if gradients_of_arguments else _arguments_by_first_reader(rows)
     hidden = sum(row.hidden_bytes for row in rows)
     results = {rows[k].storage for k in table.outputs}
     # the caller holds the results' gradients and may drop the results
     waiting: dict[int, int] = {}
-    found = [0] * len(rows)
+    found, waits = [0] * len(rows), [0] * len(rows)
     for i in range(len(rows) - 1, -1, -1):
-        row = rows[i]
+        row, waits[i] = rows[i], sum(waiting.values())
         if row.kind != OPERATOR:
             continue
         if row.needs_grad:
             added = _hand_out(i, rows, waiting)
             found[i] = sum(kept.values()) + hidden + sum(waiting.values()) + added + row.backward_bytes
-        waiting.pop(i, None)
+        for k in (i, *complete.get(i, ())):
+            waiting.pop(k, None)
         hidden -= row.hidden_bytes
         for storage in [k for k, first in saved.items() if first == i and k in kept and k not in results]:
             del kept[storage]
-    return tuple(found)
+    return tuple(found), tuple(waits)
+
+
+def _arguments_by_first_reader(rows: tuple[Row, ...]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for i, row in enumerate(rows):
+        new = {k for k in row.inputs if rows[k].kind != OPERATOR} - seen
+        seen |= new
+        found[i] = sorted(new)
+    return found
 
 
 def _hand_out(i: int, rows: tuple[Row, ...], waiting: dict[int, int]) -> int:
@@ -105,6 +124,8 @@ def _hand_out(i: int, rows: tuple[Row, ...], waiting: dict[int, int]) -> int:
             continue
         if k in waiting:
             added += n_bytes
+            # the sum is new memory, also where what waited was a gradient that the caller holds
+            waiting[k] = max(waiting[k], n_bytes)
         else:
             # the gradient of a view is a view of the gradient: its memory is handed on
             waiting[k], own = (n_bytes, own) if n_bytes else (own, 0)

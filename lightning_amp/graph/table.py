@@ -9,6 +9,8 @@ from typing import Any
 INPUT, PARAMETER, OPERATOR = "input", "parameter", "operator"
 Dims = tuple[tuple[tuple[int, int], ...], ...]
 """For every dim of a result, the (argument, dim of it) that it follows; () for a dim that follows none."""
+Sums = tuple[tuple[tuple[int, int], ...], ...]
+"""Groups of (argument, dim of it): pieces of all of a group, cut alike, have results that add up to the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,9 @@ class Row:
             the latter are let go of before the gradients are made.
         needs_grad: Whether its result has a gradient.
         dims: What its result's dims follow; None where its operator has no rule, which ends every flow.
+        sums: Dims of its arguments that it sums over.
+        writes: Rows whose memory it changes in place, running statistics included.
+        random: Whether it draws random numbers.
     """
 
     name: str
@@ -53,6 +58,9 @@ class Row:
     backward_bytes: int = 0
     needs_grad: bool = False
     dims: Dims | None = None
+    sums: Sums = ()
+    writes: tuple[int, ...] = ()
+    random: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

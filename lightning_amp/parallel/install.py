@@ -20,6 +20,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
+from lightning_amp.parallel.chunk.in_chunks import chunk_block
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import is_decomposed
@@ -77,6 +78,7 @@ TECHNIQUES: dict[type, Technique] = {
     specs.VertexParallel: Technique(share_vertices, needs_mesh=True),
     specs.RecomputeStrata: Technique(recompute_strata, on_decoder=True),
     specs.RecomputeBlock: Technique(recompute_block),
+    specs.ChunkBlock: Technique(chunk_block),
     specs.StreamStrata: Technique(stream_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
     specs.PipelineStages: Technique(pipeline_stages, needs_mesh=True),

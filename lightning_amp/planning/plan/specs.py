@@ -133,6 +133,18 @@ class RecomputeBlock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkBlock:
+    """Parts of a block of any module run in chunks, in both passes.
+
+    Attributes:
+        budget_bytes: Most bytes that the block may take beyond its arguments and parameters: in training those of its
+            forward and backward pass with what is kept between them, else those of its forward pass.
+    """
+
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamStrata:
     """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice.
 

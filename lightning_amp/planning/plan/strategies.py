@@ -203,6 +203,11 @@ STRATEGIES: dict[str, StrategyInfo] = {
         targets=lambda shape: [(fqn, specs.FullyShard()) for fqn in (*shape.blocks, "")],
         data_axis=True,
     ),
+    "chunk": StrategyInfo(
+        title="chunks of any block",
+        shrinks="inner tensors of a block to those of one chunk",
+        specs=(specs.ChunkBlock,),
+    ),
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"

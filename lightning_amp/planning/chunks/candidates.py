@@ -1,0 +1,139 @@
+"""Regions that are worth choosing from, with what the choice reads of them.
+
+Rows above the budget are the paper's peak nodes: a region has at least one. It is left out if a shorter one does the
+same: if it begins earlier than another, though no fewer bytes are alive there (`find_regions`), or ends later, though
+its outputs are no smaller, and covers no further row above the budget. In training every row that saves counts as one.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.table import OPERATOR, Table
+from lightning_amp.planning.chunks.chunk_bytes import NARROW, piece_table, result_bytes
+from lightning_amp.planning.chunks.find_regions import find_regions
+from lightning_amp.planning.chunks.region import Region, piece_length, pieces
+
+Cost = Callable[[Region], float]
+STEP = 1.15
+"""Ratio of two lengths of a piece that are worth telling apart."""
+
+
+class Candidate:
+    """A region, and its bytes and cost in any number of pieces.
+
+    Attributes:
+        region: In the most pieces.
+        inputs: Rows that it reads.
+        outputs: Rows that it hands on.
+        before: Rows computed before the pieces, with the rows that are still to be read after each.
+        learns: Whether it has a backward pass.
+        gradient_bytes: While its backward runs: gradients that wait, and those of its inputs.
+    """
+
+    def __init__(self, table: Table, region: Region, cost: Cost, plain: BlockBytes, *, train: bool) -> None:
+        self.region, self.inputs, self.outputs = region, region.inputs(table), region.outputs(table)
+        self.before = _before(table, region)
+        self._table, self._cost, self._train = table, cost, train
+        self._work: dict[int, tuple[int, int]] = {}
+        self._lengths = _lengths(region.units)
+        self._costs: dict[int, tuple[Region, float]] = {}
+        rows = table.rows
+        sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
+        self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
+        self.learns = train and any(rows[i].needs_grad for i in self.outputs)
+        grads = sum(result_bytes(rows[i]) for i in self.inputs if rows[i].needs_grad)
+        self.gradient_bytes = plain.waiting[region.last] + grads if self.learns else 0
+
+    def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
+        """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
+        lengths = self._lengths
+        if budget is None:
+            return self.region.units, self._peak(1, forward, backward)
+        if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
+            return None
+        # no longer piece takes less
+        low, high = 0, len(lengths) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._peak(lengths[middle], forward, backward) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        n_chunks = len(pieces(self.region.units, -(-self.region.units // lengths[low])))
+        return n_chunks, self._peak(lengths[low], forward, backward)
+
+    def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
+        """The region in so many pieces, and its cost."""
+        if n_chunks not in self._costs:
+            region = replace(self.region, n_chunks=n_chunks)
+            self._costs[n_chunks] = region, self._cost(region)
+        return self._costs[n_chunks]
+
+    def _peak(self, length: int, forward: int, backward: int) -> int:
+        """Beside so many bytes, with pieces of so many units."""
+        if length not in self._work:
+            self._work[length] = self._of_piece(
+                replace(self.region, n_chunks=-(-self.region.units // length))
+            )
+        there, back = self._work[length]
+        return max(forward + there, backward + back)
+
+    def _of_piece(self, region: Region) -> tuple[int, int]:
+        once = block_bytes(piece_table(self._table, region), train=False).peak_bytes + self._wide_bytes
+        if not self.learns:
+            return once, 0
+        piece = piece_table(self._table, region, train=True)
+        return once, block_bytes(piece, gradients_of_arguments=False).peak_bytes
+
+
+def find_candidates(
+    table: Table, hot: Collection[int], held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
+) -> list[Candidate]:
+    """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous.
+
+    Args:
+        table: A captured block.
+        hot: Rows above the budget.
+        held: Bytes alive just before a row, without regions.
+        cost: Of a region.
+        plain: Bytes of the block without regions.
+        train: Whether there is a backward pass.
+    """
+    regions = find_regions(table, around=hot, held=held)
+    return [Candidate(table, region, cost, plain, train=train) for region in _ends(regions, table, set(hot))]
+
+
+def _ends(regions: Iterable[Region], table: Table, hot: set[int]) -> Iterator[Region]:
+    """Without those that end later than another of the same first row and dim, and are no better."""
+    least: dict[tuple[int, int | None], tuple[int, int]] = {}
+    for region in sorted(regions, key=lambda region: region.last):
+        key = region.first, region.dims.get(region.first)
+        size = sum(result_bytes(table.rows[i]) for i in region.outputs(table))
+        known = least.get(key)
+        further = known is None or any(i in hot for i in range(known[1] + 1, region.last + 1))
+        if known is None or further or size < known[0]:
+            least[key] = size, region.last
+            yield region
+
+
+@lru_cache
+def _lengths(units: int) -> tuple[int, ...]:
+    """Lengths of a piece to choose from: of few units all, of many those some per cent apart."""
+    found = [1]
+    while found[-1] < piece_length(units, 2):
+        found.append(max(found[-1] + 1, int(found[-1] * STEP)))
+    return (*found[:-1], piece_length(units, 2)) if units > 2 else (1,)
+
+
+def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:
+    """Rows computed before the pieces, each with the rows that are read after it."""
+    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, list[int]]]()
+    there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
+    for n, i in enumerate(region.before):
+        there.append(i)
+        later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
+        needed = [k for k in there if k in later or k in inputs or rows[k].last_use > region.last]
+        found.append((i, needed))
+    return found

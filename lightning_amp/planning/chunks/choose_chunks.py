@@ -1,0 +1,115 @@
+"""The regions of a block to compute piece by piece under a budget, and in how many pieces: those that cost least.
+
+    auto    seconds at measured rates (piece_seconds.py)
+    paper   AutoChunk's macro and micro cost, Equations 8 to 10 (paper_cost.py)
+
+Both hold the same budget: the peak of the block's live bytes beyond its arguments and parameters, of forward and
+backward pass, by chunk_bytes.py. The same table, budget and rates get the same plan.
+"""
+
+from lightning_amp.errors import PlanError
+from lightning_amp.graph.table import Table
+from lightning_amp.planning.chunks.candidates import Candidate, Cost, find_candidates
+from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
+from lightning_amp.planning.chunks.line import Label, Line
+from lightning_amp.planning.chunks.paper_cost import paper_cost
+from lightning_amp.planning.chunks.piece_seconds import Seconds
+from lightning_amp.planning.chunks.region import ChunkPlan
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+
+POLICIES = ("auto", "paper")
+
+
+class OverBudget(PlanError):
+    """A budget that no plan meets.
+
+    Attributes:
+        least_bytes: Peak of the plan that takes the least.
+    """
+
+    def __init__(self, text: str, least_bytes: int) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
+
+
+def choose_chunks(
+    table: Table,
+    budget_bytes: int,
+    *,
+    train: bool = False,
+    policy: str = "auto",
+    rates: Rates = CPU_CORE,
+) -> ChunkPlan:
+    """The plan of the least cost whose peak is within a budget; nothing is cut where the block fits as it is.
+
+    Args:
+        table: A captured block; for inference captured without gradients.
+        budget_bytes: For all that lives beyond arguments and parameters, results included.
+        train: Whether a backward pass follows: regions save their inputs, and compute their rows again.
+        policy: What is made small, "auto" or "paper".
+        rates: Of the device.
+
+    Raises:
+        OverBudget: The budget cannot be met; the least that can is named.
+        PlanError: Another policy was asked for.
+    """
+    if policy not in POLICIES:
+        raise PlanError(f"policy={policy!r} was asked for; allowed are {POLICIES!r}")
+    line, seconds = Line(table, train=train), Seconds(table, rates, train=train)
+    if line.plain.peak_bytes <= budget_bytes:
+        return _plan(table, Label(), line, seconds)
+    cost: Cost = seconds.extra if policy == "auto" else lambda region: paper_cost(table, region)
+    found = _within(table, line, seconds, cost, budget_bytes)
+    if found is not None:
+        return found
+    least = _plan(table, _least(table, line, cost), line, seconds)
+    if least.peak_bytes <= budget_bytes:
+        return least
+    raise OverBudget(
+        f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
+        f" {least.whole_bytes!r} as it is and {least.peak_bytes!r} at least, in pieces; allow that much",
+        least.peak_bytes,
+    )
+
+
+def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes: int) -> ChunkPlan | None:
+    """The plan of the least cost; None if none is found."""
+    candidates, aim = _candidates(table, line, cost, budget_bytes), budget_bytes
+    while True:
+        label = line.search(candidates, aim)
+        if label is None:
+            return None
+        plan = _plan(table, label, line, seconds)
+        if plan.peak_bytes <= budget_bytes:
+            return plan
+        # the line's bytes of a backward pass are not exact: aim as much lower as it went wrong
+        aim -= plan.peak_bytes - budget_bytes
+
+
+def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:
+    """Regions that lower the bytes of a row above a budget."""
+    above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
+    saving = {i for i, row in enumerate(table.rows) if row.saved or row.hidden_bytes} if line.train else set()
+    hot = sorted(above | saving)
+    return find_candidates(table, hot, line.held(), cost, line.plain, train=line.train)
+
+
+def _least(table: Table, line: Line, cost: Cost) -> Label:
+    """The plan of the least peak: that of the rows above a guess, until no row between the two is left."""
+    guess = line.plain.peak_bytes // 2
+    while True:
+        found = line.search(_candidates(table, line, cost, guess), None)
+        assert found is not None, "computing everything whole is always possible"
+        if found.peak_bytes > guess:
+            return found
+        guess = found.peak_bytes - 1
+
+
+def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan:
+    return ChunkPlan(
+        regions=label.regions,
+        peak_bytes=chunk_bytes(table, label.regions, train=line.train).peak_bytes,
+        seconds=seconds.of(label.regions),
+        whole_bytes=line.plain.peak_bytes,
+        whole_seconds=seconds.whole,
+    )
