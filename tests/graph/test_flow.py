@@ -102,6 +102,39 @@ def test_every_flow_of_the_eight_modules(name: str) -> None:
         assert checked > 0
 
 
+@pytest.mark.parametrize(
+    ("function", "args", "groups"),
+    [
+        (lambda x: x.sum(1), (0,), 1),
+        (lambda x: x.sum(), (0,), 3),
+        (lambda x, y: torch.bmm(x, y), (0, 1), 1),
+        (lambda x, w: F.linear(x, w), (0, 3), 1),
+        (lambda x, w, b: F.linear(x, w, b), (0, 3, 4), 0),
+        (lambda x, y: torch.einsum("bij,bjk->ik", x, y), (0, 1), 2),
+        (lambda x, w: F.conv1d(x, w), (0, 5), 1),
+        (lambda x, z: F.mse_loss(x, z, reduction="sum"), (0, 0), 3),
+        (lambda x, z: F.mse_loss(x, z), (0, 0), 0),
+        (lambda x, t: F.cross_entropy(x, t, reduction="sum"), (0, 6), 2),
+        (lambda x, t: F.cross_entropy(x, t), (0, 6), 0),
+    ],
+)
+def test_results_of_pieces_add_up_where_a_rule_says_so(function: Any, args: Any, groups: int) -> None:
+    given = [
+        [X, Y, S, torch.randn(2, 8), torch.randn(2), torch.randn(2, 6, 3), torch.randint(6, (4, 8))][k]
+        for k in args
+    ]
+    row = build_table(Captures().of(Op(function), given, {})).rows[-1]
+    assert len(row.sums) == groups
+    for group in row.sums:
+        parts = []
+        for half in range(2):
+            pieces = list(given)
+            for k, d in group:
+                pieces[k] = pieces[k].chunk(2, d)[half]
+            parts.append(function(*pieces))
+        torch.testing.assert_close(sum(parts), function(*given), rtol=1e-4, atol=1e-4)
+
+
 X, Y, S = torch.randn(4, 6, 8), torch.randn(4, 8, 2), torch.randn(4, 4)
 
 
