@@ -66,6 +66,7 @@ attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 __all__ = [
+    "FLASH_ATTENTION",
     "AnyBatchNorm",
     "AnyDropout",
     "FakeStore",
@@ -106,6 +107,14 @@ __all__ = [
     "values_are_checked",
     "whole_of",
 ]
+
+# flash attention of a CPU, forward and backward, and the operator of CUDA that computes the same
+FLASH_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 # x where another tensor is above a threshold, else 0, in one kernel
 past_threshold = torch.ops.aten.threshold_backward.default

@@ -54,7 +54,7 @@ CHUNK, BUDGET = "tests/parallel/chunk/test_function.py", "tests/parallel/chunk/t
 CHUNKS, PIECES = "lightning_amp/planning/chunks", "tests/planning/chunks"
 SEARCH = f"{PIECES}/test_region.py {PIECES}/test_find_regions.py"
 CHOOSE = f"{PIECES}/test_chunk_bytes.py {PIECES}/test_choose_chunks.py"
-EXACT = f"{PIECES}/test_pieces_are_exact.py"
+EXACT = "tests/graph/test_pieces_are_exact.py"
 
 MUTANTS = [
     Mutant(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from lightning_amp._torch import FakeTensor, autograd_node, autograd_order, tree_leaves
+from lightning_amp._torch import FLASH_ATTENTION, FakeTensor, autograd_node, autograd_order, tree_leaves
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of
@@ -27,12 +27,7 @@ from lightning_amp.footprint.summarize import FORWARD, Life
 
 FLOPS = {
     # torch counts these of GPUs only
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
+    **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
 }
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -33,6 +32,7 @@ from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, le
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
+from lightning_amp.random_streams import isolated_random_streams
 
 R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"
@@ -164,7 +164,7 @@ def _run(
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with _quiet(), _isolated_random(cuda=device.type == "cuda"), _as_written(module), _alone(), counter:
+    with _quiet(), isolated_random_streams(), _as_written(module), _alone(), counter:
         trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
@@ -345,16 +345,6 @@ class _Count(Callback):
         if self._counting:
             self.recorder.hold_gradients()
             self.recorder.optimising = True
-
-
-@contextmanager
-def _isolated_random(*, cuda: bool) -> Iterator[None]:
-    """Random streams go on as if nothing had been drawn, also after an error, which Lightning's own does not see to."""
-    states = _collect_rng_states(include_cuda=cuda)
-    try:
-        yield
-    finally:
-        _set_rng_states(states)
 
 
 @contextmanager

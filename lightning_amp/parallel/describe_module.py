@@ -41,8 +41,9 @@ def describe(
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
         vertices=None if decoder is None else _vertices(module, decoder),
         batch_norms=has_batch_norms(module),
-        blocks=tuple(find_units(module)),
-        block_list=longest_list(module),
+        # a decoder's strata have techniques of their own
+        blocks=() if decoder else tuple(find_units(module)),
+        block_list=None if decoder else longest_list(module),
     )
 
 

@@ -221,10 +221,11 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_module_without_a_decoder_has_no_predicted_activations(data_dir: Path) -> None:
+def test_a_module_without_a_decoder_is_predicted_by_its_profile(data_dir: Path) -> None:
     strategy = AMPStrategy(data_dir=data_dir)
     trainer = Trainer(**QUIET, accelerator="cpu", devices=1, max_epochs=1, strategy=strategy)
     trainer.fit(Plain(), torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4))
     assert strategy.plan is not None
-    assert (strategy.plan.signals, strategy.plan.strata_bytes, strategy.plan.fits) == ((), (), None)
+    assert (strategy.plan.strata_bytes, strategy.plan.fits) == ((), True)
+    assert strategy.plan.diagnosis is not None
     assert strategy.plan.batch_size == 4

@@ -22,13 +22,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torchmetrics import Metric
 
 from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.steps.race_of_plans import largest
+from lightning_amp.random_streams import random_streams, set_random_streams
 
 TIMES = 3
 """Plans that are tried in a fit, after the first."""
@@ -151,7 +151,7 @@ class _Undo:
 
     def __init__(self, module: pl.LightningModule, loop: Any) -> None:
         self._module, self._loop = module, loop
-        self._random = _collect_rng_states()
+        self._random = random_streams()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self._results = module.trainer.fit_loop.epoch_loop._results
         self._logged = set(self._results)
@@ -169,7 +169,7 @@ class _Undo:
         for name in set(self._results) - self._logged:
             del self._results[name]
         self._loop.optim_progress.load_state_dict(self._progress)
-        _set_rng_states(self._random)
+        set_random_streams(self._random)
 
 
 def _state(metric: Metric) -> dict[str, Any]:

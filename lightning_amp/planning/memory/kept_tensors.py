@@ -86,16 +86,34 @@ def statistic_terms(s: RankSizes) -> Terms:
     return terms
 
 
-def kernel_tables(s: RankSizes) -> int:
-    """Numbers that attention in torch's kernels makes once and keeps as long as the process lives.
+def table_numbers(s: RankSizes) -> int:
+    """Numbers that attention makes once and keeps as long as the process lives: masks, and factors of the rotation."""
+    if s.in_kernels:
+        return _kernel_tables(s)
+    # small ones on a CPU: a row for every position in a bucket, and one for every bucket
+    return _product_tables(s) if s.fused and s.launched else 0
 
-    Masks of the buckets at the ends and of the others, and the factors of the rotation, there and back.
-    """
+
+def _kernel_tables(s: RankSizes) -> int:
+    """Of torch's kernels: masks of the buckets at the ends and of the others, and the factors, there and back."""
     w, a, runs = s.decoder.window, s.attended, {run for run in s.kernel_calls if run.rows}
     turned = [run.rows + run.keys for run in runs]
     parts = sum(n * w if turned_at_once(n * w, dim=a, launched=s.launched) else n for n in turned)
     places = max((max(run.keys, run.before + run.rows + 1) for run in runs), default=0)
     return w * 5 * w + 2 * (w + places + parts) * a
+
+
+def _product_tables(s: RankSizes) -> int:
+    """Of products: the factors of the keys, some buckets at a time, and of the rows of every run, there and back."""
+    w, a = s.decoder.window, s.attended
+    found = set[tuple[int, int, int]]()
+    for band in s.bands:
+        places, most = band.n_key_buckets + sum(band.around), band.largest + sum(band.around)
+        found |= {(places, first, min(most, places - first)) for first in range(0, places, most)}
+        found |= {(places, run.place + band.around[0] + 1, run.n_buckets) for run in band.runs}
+    whole = [n for _, _, n in found if turned_at_once(n * w, dim=a, launched=True)]
+    between = sum(places + 1 for places in {places for places, _, _ in found})
+    return 2 * a * (w * bool(found) + between + w * sum(whole))
 
 
 def _rows(s: RankSizes) -> int:

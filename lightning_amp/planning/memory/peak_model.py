@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from math import isqrt
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.kept_tensors import kernel_tables, latent_terms
+from lightning_amp.planning.memory.kept_tensors import latent_terms, table_numbers
 from lightning_amp.planning.memory.temporaries import (
     CELLS,
     KEY,
@@ -241,9 +241,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         beside_bytes=_beside(sizes, found),
         region_bytes=region,
         edge_bytes=shape.edge_bytes,
-        tables_bytes=shape.element_bytes * kernel_tables(sizes)
-        if sizes is not None and sizes.in_kernels
-        else 0,
+        tables_bytes=0 if sizes is None else shape.element_bytes * table_numbers(sizes),
         tables_from=_first_key(shape, axes),
     )
 

@@ -19,7 +19,7 @@ from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.region import Region, pieces
 from tests.any_module import NAMES
 from tests.graph.calls import calls_of
-from tests.planning.chunks.run_pieces import Runner
+from tests.graph.run_pieces import Runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
