@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "gpu.md"
 ANCHORS = (600, 1000, 2000, 2700, 5400, 10800, 16200, 27000)
 CELLS = (8, 64, 256)
 STRATA, DIM, WINDOW = 32, 128, 640
-TECHNIQUES = ("S4", "fused", "sparse", "stream", "recompute")
+TECHNIQUES = ("S4", "fused", "sdpa", "sparse", "stream", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

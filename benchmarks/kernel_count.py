@@ -5,15 +5,14 @@
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
-entries, as the data module hands them out. In the last row fused attention is that of torch's kernels, `sdpa`. What the
-words mean: lightning_amp/simulation/count_operators.py.
+entries, as the data module hands them out. What the words mean: lightning_amp/simulation/count_operators.py.
 `--write` puts the counts into docs/gpu.md.
 """
 
 import argparse
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from benchmarks.page import ROOT, write_part
 from benchmarks.page import table as markdown
@@ -21,11 +20,8 @@ from benchmarks.side_by_side.cases import OURS, Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.parallel.attention.fused import Kernel
 from lightning_amp.parallel.device_settings import settings_of
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import FusedAttention
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 from lightning_amp.simulation.count_operators import OperatorCounter
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128
@@ -33,11 +29,17 @@ CELLS = (8, 256)
 STRATA = (2, 4)
 """Of the two decoders; the first stratum has no key, and is in both."""
 HEADER = ["plan", "cells", "kernels", "operators", "views", "host syncs", "kernels by module"]
-CHOICES: tuple[tuple[tuple[str, ...], Kernel], ...] = (
-    *((chosen, "products") for chosen in ((), ("S4",), ("fused",), ("sparse",), ("stream",), OURS)),
-    (OURS, "sdpa"),
+CHOICES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("S4",),
+    ("fused",),
+    ("sdpa",),
+    ("sparse",),
+    ("stream",),
+    OURS,
+    ("S4", "sdpa", "sparse", "stream"),
 )
-"""Strategies, and the kernel of fused attention."""
+"""Strategies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,6 @@ class Count:
         window: Anchors in a bucket of attention.
         cells: B.
         strategies: The plan's, beside S1.
-        attention: The kernel of fused attention; says nothing where that is not in the plan.
         kernels_per_stratum: Operators that make or change a tensor.
         operators_per_stratum: All operators.
         views: Operators of a stratum that make and change nothing.
@@ -62,7 +63,6 @@ class Count:
     window: int
     cells: int
     strategies: tuple[str, ...]
-    attention: Kernel
     kernels_per_stratum: float
     operators_per_stratum: float
     views: float
@@ -79,7 +79,6 @@ def count(
     window: int,
     dim: int,
     device_type: str,
-    attention: Kernel = "products",
 ) -> Count:
     """What one more stratum costs."""
     few, many = (
@@ -87,7 +86,6 @@ def count(
             Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window),
             strategies,
             device_type,
-            attention,
         )
         for k in STRATA
     )
@@ -100,7 +98,6 @@ def count(
         window=window,
         cells=cells,
         strategies=strategies,
-        attention=attention,
         kernels_per_stratum=kernels,
         operators_per_stratum=operators,
         views=operators - kernels,
@@ -110,12 +107,12 @@ def count(
     )
 
 
-def _step(size: Size, strategies: tuple[str, ...], device_type: str, attention: Kernel) -> OperatorCounter:
+def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> OperatorCounter:
     """The operators of a decoder's second step."""
     case = Case(size=size, method=Method(name="", strategies=strategies), threads=1)
     with settings_of(device_type):
         plan = plan_of(case, launched=device_type != "cpu")
-        training = Training(case, plan if attention == "products" else _with_kernel(plan, attention), None)
+        training = Training(case, plan, None)
         if "sparse" in strategies:
             training.batch["x"] = SparseCounts.from_dense(training.batch["x"])
         training.step()
@@ -126,16 +123,6 @@ def _step(size: Size, strategies: tuple[str, ...], device_type: str, attention: 
         with OperatorCounter() as counter:
             training.module(**training.batch).backward()
     return counter
-
-
-def _with_kernel(plan: Plan, kernel: Kernel) -> Plan:
-    """As in a plan file in which the kernel of fused attention was set."""
-    specs = [
-        replace(rule.spec, keep=False, kernel=kernel) if isinstance(rule.spec, FusedAttention) else rule.spec
-        for rule in plan.rules
-    ]
-    rules = zip(plan.rules, specs, strict=True)
-    return replace(plan, rules=tuple(replace(rule, spec=spec) for rule, spec in rules))
 
 
 def main() -> None:
@@ -152,11 +139,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the counts into docs/gpu.md")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
-    found = [
-        count(chosen, cells=cells, attention=kernel, **sizes)
-        for cells in arguments.cells
-        for chosen, kernel in CHOICES
-    ]
+    found = [count(chosen, cells=cells, **sizes) for cells in arguments.cells for chosen in CHOICES]
     if arguments.format == "json":
         print(json.dumps([asdict(one) for one in found], indent=2))
         return
@@ -173,8 +156,7 @@ def main() -> None:
 
 
 def _name(count: Count) -> str:
-    kernel = "" if count.attention == "products" else f" ({count.attention})"
-    return (",".join(count.strategies) or "eager") + kernel
+    return ",".join(count.strategies) or "eager"
 
 
 def _row(one: Count) -> list[str]:

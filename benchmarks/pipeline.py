@@ -1,4 +1,4 @@
-"""Cutting layers into stages: the figures of Zhou et al. 2025 (CSIMD) redone, written to a document.
+"""Cutting layers into stages: the figures of Zhou et al. 2025 (CSIMD) redone, written to the end of a document.
 
     python -m benchmarks.pipeline [--quick] [--only quality] [--out docs/pipeline.md]
 
@@ -176,6 +176,7 @@ def searches_section(*, quick: bool) -> Iterator[str]:
     yield from table(header, rows)
 
 
+HEADING = "## Cutting layers into stages"
 SECTIONS = {"quality": quality_section, "times": times_section, "searches": searches_section}
 
 
@@ -191,15 +192,12 @@ def main() -> None:
     if asked.only:
         print("\n".join(SECTIONS[asked.only](quick=asked.quick)))
         return
-    text = [
-        "# Cutting layers into the stages of a pipeline",
-        "",
-        "Written by `python -m benchmarks.pipeline`.",
-        "",
-    ]
+    # what stands before is written by hand
+    before = asked.out.read_text().partition(HEADING)[0].rstrip() if asked.out.exists() else ""
+    text = [before, "", HEADING, "", "Written by `python -m benchmarks.pipeline`.", ""]
     for section in SECTIONS.values():
         text += section(quick=asked.quick)
-    asked.out.write_text("\n".join(text).rstrip() + "\n")
+    asked.out.write_text("\n".join(text).strip() + "\n")
     print(f"wrote {asked.out}")
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
 from benchmarks.page import table as markdown
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 

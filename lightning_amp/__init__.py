@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
+    from lightning_amp.parallel.chunk.chunk_module import chunk as chunk
+    from lightning_amp.parallel.chunk.planned import ModuleChunks as ModuleChunks
     from lightning_amp.parallel.contract.change import Change as Change
     from lightning_amp.planning.pipeline.cut import PipelineCut as PipelineCut
     from lightning_amp.planning.pipeline.cut import cut_pipeline as cut_pipeline
@@ -50,6 +52,8 @@ _HOME = {
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Change": "parallel.contract.change",
+    "chunk": "parallel.chunk.chunk_module",
+    "ModuleChunks": "parallel.chunk.planned",
     "PipelineCut": "planning.pipeline.cut",
     "cut_pipeline": "planning.pipeline.cut",
     "Plan": "planning.plan.plan",

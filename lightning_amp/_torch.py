@@ -15,6 +15,9 @@ from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
 
+# one operator with its schema, as the nodes of a captured graph have it
+from torch._ops import OpOverload as OpOverload
+
 # tensors with a shape and no values: a module that is given one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
@@ -26,6 +29,10 @@ from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[at
 
 # the node of a Function written in Python, whose backward is not that of its operators
 from torch.autograd.function import BackwardCFunction as PythonNode
+
+# what torch.distributed's composable functions, fully_shard among them, leave on a module
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping as composable_states
 
 # the store of the default process group, which all ranks can reach without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -49,6 +56,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # attention in one kernel, and its backward pass; the public function may pick one that makes all scores
@@ -63,6 +71,7 @@ __all__ = [
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "PythonNode",
     "TorchDispatchMode",
     "add_each",
@@ -72,23 +81,34 @@ __all__ = [
     "attend_on_cuda_back",
     "autograd_node",
     "autograd_order",
+    "begin_gathered",
     "copy_each",
     "default_store",
+    "end_gathered",
     "functional_collectives",
     "is_compiled",
     "is_watched",
     "make_fx",
+    "make_root",
     "multiplies_in_tf32",
     "negate_each",
+    "past_threshold",
     "scale_each",
     "softmax_backward",
     "softplus_backward",
+    "start_backward",
     "times_each",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_unflatten",
+    "undo_fully_shard",
     "values_are_checked",
+    "whole_of",
 ]
+
+# x where another tensor is above a threshold, else 0, in one kernel
+past_threshold = torch.ops.aten.threshold_backward.default
 
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input
@@ -109,6 +129,11 @@ def is_watched() -> bool:
 def autograd_node() -> Any:
     """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
     return torch._C._current_autograd_node()
+
+
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view is a part of, itself for one that is none."""
+    return x if x._base is None else x._base
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -132,3 +157,42 @@ def multiplies_in_tf32() -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     # "none" leaves it to the setting of all backends
     return bool(asked[asked[0] == "none"] == "tf32")
+
+
+def make_root(root: Any) -> None:
+    """Let a module be the root of `fully_shard`: else it is the one whose forward comes first, be it a block's."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def begin_gathered(root: Any) -> None:
+    """Gather the root's parameters of `fully_shard`, as its forward does: a training step is no forward."""
+    root._get_fsdp_state()._pre_forward(root, (), {})
+
+
+def end_gathered(root: Any) -> None:
+    """What follows the root's forward; its parameters stay gathered."""
+    root._get_fsdp_state()._post_forward(root, (), None)
+
+
+def start_backward(root: Any, loss: torch.Tensor) -> None:
+    """Let the backward pass of a loss begin and end as one through the root's forward: its gradients are reduced."""
+    loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
+
+
+def undo_fully_shard(root: nn.Module) -> None:
+    """Take off a module all that `fully_shard` has put there, but for its parameters; torch has no way back."""
+    for module in root.modules():
+        state = composable_states.pop(module, lambda: None)()
+        for attribute in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(module).pop(attribute, None)
+        if state is None:
+            continue
+        held: Any = state
+        handles = [held._pre_forward_hook_handle, held._post_forward_hook_handle]
+        for group in held._fsdp_param_groups:
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+            handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+        for handle in handles:
+            handle.remove()
+        module.__class__ = type(module).__mro__[module._orig_cls_mro_index]  # type: ignore[index]

@@ -10,8 +10,8 @@ _BYTES |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
 _BYTES |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _BYTES |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
-SMALLEST = 2**20
-"""Bytes below which a number without a unit has lost it."""
+SMALLEST = 2**17
+"""Bytes below which a number without a unit has lost it: no device has as many GiB or MiB."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 

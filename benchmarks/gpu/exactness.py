@@ -56,6 +56,7 @@ FORMS = (
     Form(strategies=("S1", "S4")),
     Form(strategies=("S1", "fused")),
     Form(strategies=("S1", "fused"), settings={"keep": True}),
+    Form(strategies=("S1", "sdpa")),
     Form(strategies=("S1", "sparse")),
     Form(strategies=("S1", "sparse"), sparse=False),
     Form(strategies=("S1", "recompute")),
@@ -63,6 +64,7 @@ FORMS = (
     Form(strategies=("S1", "S3", "S4", "sparse", "stream"), settings={"cells": 4}),
     Form(strategies=("S1", "S4", "fused", "sparse", "recompute")),
     Form(strategies=OURS),
+    Form(strategies=("S1", "S4", "sdpa", "sparse", "stream")),
     Form(strategies=OURS, settings={"cells": 4, "keep": True}),
     Form(strategies=OURS, sparse=False),
 )
@@ -107,7 +109,7 @@ def _compare_decoder(work: Work, name: str, shape: DecoderShape, precision: Prec
     expected = _decoder_values(module, shape, FORMS[0], FLOAT64, CPU)
     plain, wrong = 0.0, 0
     for form in FORMS:
-        if not shape.attention and {"S3", "fused"} & set(form.strategies):
+        if not shape.attention and {"S3", "fused", "sdpa"} & set(form.strategies):
             continue
         try:
             found = _decoder_values(module, shape, form, precision, work.device)

@@ -37,6 +37,8 @@ CASES: tuple[Case, ...] = (
     (Size(anchors=27_000, cells=64, **SMALL), ("S1", "fused", "sparse")),
     (Size(anchors=27_000, cells=64, **SMALL), ("S1", "S4", "fused", "sparse", "recompute")),
     (Size(anchors=113_505, cells=1, **SMALL), ("S1", "S4", "fused")),
+    (Size(anchors=27_000, cells=64, **SMALL), ("S1", "sdpa", "sparse")),
+    (Size(anchors=5400, cells=256, **LARGE), ("S1", "S4", "sdpa", "sparse", "stream")),
     (Size(anchors=113_505, cells=1, **SMALL), EAGER),
 )
 

@@ -86,11 +86,11 @@ def choices() -> list[tuple[str, ...]]:
     """Every choice for attention and activations, with and without S4 and the sparse likelihood."""
     found = []
     for scores, attention, activations in product(
-        (("S4", "sparse"), ()), ((), ("fused",), ("S3",)), (("stream",), ("recompute",), ())
+        (("S4", "sparse"), ()), ((), ("fused",), ("sdpa",), ("S3",)), (("stream",), ("recompute",), ())
     ):
         chosen = {*scores, *attention, *activations}
         if not any(conflicts(chosen)):
-            order = ("S1", "S3", "S4", "fused", "sparse", "recompute", "stream")
+            order = ("S1", "S3", "S4", "fused", "sdpa", "sparse", "recompute", "stream")
             found.append(tuple(name for name in order if name in chosen | {"S1"}))
     return found
 

@@ -2,8 +2,18 @@
 
 import argparse
 
-from lightning_amp.cli.request import add_request, decoder_asked, latent_dim, rates_asked, read, request_of
+from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
+from lightning_amp.cli.request import (
+    add_request,
+    decoder_asked,
+    latent_dim,
+    rates_asked,
+    read,
+    refuse,
+    request_of,
+)
 
+OUTLOOKS = {"--what-if": "what_if", "--recommend-devices": "recommend_devices"}
 NOTHING_FITS = 3
 """Exit status where nothing fits the memory that was named."""
 
@@ -11,9 +21,11 @@ NOTHING_FITS = 3
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_request(parser)
+    add_configuration(parser)
     parser.add_argument(
         "--recommend-devices",
         action="store_true",
+        default=None,
         help="say how many devices are worth having for steps of --batch-size cells in all",
     )
     parser.add_argument(
@@ -33,6 +45,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.planning.policies.request import check_request
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
+    if arguments.config is not None:
+        refuse(arguments, f"--config {arguments.config!r}", OUTLOOKS, "which plan other data")
+        made = plan_of_configuration(arguments)
+        print(made.to_json() if arguments.format == "json" else plan_report(made))
+        return NOTHING_FITS if made.fits is False else 0
     if arguments.what_if is not None or arguments.recommend_devices:
         from lightning_amp.cli.plan_questions import outlook
 

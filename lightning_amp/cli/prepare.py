@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 
 if TYPE_CHECKING:
     from lightning_amp.data.files.directory import DataDirectory

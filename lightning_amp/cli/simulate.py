@@ -5,13 +5,15 @@ import json
 from pathlib import Path
 
 from lightning_amp.cli.calibrate import check_target
-from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, request_of
+from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
+from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, refuse, request_of
 from lightning_amp.data.files.write_aside import written_aside
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_request(parser)
+    add_configuration(parser)
     parser.add_argument(
         "--plot", metavar="FILE.png", help="draw memory after each stratum; replaces the file"
     )
@@ -20,7 +22,14 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.policies.request import check_request
+    from lightning_amp.planning.reports.plan_report import plan_report
 
+    if arguments.config is not None:
+        refuse(arguments, f"--config {arguments.config!r}", {"--plot": "plot"}, "which draws strata")
+        # the step of one rank is counted for the plan, and all ranks do the same
+        made = plan_of_configuration(arguments)
+        print(made.to_json() if arguments.format == "json" else plan_report(made))
+        return
     request = request_of(arguments)
     check_request(**request)
     decoder, rates = decoder_asked(arguments), rates_asked(arguments)

@@ -13,7 +13,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.command_line import CommandLine
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 from lightning_amp.quantities import format_bytes
 
 

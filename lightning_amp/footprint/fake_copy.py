@@ -10,14 +10,18 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
 
 M = TypeVar("M", bound=nn.Module)
+DATA = (Dataset, DataLoader, LightningDataModule)
+"""Attributes of a module that a copy of it shares."""
 
 
 def copy_of(module: M, fake: FakeTensorMode | None) -> M:
@@ -33,6 +37,8 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             attached = vars(child).get(key)
             if attached is not None:
                 memo[id(attached)] = _NOTHING
+        # data are not part of a step, and may be larger than the module
+        memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
         if fake is not None:
             for tensor in _own_tensors(child):
                 memo[id(tensor)] = fake_tensor(tensor, fake)
@@ -47,6 +53,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         for key in ("_trainer", "_fabric"):
             if vars(child).get(key) is _NOTHING:
                 vars(child)[key] = None
+        if vars(child).get("_metric_attributes") is not None:
+            # Lightning knows logged metrics by their ids, of a module that trains
+            vars(child)["_metric_attributes"] = None
     return twin
 
 

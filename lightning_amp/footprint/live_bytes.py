@@ -7,14 +7,16 @@ tensors count as if they were real.
 
 Exact up to what an allocator adds (`rounding`), and to these known limits:
 
-- scratch memory that a kernel takes and returns inside one operator is not seen;
-- `UntypedStorage.resize_` is no operator: the new size is noticed when an operator next returns that storage.
+- scratch memory that a kernel takes and returns inside one operator is not seen.
+
+`UntypedStorage.resize_` is no operator, and torch's `fully_shard` frees and makes gathered parameters by it; while a
+mode is active it tells of every call.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +61,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Most bytes alive at once since the start or the last `reset_peak`."""
         return self._peak
 
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        _ACTIVE.append(self)
+        # the class has it from a base that cannot be changed
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+        return cast(Self, super().__enter__())  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *args: Any) -> None:
+        """End it."""
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        _ACTIVE.remove(self)
+        if not _ACTIVE:
+            del torch.UntypedStorage.resize_
+
     def reset_peak(self) -> None:
         """Let the peak start again from the bytes alive now."""
         self._peak = self.current
@@ -77,11 +93,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(tensors_of(result), given)
         return result
 
+    def resized(self, storage: torch.UntypedStorage, *, was_empty: bool) -> None:
+        """A storage has another size now; one that was there before and was empty counts from now on."""
+        key, n_bytes = id(storage), self._rounded(storage)
+        if key not in self._alive:
+            if not was_empty:
+                return
+            self._alive[key] = (weakref.ref(storage, self._forget(key)), 0)
+            self._born(key, n_bytes, None)
+        ref, before = self._alive[key]
+        self._alive[key] = (ref, n_bytes)
+        self._current = self.current + n_bytes - before
+        self._peak = max(self._peak, self._current)
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._rounding) * self._rounding
+
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
         current = self.current
         for tensor, storage in _storages(tensors):
             key = id(storage)
-            n_bytes = -(-storage.nbytes() // self._rounding) * self._rounding
+            n_bytes = self._rounded(storage)
             if key in self._alive:
                 ref, before = self._alive[key]
                 if n_bytes != before:
@@ -103,11 +135,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return forget
 
-    def _born(self, key: int, n_bytes: int, tensor: Tensor) -> None:
-        """A storage counts from now on; `tensor` is the first that was seen of it."""
+    def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
+        """A storage counts from now on; `tensor` is the first that was seen of it, None where none was."""
 
     def _died(self, key: int) -> None:
         """A storage counts no longer; called in the middle of any statement."""
+
+
+_ACTIVE: list[LiveBytes] = []
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """`UntypedStorage.resize_`, told to the modes that are active."""
+    was_empty = storage.nbytes() == 0
+    super(torch.UntypedStorage, storage).resize_(size)
+    for mode in _ACTIVE:
+        mode.resized(storage, was_empty=was_empty)
+    return storage
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:

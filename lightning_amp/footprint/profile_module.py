@@ -4,36 +4,65 @@ The second step is counted, because the optimiser's state and the last step's gr
 runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in training. Where the step
 needs values, the same two steps run with values, on a copy with the module's weights.
 
-Known limits: `prepare_data` is not called, `setup` and `configure_model` are; callbacks other than the module's own, a
-precision other than that of the parameters and gradient accumulation are not part of the step; kernels on the CPU and
-on a GPU keep other temporaries.
+Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; the
+module's hooks are called on the copy; callbacks and gradient accumulation are not part of the step; loss scaling is
+left out, and what torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other
+temporaries.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_amp._torch import FakeTensorMode
+from lightning_amp._torch import FakeTensorMode, is_compiled
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of, make_fake, resize
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
 
+R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"
 STEPS = 1000
 """Length of an epoch as a scheduler sees it; two steps of it are run."""
 
 
-def profile_module(module: LightningModule, batch: Any, *, batch_size: int | None = None) -> ModuleProfile:
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What is known of the run that a step belongs to; by default nothing, and the Trainer is one by itself.
+
+    Attributes:
+        prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
+        precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
+        datamodule: Whose hooks may change a batch, and which the module may ask for.
+    """
+
+    prepared: bool = False
+    precision: str = "32-true"
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    datamodule: LightningDataModule | None = None
+
+
+BY_ITSELF = Around()
+
+
+def profile_module(
+    module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
+) -> ModuleProfile:
     """Say what a training step holds, without its memory and without a GPU; the module stays as it is.
 
     Args:
@@ -41,9 +70,37 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
         batch: An example of what its `training_step` gets.
         batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length get
             this one.
+        around: What is known of the run that the step belongs to.
 
     Raises:
         ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
+    """
+    found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
+    return summarize(
+        found.lives,
+        found.work,
+        found.head,
+        measured=REAL if reason else FAKE,
+        reason=reason,
+        batch_size=length_of(batch) if batch_size is None else batch_size,
+    )
+
+
+def counted_step(
+    module: LightningModule,
+    batch: Any,
+    batch_size: int | None,
+    make: Callable[[LightningModule], R],
+    around: Around = BY_ITSELF,
+) -> tuple[R, str]:
+    """What `make` returns for a copy of the module, after the second step; and why it is a step with values, if it is.
+
+    Args:
+        module, batch, batch_size, around: As of `profile_module`.
+        make: Makes the recorder that counts the step.
+
+    Raises:
+        ModelError: As `profile_module`.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -52,29 +109,25 @@ def profile_module(module: LightningModule, batch: Any, *, batch_size: int | Non
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
-    length = length_of(batch) if batch_size is None else batch_size
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = copy_of(module, fake)
-        found, reason = _run(twin, fake_batch(batch, fake, batch_size), fake), ""
+        return _run(twin, fake_batch(batch, fake, batch_size), fake, make, around), ""
     except ModelError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        found = _run_with_values(module, batch, batch_size, error)
-    return summarize(
-        found.lives,
-        found.work,
-        found.head,
-        measured=REAL if reason else FAKE,
-        reason=reason,
-        batch_size=length,
-    )
+        return _run_with_values(module, batch, batch_size, error, make, around), reason
 
 
 def _run_with_values(
-    module: LightningModule, batch: Any, batch_size: int | None, cause: Exception
-) -> StepRecorder:
+    module: LightningModule,
+    batch: Any,
+    batch_size: int | None,
+    cause: Exception,
+    make: Callable[[LightningModule], R],
+    around: Around,
+) -> R:
     name = type(module).__name__
     if any(tensor.is_meta for tensor in module.state_dict().values()):
         raise ModelError(
@@ -83,7 +136,7 @@ def _run_with_values(
         ) from cause
     longer = batch if batch_size is None else resize(batch, batch_size)
     try:
-        return _run(copy_of(module, None), longer, None)
+        return _run(copy_of(module, None), longer, None, make, around)
     except Exception as error:
         raise ModelError(
             f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
@@ -91,30 +144,77 @@ def _run_with_values(
         ) from error
 
 
-def _run(module: LightningModule, batch: Any, fake: FakeTensorMode | None) -> StepRecorder:
-    counter = _Count(module, fake)
-    # what the module would download is not part of a step
-    module.prepare_data = lambda: None  # type: ignore[method-assign]
+def _run(
+    module: LightningModule,
+    batch: Any,
+    fake: FakeTensorMode | None,
+    make: Callable[[LightningModule], R],
+    around: Around,
+) -> R:
+    recorder = make(module)
+    counter = _Count(recorder, fake, around.datamodule)
+    # what the module would download is not part of a step, and neither are checkpoints that its callbacks would write
+    for hook in (
+        "prepare_data",
+        "configure_callbacks",
+        *(("setup", "configure_model") if around.prepared else ()),
+    ):
+        setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
-    with _quiet(), isolate_rng(include_cuda=False), counter:
-        trainer = Trainer(
-            accelerator="cpu",
-            strategy=_Here(counter, fake),
-            plugins=[LightningEnvironment()],
-            max_epochs=1,
-            limit_val_batches=0,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[counter],
-        )
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    with _quiet(), _isolated_random(cuda=device.type == "cuda"), _as_written(module), _alone(), counter:
+        trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
-    return counter.recorder
+    return recorder
+
+
+def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> Trainer:
+    plugins: list[Any] = [LightningEnvironment()]
+    precision: Any = around.precision
+    if "mixed" in around.precision:
+        # half the bytes in either format; 16-mixed would look at gradients' values
+        plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=_Here(device, counter, fake),
+        plugins=plugins,
+        precision=precision,
+        gradient_clip_val=around.gradient_clip_val,
+        gradient_clip_algorithm=around.gradient_clip_algorithm,
+        max_epochs=1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=DummyLogger(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[counter],
+    )
+    # the run has converted the module, whose fake parameters cannot be
+    trainer.precision_plugin.convert_module = lambda module: module  # type: ignore[method-assign]
+    return trainer
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let no collective wait for other ranks, which do not run this step: with ranks out of sight it is an error."""
+    world = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = world
+
+
+def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
+    if not any(is_compiled(child) for child in module.modules()):
+        return nullcontext()
+    eagerly: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eagerly
 
 
 def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
@@ -146,9 +246,12 @@ class _Repeated:
 class _Here(SingleDeviceStrategy):
     """One device, on which the module stays as it is: fake parameters cannot be moved."""
 
-    def __init__(self, counter: "_Count", fake: FakeTensorMode | None) -> None:
-        super().__init__(device="cpu")
+    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None) -> None:
+        super().__init__(device=device)
         self._counter, self._fake = counter, fake
+
+    def setup_environment(self) -> None:
+        """Nothing: the device is in use already."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -174,9 +277,12 @@ class _Here(SingleDeviceStrategy):
 class _Count(Callback):
     """Enters the fake mode for both steps, and counts the second."""
 
-    def __init__(self, module: LightningModule, fake: FakeTensorMode | None) -> None:
-        self.recorder = StepRecorder(module)
+    def __init__(
+        self, recorder: StepRecorder, fake: FakeTensorMode | None, datamodule: LightningDataModule | None
+    ) -> None:
+        self.recorder = recorder
         self._fake, self._entered, self._counting = fake, ExitStack(), False
+        self._datamodule = datamodule
 
     def __enter__(self) -> None:
         """Nothing has begun."""
@@ -187,6 +293,18 @@ class _Count(Callback):
             self.recorder.stop()
         self._counting = False
         self._entered.close()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the data module be found; its own setup is not called again, and its loaders are not."""
+        if self._datamodule is not None:
+            trainer.datamodule = self._datamodule  # type: ignore[attr-defined]
+            selector = trainer._data_connector._datahook_selector
+            assert selector is not None, "fit has attached the module"
+            selector.datamodule = self._datamodule
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The run that the data module belongs to goes on."""
+        trainer.datamodule = None  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -227,6 +345,16 @@ class _Count(Callback):
         if self._counting:
             self.recorder.hold_gradients()
             self.recorder.optimising = True
+
+
+@contextmanager
+def _isolated_random(*, cuda: bool) -> Iterator[None]:
+    """Random streams go on as if nothing had been drawn, also after an error, which Lightning's own does not see to."""
+    states = _collect_rng_states(include_cuda=cuda)
+    try:
+        yield
+    finally:
+        _set_rng_states(states)
 
 
 @contextmanager

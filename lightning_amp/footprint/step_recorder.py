@@ -29,7 +29,7 @@ COPIES = ("_to_copy",)
 """Operators whose result stands for a parameter where a parameter goes in: autocast works with copies."""
 
 
-class StepRecorder(LiveBytes):
+class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts live bytes, and remembers of every storage what it was.
 
     Attributes:
@@ -75,11 +75,11 @@ class StepRecorder(LiveBytes):
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
 
     def stop(self) -> None:
         """End the step."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
 
@@ -155,14 +155,14 @@ class StepRecorder(LiveBytes):
         self._orders.append(autograd_order())
         self._owners.append(self._running[-1][0] if self._running else "")
 
-    def _born(self, key: int, n_bytes: int, tensor: Tensor) -> None:
+    def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         now = self._now
         life = Life(
             name=now.name,
             fqn=now.fqn,
             kind=now.kind,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=() if tensor is None else tuple(tensor.shape),
+            dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
             n_bytes=n_bytes,
             birth=now.birth,
             order=now.order,

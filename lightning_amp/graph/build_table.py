@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_amp.graph.flow_rules  # noqa: F401  (registers them)
-from lightning_amp._torch import FakeTensorMode, tree_leaves
+from lightning_amp._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
@@ -109,7 +109,8 @@ class _Builder:
 
         versions = [leaf._version for leaf in leaves]
         with FlopCounterMode(display=False) as flops, live, saved_tensors_hooks(keep, lambda t: t):
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            given_args, given_kwargs = _writable((args, kwargs)) if _is_in_place(node) else (args, kwargs)
+            result = node.target(*given_args, **given_kwargs)  # type: ignore[operator]
         self._put(
             node, result, kind=OPERATOR, op=str(node.target) if node.target is not getitem else "getitem"
         )
@@ -120,7 +121,7 @@ class _Builder:
         changed = zip(tensors, leaves, versions, strict=True)
         row |= {
             "inputs": tuple(inputs),
-            "writes": tuple(k for k, leaf, old in changed if leaf._version != old),
+            "writes": tuple(k for k, leaf, old in changed if leaf._version != old) + _updated(call, tensors),
             "random": _draws(node, call),
             "flops": int(flops.get_total_flops()),
             "saved": tuple(sorted({self._of_storage[key] for key in kept if key in self._of_storage})),
@@ -172,6 +173,38 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
         new = grad is not None and id(grad.untyped_storage()) not in given
         sizes.append(grad.untyped_storage().nbytes() if grad is not None and new else 0)
     return {"grad_bytes": tuple(sizes), "backward_bytes": live.peak - held - sum(sizes)}
+
+
+class _NoLeaf(torch.autograd.Function):
+    """The same memory as a tensor that may be changed in place: autograd allows that for no leaf and no view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _is_in_place(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _writable(values: Any) -> Any:
+    flat, spec = tree_flatten(values)
+    needed = [isinstance(v, Tensor) and v.requires_grad and torch.is_grad_enabled() for v in flat]
+    alias: Any = _NoLeaf.apply
+    return tree_unflatten([alias(v) if own else v for v, own in zip(flat, needed, strict=True)], spec)
+
+
+def _updated(call: Call, tensors: list[int]) -> tuple[int, ...]:
+    """Running statistics that a call updates; on fake tensors no version tells."""
+    if not (call.arguments.get("training") or call.arguments.get("use_input_stats")):
+        return ()
+    places = (call.ref("running_mean"), call.ref("running_var"))
+    return tuple(tensors[k] for k in places if k is not None)
 
 
 def _draws(node: Node, call: Call) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import (
     FakeTensor,
@@ -32,6 +33,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.footprint.find_blocks import find_blocks as find_blocks
 from lightning_amp.graph.guards import settings_of, signature, state_of
 
 HOOKS = (
@@ -89,10 +91,7 @@ class Captures:
         found = self.of(block, args, kwargs)
         if found.graph is None:
             return block(*args, **kwargs)
-        tensors = state_of(block)
-        values, _ = tree_flatten((args, kwargs))
-        results = found.graph(*tensors.values(), *(value for value in values if isinstance(value, Tensor)))
-        return tree_unflatten(results, found.output)
+        return run_as(found, found.graph, block, args, kwargs)
 
     @property
     def all(self) -> tuple[Capture, ...]:
@@ -100,20 +99,17 @@ class Captures:
         return tuple(self._known.values())
 
 
-def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of the outermost lists and sequences of a module, by name; a module by itself is no block."""
-    found: dict[str, nn.Module] = {}
-
-    def walk(fqn: str, parent: nn.Module) -> None:
-        for name, child in parent.named_children():
-            inner = f"{fqn}.{name}" if fqn else name
-            if isinstance(parent, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList):
-                found.setdefault(inner, child)
-            else:
-                walk(inner, child)
-
-    walk("", module)
-    return found
+def run_as(
+    found: Capture,
+    forward: Callable[..., Sequence[Any]],
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What a block returns for a call, by a forward that takes and returns what the graph does."""
+    values, _ = tree_flatten((tuple(args), dict(kwargs)))
+    given = (value for value in values if isinstance(value, Tensor))
+    return tree_unflatten(forward(*state_of(block).values(), *given), found.output)
 
 
 def capture_blocks(
@@ -128,7 +124,7 @@ def capture_blocks(
 
     def note(fqn: str) -> Any:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.append((fqn, block, _without_values(args, fake), _without_values(kwargs, fake)))
+            calls.append((fqn, block, without_values(args, fake), without_values(kwargs, fake)))
 
         return hook
 
@@ -174,7 +170,8 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
             given[i] = tensor
         call_args, call_kwargs = tree_unflatten(given, spec)
         versions = [tensor._version for tensor in tensors]
-        results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
+        with _NoHooks():
+            results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
         names = [*own, *(f"input {k}" for k in range(len(at)))]
         found["changed"] = tuple(
             name for name, tensor, old in zip(names, tensors, versions, strict=True) if tensor._version != old
@@ -210,6 +207,15 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         "changed": found["changed"],
         "needs_grad": tuple(tensor.requires_grad for tensor in tensors),
     }
+
+
+class _NoHooks(TorchFunctionMode):
+    """Refuses hooks on tensors that a forward makes: they are Python, and no operator shows them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad):
+            raise CannotCapture(f"its forward calls {func.__name__!r} of a tensor, which is Python")
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse(block: nn.Module) -> None:
@@ -262,7 +268,7 @@ def _fresh(tensor: Tensor) -> Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _without_values(values: Any, fake: FakeTensorMode) -> Any:
+def without_values(values: Any, fake: FakeTensorMode) -> Any:
     """The same arguments as fake tensors of their own."""
     flat, spec = tree_flatten(values)
     found: Iterator[Any] = (_leaf(value, fake) if isinstance(value, Tensor) else value for value in flat)

@@ -38,8 +38,7 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         tuple((name, *_described(tensor)) for name, tensor in state_of(block).items()),
         tuple(settings_of(block)),
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")),
         _aliases([*state_of(block).values(), *(value for value in values if isinstance(value, Tensor))]),
     )
 

@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
 
-from lightning_amp.planning.reports.plan_report import table
+from lightning_amp.planning.reports.table import table
 
 BAR_WIDTH = 12
 

@@ -5,6 +5,8 @@ from typing import Any
 from torch import nn
 
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
+from lightning_amp.parallel.fsdp.units import find_units
+from lightning_amp.parallel.pipeline.blocks import longest_list
 from lightning_amp.parallel.s1_data.batch_norm import has_batch_norms
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, VertexShape
 
@@ -39,6 +41,8 @@ def describe(
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
         vertices=None if decoder is None else _vertices(module, decoder),
         batch_norms=has_batch_norms(module),
+        blocks=tuple(find_units(module)),
+        block_list=longest_list(module),
     )
 
 

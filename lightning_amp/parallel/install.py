@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
+from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
+from lightning_amp.parallel.chunk.in_chunks import chunk_block
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import is_decomposed
@@ -26,6 +28,7 @@ from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.contract.stand_in import named_parts, part
 from lightning_amp.parallel.nodes.decoder import share_anchors
 from lightning_amp.parallel.nodes.graph_encoder import share_vertices
+from lightning_amp.parallel.pipeline.blocks import pipeline_stages
 from lightning_amp.parallel.s2_features.decoder import share_features
 from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.parallel.s5_hidden.decoder import share_hidden
@@ -56,17 +59,17 @@ class Technique:
     needs_mesh: bool = False
 
 
-BY_STRATEGY = STRATEGIES["S1"].specs
-"""Carried out by the Lightning strategy itself: gradients, batch statistics and the sampler, not a module swap."""
+BY_STRATEGY = (*STRATEGIES["S1"].specs, *STRATEGIES["fsdp"].specs)
+"""Carried out by the Lightning strategy itself: gradients, batch statistics, the sampler and parameters that are split
+over the data axis, not a module swap."""
 
 TECHNIQUES: dict[type, Technique] = {
     specs.ChunkedAttention: Technique(
         lambda m, spec, mesh: chunk_attention(m, buckets=spec.buckets, retain=spec.retain)
     ),
     specs.KeyFirstDecode: Technique(lambda m, spec, mesh: key_first(m)),
-    specs.FusedAttention: Technique(
-        lambda m, spec, mesh: fuse_attention(m, keep=spec.keep, kernel=spec.kernel)
-    ),
+    specs.FusedAttention: Technique(lambda m, spec, mesh: fuse_attention(m, keep=spec.keep)),
+    specs.SdpaAttention: Technique(lambda m, spec, mesh: fuse_attention(m, kernel="sdpa")),
     specs.SparseLikelihood: Technique(lambda m, spec, mesh: sparse_likelihood(m)),
     specs.HiddenParallel: Technique(share_hidden, on_decoder=True, needs_mesh=True),
     specs.FeatureParallel: Technique(share_features, on_decoder=True, needs_mesh=True),
@@ -74,8 +77,11 @@ TECHNIQUES: dict[type, Technique] = {
     specs.DomainParallel: Technique(share_anchors, on_decoder=True, needs_mesh=True),
     specs.VertexParallel: Technique(share_vertices, needs_mesh=True),
     specs.RecomputeStrata: Technique(recompute_strata, on_decoder=True),
+    specs.RecomputeBlock: Technique(recompute_block),
+    specs.ChunkBlock: Technique(chunk_block),
     specs.StreamStrata: Technique(stream_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
+    specs.PipelineStages: Technique(pipeline_stages, needs_mesh=True),
 }
 """The package's own; those of `register_technique` stand in their strategy's row of planning."""
 
@@ -146,6 +152,7 @@ class Installed:
     def __init__(self) -> None:
         self.swaps: list[Swap] = []
         self.forwards: dict[str, nn.Module] = {}
+        self._runs: dict[str, Any] = {}
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
 
@@ -158,22 +165,44 @@ class Installed:
             vars(changed).pop("forward", None)
         self.forwards = {}
 
-    def redo(self, swaps: Sequence[Swap]) -> None:
-        """Put the modules in again that were undone."""
-        for swap in swaps:
+    def take_out(self, names: Sequence[str]) -> "Installed":
+        """Undo what lies in some modules; returns it, for `put_back`."""
+        taken, kept = Installed(), [swap for swap in self.swaps if not lies_in(swap.fqn, names)]
+        taken.swaps = [swap for swap in self.swaps if lies_in(swap.fqn, names)]
+        taken.forwards = {fqn: module for fqn, module in self.forwards.items() if lies_in(fqn, names)}
+        for swap in reversed(taken.swaps):
+            swap.parent._modules[swap.name] = swap.old
+        taken._runs = {fqn: vars(module).pop("forward") for fqn, module in taken.forwards.items()}
+        self.swaps = kept
+        self.forwards = {fqn: module for fqn, module in self.forwards.items() if fqn not in taken.forwards}
+        return taken
+
+    def put_back(self, taken: "Installed") -> None:
+        """Put in again what was taken out."""
+        for swap in taken.swaps:
             swap.parent._modules[swap.name] = swap.new
-        self.swaps = list(swaps)
+        for fqn, run in taken._runs.items():
+            vars(taken.forwards[fqn])["forward"] = run
+        self.add(taken)
+
+    def add(self, other: "Installed") -> None:
+        """Count what another one has installed in the same module as of this one; its parameters are known here."""
+        self.swaps += other.swaps
+        self.forwards |= other.forwards
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The modules that were there before, for as long as the block lasts."""
         for swap in reversed(self.swaps):
             swap.parent._modules[swap.name] = swap.old
+        runs = [(module, vars(module).pop("forward")) for module in self.forwards.values()]
         try:
             yield
         finally:
             for swap in self.swaps:
                 swap.parent._modules[swap.name] = swap.new
+            for module, run in runs:
+                vars(module)["forward"] = run
 
     def apply(self, fqn: str, change: Change, module: nn.Module) -> None:
         """Carry out one technique's change of the module `fqn`."""
@@ -198,6 +227,8 @@ class Installed:
                 f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"
                 f" {module.forward!r}; leave it as its class has it, or take the rule out of the plan"
             )
+        if isinstance(forward, RecomputedForward):
+            forward.fqn = fqn
         # not a closure: a deep copy of the module would run the original's parameters
         module.forward = partial(forward, module)
         self.forwards[fqn] = module

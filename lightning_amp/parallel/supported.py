@@ -20,7 +20,7 @@ from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
 
-LOCAL = ("S3", "S4", "fused", "sparse", "recompute", "stream")
+LOCAL = ("S3", "S4", "fused", "sdpa", "sparse", "recompute", "stream")
 
 
 def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
@@ -45,7 +45,7 @@ def _unsupported(module: nn.Module, shape: ModelShape) -> tuple[str, ...]:
 
 def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
     assert shape.decoder is not None, "the caller has looked"
-    if strategy in ("S3", "fused") and not shape.decoder.attention:
+    if strategy in ("S3", "fused", "sdpa") and not shape.decoder.attention:
         return False
     try:
         rules = [

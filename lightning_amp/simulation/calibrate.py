@@ -27,7 +27,8 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.reports.plan_report import WIDTH, table, techniques
+from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.planning.time.device_rates import Rates, calibrated
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.parallel.attention import rotary, sdpa
 from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
@@ -93,6 +94,9 @@ def simulate(
     """
     with fake_world(plan.mesh, rank=rank) as mesh, settings_of(device_type):
         planned = PlannedRank(make(), plan, mesh)
+        # tables that stay in a process: those of a simulation before would not be seen
+        rotary.forget_kept()
+        sdpa.forget_kept()
         return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
 
 

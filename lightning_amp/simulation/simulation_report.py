@@ -11,7 +11,7 @@ from lightning_amp.figures import simulated_memory
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, label
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
-from lightning_amp.planning.reports.plan_report import WIDTH, table
+from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.byte_meter import KINDS
 from lightning_amp.simulation.simulate import Simulation

@@ -12,7 +12,7 @@ from math import isfinite
 from textwrap import fill
 from typing import Any
 
-from lightning_amp.planning.reports.plan_report import WIDTH, table
+from lightning_amp.planning.reports.table import WIDTH, table
 
 UNCLEAR = (
     "? Cannot tell: one process by itself makes as much of a single rounding in its weights, so the error says nothing;"

@@ -24,7 +24,7 @@ from tests.models import unit_cases
 from tests.parallel.sharded_cases import make_plan, model_mesh
 
 STEPS = 20
-ORDER = ("S1", "S2", "S3", "S4", "S5", "fused", "nodes", "recompute", "stream", "strata")
+ORDER = ("S1", "S2", "S3", "S4", "S5", "fused", "sdpa", "nodes", "recompute", "stream", "strata")
 PLACEMENTS = {1: ("",), 2: ("S2", "S5", "S2,S5", "strata", "nodes"), 4: ("S2", "S5", "strata", "nodes")}
 ACTIVATIONS = ("", "recompute", "stream")
 ATTENTIONS = ("", "S3", "fused", "S3,S4", "fused,S4")

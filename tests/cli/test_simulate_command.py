@@ -132,7 +132,7 @@ def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
     assert "fewer cells per step  --batch-size, or batch in --shape" in text
     words_of = " ".join(text.split())
     assert "S3 chunked attention, S4 key-first decode, fused attention, sparse likelihood, " in words_of
-    assert "recompute strata, stream strata; on one device too" in words_of
+    assert "recompute, stream strata; on one device too" in words_of
     assert "S2 feature parallel, S5 hidden-dimension parallel, domain parallel over nodes, " in words_of
     assert "strata parallel; from two devices on" in words_of
     assert "until memory ends" in text

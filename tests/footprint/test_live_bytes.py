@@ -102,9 +102,10 @@ def test_resized_storages() -> None:
         x.resize_(12)
         assert live.current == 48
         x.untyped_storage().resize_(0)
-        assert live.current == 48, "a known limit: resizing a storage is no operator"
-        x.detach()
-        assert live.current == 0
+        assert live.current == 0, "although resizing a storage is no operator"
+        x.untyped_storage().resize_(48)
+        assert (live.current, live.peak) == (48, 48)
+    assert "resize_" not in vars(torch.UntypedStorage), "nothing of the mode is left"
 
 
 @pytest.mark.parametrize("rounding", [1, 512])

@@ -137,6 +137,13 @@ class Hooked(Base):
         self.layer.register_forward_hook(lambda module, args, result: result + 1)
 
 
+class TensorHook(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y.register_hook(lambda grad: 2 * grad)
+        return y.relu()
+
+
 class HasTo(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +189,7 @@ def test_nested_arguments_and_results_keep_their_form() -> None:
         (Custom, "the autograd Function 'Twice', whose backward is its own"),
         (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
         (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
+        (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
         (Compiled, "its submodule 'inner' is compiled"),
     ],
 )

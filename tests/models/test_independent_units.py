@@ -30,7 +30,7 @@ def test_the_plan_knows_what_units_can_do() -> None:
     shape = with_unsupported(module, describe(module, batch_size=7))
     assert shape.decoder is not None
     assert shape.decoder.features == SIZES
-    assert shape.decoder.unsupported == ("S2", "S3", "S4", "S5", "fused", "sparse", "nodes")
+    assert shape.decoder.unsupported == ("S2", "S3", "S4", "S5", "fused", "sdpa", "sparse", "nodes")
     assert "what the units of UnitDecoder keep is not predicted" in unpredicted(module, shape)[0]
 
 

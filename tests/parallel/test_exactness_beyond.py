@@ -4,20 +4,17 @@
     ranks         placement (S2, S5, both, strata, nodes) x attention x (nothing, S4 and sparse) x (retain, recompute,
                   stream), on 2 and 3 ranks and on sizes that neither divides
 
-Fused attention is both kernels' on one device; over ranks torch's where S4, sparse and stream are there too.
+Attention in torch's kernels is there with everything on one device, over ranks with S4, sparse and stream.
 
 What is compared is that of test_exactness_matrix.py, where all subsets of S2 to S5 are. Here nothing is left out but
 what `conflicts` and the decoder rule out.
 """
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from lightning_amp.planning.plan.specs import FusedAttention, Spec
 from lightning_amp.planning.plan.strategies import conflicts, in_order
 from tests.parallel.sharded_cases import (
     Case,
@@ -40,7 +37,7 @@ CASES = {
     "paper chained": replace(UNEVEN, variant="paper", chained=True),
     "convolution": replace(UNEVEN, key="convolution"),
 }
-ATTENTIONS = ((), ("S3",), ("fused",))
+ATTENTIONS = ((), ("S3",), ("fused",), ("sdpa",))
 ACTIVATIONS = ((), ("recompute",), ("stream",))
 PLACEMENTS = (("S2",), ("S5",), ("S2", "S5"), ("strata",), ("nodes",))
 LOCAL = [
@@ -50,24 +47,16 @@ LOCAL = [
 SHARDED = [
     in_order(sum(choices, ()))
     for choices in product(PLACEMENTS, ATTENTIONS, ((), ("S4", "sparse")), ACTIVATIONS)
+    if choices[1] != ("sdpa",) or choices[2:] == (("S4", "sparse"), ("stream",))
 ]
-OURS = {"fused", "sparse", "recompute", "stream", "strata", "nodes"}
+OURS = {"fused", "sdpa", "sparse", "recompute", "stream", "strata", "nodes"}
 STEPS = 2
 
 
 def legal(case: Case, chosen: tuple[str, ...]) -> bool:
     """Whether a combination can be installed, and is not one of test_exactness_matrix.py."""
-    attends = case.key == "attention" or not {"S3", "fused", "nodes"} & set(chosen)
+    attends = case.key == "attention" or not {"S3", "fused", "sdpa", "nodes"} & set(chosen)
     return attends and bool(OURS & set(chosen)) and not any(conflicts(chosen))
-
-
-def kernels(
-    chosen: tuple[str, ...], *, beside: AbstractSet[str] = frozenset()
-) -> Iterator[Mapping[str, Spec]]:
-    """The specs to replace: none, and those for torch's kernel of fused attention beside some strategies."""
-    yield {}
-    if {"fused", *beside} <= set(chosen):
-        yield {"fused": FusedAttention(kernel="sdpa")}
 
 
 def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
@@ -79,9 +68,8 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
         for chosen in SHARDED:
             if legal(case, chosen):
                 compared += 1
-                for specs in kernels(chosen, beside={"S4", "sparse", "stream"}):
-                    found = differences(sharded(case, chosen, mesh, STEPS, specs=specs), expected)
-                    wrong += [f"{name} {'+'.join(chosen)} {specs}: {line}" for line in found]
+                found = differences(sharded(case, chosen, mesh, STEPS), expected)
+                wrong += [f"{name} {'+'.join(chosen)}: {line}" for line in found]
     return compared, wrong
 
 
@@ -104,7 +92,7 @@ def test_every_combination_on_one_device(name: str) -> None:
     case = CASES[name]
     expected = reference(case, STEPS)
     for chosen in LOCAL:
-        for specs in kernels(chosen) if legal(case, chosen) else ():
+        if legal(case, chosen):
             model = Model(case)
-            found = train(model, STEPS, install(model, make_plan(chosen, 1, specs)))
-            assert not differences(found, expected), (chosen, specs)
+            found = train(model, STEPS, install(model, make_plan(chosen, 1)))
+            assert not differences(found, expected), chosen

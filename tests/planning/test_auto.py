@@ -164,7 +164,7 @@ def test_what_a_decoder_refuses_is_never_taken() -> None:
 
 def test_decoders_without_attention_and_models_without_a_decoder() -> None:
     found = plan(CONVOLUTION, devices=2, batch_size=64).candidates
-    assert not {s for c in found for s in c.strategies} & {"S3", "fused", "nodes"}
+    assert not {s for c in found for s in c.strategies} & {"S3", "fused", "sdpa", "nodes"}
     assert any("S5" in c.strategies for c in found)
     alone = plan(profile(rna()), devices=2)
     assert (alone.strategies, alone.candidates, alone.predicted_step_seconds) == (("S1",), (), None)

@@ -9,7 +9,7 @@ import pytest
 from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.policies.race import LEVEL, TIMED, WARM_UP, Result, Strategies, race
 
-AXES = (((), ("recompute",), ("stream",)), ((), ("fused",)), ((), ("sparse",)), ((), ("S4",)))
+AXES = (((), ("recompute",), ("stream",)), ((), ("fused",), ("sdpa",)), ((), ("sparse",)), ((), ("S4",)))
 ALL = [in_order(frozenset(("S1",)).union(*parts)) for parts in product(*AXES)]
 
 
@@ -45,7 +45,7 @@ def test_finds_the_fastest_where_strategies_do_not_depend_on_each_other(seed: in
     # each axis may leave what is faster by less than LEVEL
     assert seconds[result.winner] <= LEVEL ** len(AXES) * min(seconds.values())
     assert result.seconds == {plan: seconds[plan] for plan in result.seconds}
-    assert len(ran) <= (1 + 2 + 3) * (WARM_UP + TIMED)
+    assert len(ran) <= (1 + 2 + 4) * (WARM_UP + TIMED)
 
 
 @pytest.mark.parametrize("seed", range(20))

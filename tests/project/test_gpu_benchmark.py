@@ -89,7 +89,7 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert all(f"## {part.title}" in (tmp_path / REPORT).read_text() for part in PARTS)
     if wanted["calibrate"] == "ok":
         assert Rates.read(tmp_path / RATES).device.endswith("calibrated")
-    assert len(entries["memory"]["rows"]) == 12
+    assert len(entries["memory"]["rows"]) == 14
     assert {row["precision"] for row in entries["exactness"]["rows"]} == {p.name for p in PRECISIONS}
 
 

@@ -2,6 +2,7 @@
 tells the measured beside the predicted time.
 """
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.steps import step_time
+from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans
 from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
 from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -228,6 +230,68 @@ def test_the_median_leaves_out_the_first_steps_and_those_after_many(monkeypatch)
     assert WARM_UP == 2
     assert timer.median_seconds == pytest.approx(0.6)
     assert next(times, None) is None
+
+
+class Device:
+    """CUDA's events of a device that takes a second for every event, and is waited for where it is asked."""
+
+    def __init__(self) -> None:
+        self.done = self.waited = 0
+
+    def event(self, *, enable_timing: bool) -> "Device.Event":
+        assert enable_timing
+        return Device.Event(self)
+
+    class Event:
+        def __init__(self, device: "Device") -> None:
+            self.device, self.at, self.come = device, 0, False
+
+        def record(self, stream: str) -> None:
+            assert stream == "stream of cuda:0"
+            self.device.done += 1
+            self.at = self.device.done
+
+        def synchronize(self) -> None:
+            self.come = True
+            self.device.waited += 1
+
+        def elapsed_time(self, end: "Device.Event") -> float:
+            assert end.come, "read before it has come"
+            return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    return device
+
+
+class OnCuda:
+    device = torch.device("cuda", 0)
+
+
+def test_no_step_on_cuda_waits_and_a_batch_of_a_race_does_so_once(cuda) -> None:
+    timer = StepTimer(None)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(plan=None))
+    for _ in range(6):
+        timer.on_train_batch_start(trainer, OnCuda, None, 0)  # type: ignore[arg-type]
+        timer.on_train_batch_end(trainer, OnCuda, None, None, 0)  # type: ignore[arg-type]
+    assert cuda.waited == 0
+    assert copy.deepcopy(timer).median_seconds is None
+    assert timer.median_seconds == 1.0
+    assert cuda.waited == 4
+    told: list[Any] = []
+    racing = RaceOfPlans((), {(), ("S4",)}, switch=lambda plan: None, tell=told.append)
+    for batch in range(8):
+        assert cuda.waited == 4 + batch
+        racing.on_train_batch_start(trainer, OnCuda, None, 0)  # type: ignore[arg-type]
+        racing.on_train_batch_end(trainer, OnCuda, None, None, 0)  # type: ignore[arg-type]
+    assert told[0].seconds == {(): 1.0, ("S4",): 1.0}
+    racing.on_train_batch_start(trainer, OnCuda, None, 0)  # type: ignore[arg-type]
+    racing.on_train_batch_end(trainer, OnCuda, None, None, 0)  # type: ignore[arg-type]
+    assert cuda.waited == 12, "a race that is over times nothing"
 
 
 def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog) -> None:

@@ -12,9 +12,11 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.scores import dense_entries
+from lightning_amp.parallel.scores.dense_entries import known_entries
 from lightning_amp.planning.plan.specs import StreamStrata
 from lightning_amp.simulation.count_operators import OperatorCounter
-from tests.parallel.sharded_cases import Case, Model, make_plan
+from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
 FORMS = {
@@ -101,9 +103,7 @@ class ThirdStep(Callback):
 
 @pytest.mark.parametrize("strategies", ["S1", "S1,S4,fused,sparse,stream"])
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_step_of_the_reference_model_waits_only_for_the_places_of_dense_counts(
-    tmp_path, sparse: bool, strategies: str
-) -> None:
+def test_a_step_of_the_reference_model_waits_for_no_device(tmp_path, sparse: bool, strategies: str) -> None:
     data = tmp_path / "data"
     synthesize(data)
     third = ThirdStep()
@@ -122,8 +122,35 @@ def test_a_step_of_the_reference_model_waits_only_for_the_places_of_dense_counts
             GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10),
             datamodule=SingleCellDataModule(data, batch_size=8, sparse=sparse),
         )
-    found = {name for name, _ in third.counter.host_syncs}
-    assert found == ({"nonzero"} if "sparse" in strategies and not sparse else set())
+    assert not third.counter.host_syncs
+
+
+def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
+    model, expected = Model(Case()), train(Model(Case()), 2)
+    installed = install(model, make_plan(OURS, 1, {"stream": StreamStrata(cells=2)}))
+    with settings_of("cuda"):
+        assert_same(train(model, 2, installed), expected)
+        with OperatorCounter() as counter:
+            model().backward()
+        assert not [name for name, _ in counter.host_syncs if name == "nonzero"], (
+            "known from the steps before"
+        )
+        model.batch["x"].add_(1)
+        with OperatorCounter() as counter:
+            changed = model()
+        found = [name for name, _ in counter.host_syncs.elements() if name == "nonzero"]
+        assert len(found) == 1, "for three strata, in two parts"
+    assert torch.allclose(changed, model(), rtol=1e-10), "a CPU finds the same"
+    x = model.batch["x"]
+    assert known_entries(x[:, 2:5]) is None, "a CPU looks a stratum at a time"
+    with settings_of("cuda"):
+        part = known_entries(x[1:3, 2:5])
+        assert torch.equal(part.to_dense(), x[1:3, 2:5])
+        assert all(known_entries(other) is None for other in (x, x[:, ::2], x.T[2:5], x.clone()))
+    n = len(dense_entries._KNOWN)
+    del x, part
+    model.batch.clear()
+    assert len(dense_entries._KNOWN) == n - 1, "a batch that is gone is forgotten"
 
 
 def test_one_more_stratum_is_counted_without_what_comes_once() -> None:
@@ -138,8 +165,8 @@ def test_one_more_stratum_is_counted_without_what_comes_once() -> None:
 
 def test_attention_of_torch_s_kernels_is_counted_in_its_place() -> None:
     sizes = {"cells": 8, "anchors": 200, "window": 24, "dim": 8, "device_type": "cuda"}
-    products, sdpa = (count(OURS, attention=kernel, **sizes) for kernel in ("products", "sdpa"))
-    modules = {"banded_softmax", "sdpa"}
-    assert [modules & set(found.parts) for found in (products, sdpa)] == [{"banded_softmax"}, {"sdpa"}]
-    assert sdpa.kernels_per_stratum <= products.kernels_per_stratum - 25
+    products, sdpa = (count(chosen, **sizes) for chosen in (OURS, ("S4", "sdpa", "sparse", "stream")))
+    modules = {"bucket_work", "sdpa"}
+    assert [modules & set(found.parts) for found in (products, sdpa)] == [{"bucket_work"}, {"sdpa"}]
+    assert sdpa.kernels_per_stratum <= products.kernels_per_stratum - 20
     assert sdpa.host_syncs == 0

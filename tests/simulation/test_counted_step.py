@@ -26,8 +26,9 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import StreamStrata
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes.bucket_runs import Band, run_sizes
+from lightning_amp.planning.sizes.kernel_calls import calls_of
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.operator_costs import _fused_kernels, parts
+from lightning_amp.planning.time.operator_costs import _fused_kernels, _kernel_calls, parts
 from lightning_amp.simulation.count_operators import OperatorCounter
 from lightning_amp.simulation.fake_ranks import fake_world
 from lightning_amp.simulation.models_without_values import decoder_subject
@@ -50,6 +51,7 @@ AXES = [
     Axes(activations="stream"),
     Axes(decode="key-first", likelihood="sparse", activations="stream"),
     Axes(attention="fused", decode="key-first"),
+    Axes(attention="sdpa", likelihood="sparse"),
 ]
 
 
@@ -61,8 +63,9 @@ def planned(decoder: nn.Module, axes: Axes, window: int) -> None:
     for stratum in decoder.strata:
         if axes.decode == "key-first":
             stratum.decode = key_first(stratum.decode)
-        if axes.attention == "fused" and stratum.key is not None:
-            stratum.key.attention = fuse_attention(stratum.key.attention)
+        if axes.attention in ("fused", "sdpa") and stratum.key is not None:
+            kernel = "products" if axes.attention == "fused" else "sdpa"
+            stratum.key.attention = fuse_attention(stratum.key.attention, kernel=kernel)
         elif axes.attention != "eager" and stratum.key is not None:
             retain = axes.attention == "chunked-retained"
             chunked = chunk_attention(stratum.key.attention, buckets=chunk_buckets(window), retain=retain)
@@ -116,9 +119,10 @@ def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
         if axes.activations == "stream"
         else 0
     )
-    assert counted.flops == products.get_total_flops() + spine
+    if axes.attention != "sdpa":  # a kernel on the meta device tells no products
+        assert counted.flops == products.get_total_flops() + spine
     # of a sparse likelihood numbers stand for the time that they take in a cache
-    if axes.attention != "fused":  # of which the numbers that stay in the cache are not counted
+    if axes.attention not in ("fused", "sdpa"):  # of which the numbers that stay in the cache are not counted
         assert counted.bytes == pytest.approx(
             operators.bytes, rel=0.06 if axes.likelihood == "sparse" else 0.03
         )
@@ -156,7 +160,30 @@ def test_operators_of_fused_attention(anchors: int, window: int, device: str, ke
             with OperatorCounter() as backward:
                 torch.autograd.grad(out, (qk, values), grad)
             found = [forward.kernels, backward.kernels]
-    assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep)) == found
+    launched = device == "cuda"
+    assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep, 8, launched)) == found
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("anchors", "window"), [(520, 80), (230, 24), (192, 32), (50, 80), (64, 32), (90, 80)]
+)
+def test_operators_of_attention_in_kernels(anchors: int, window: int, device: str, alike: bool) -> None:
+    q, k, values, grad = torch.randn(4, anchors, 8).unbind()
+    leaves = [x.requires_grad_() for x in ((q, values) if alike else (q, k, values))]
+    attention, found = FusedAttention(8, window, kernel="sdpa"), []
+    with settings_of(device):
+        for _ in range(2):  # tables and masks are made once
+            with OperatorCounter() as forward:
+                out = attention(q, q if alike else k, values)
+            with OperatorCounter() as backward:
+                torch.autograd.grad(out, leaves, grad)
+            found = [forward.kernels, backward.kernels]
+    launched = device == "cuda"
+    run = calls_of(Band(anchors, anchors, window, 0, run_sizes(window, launched=launched)))
+    turns = 1 if launched else 2
+    assert list(_kernel_calls(run, ragged=anchors % window > 0, alike=alike, turns=turns)) == found
 
 
 PAPER = {"variant": "paper", "chained": True, "n_batches": 2}

@@ -192,7 +192,7 @@ class TensorMeter(LiveBytes):
 
     def stop(self) -> None:
         """Look no further."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
 
 
 class CudaMeter:

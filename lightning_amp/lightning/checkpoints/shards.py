@@ -1,5 +1,7 @@
 """Sharded parameters in one run: whole in checkpoints, own on the ranks, one norm over both.
 
+They lie over the model axis, by S2 or nodes, or over the data axis, by fsdp, which reduces their gradients itself.
+
     saved_state, saved_optimizer_state    a rank's state -> what one device would have, or this rank's `Part` of it
     own_state, own_optimizer_states       what one device would have -> a rank's state
     clip_norm                             |g|^p = sum over replicated |g|^p + sum over ranks of sum over shards |g|^p
@@ -19,16 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
 from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
-from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
+from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.check_region import check_region
 
@@ -45,29 +50,48 @@ class Shards:
     Attributes:
         sharded: Those that were replaced by this rank's shard.
         partial: Whole ones of which a rank's gradient is a part.
+        apart: Whether ranks of the model axis have parameters of their own, whose gradients the step itself completes.
+        units: What fsdp has installed; None without it.
     """
+
+    apart = False
 
     def __init__(
         self,
         module: nn.Module | None = None,
         sharded: Sequence[ShardedParameter] = (),
         partial: Sequence[nn.Parameter] = (),
+        *,
+        units: FullySharded | None = None,
     ) -> None:
-        self.sharded, self.partial = tuple(sharded), tuple(partial)
+        self.sharded, self.partial, self.units = tuple(sharded), tuple(partial), units
         self._module = module if module is not None else nn.Module()
+        # of all modules now: in a step of fsdp's some have other, whole parameters
+        self._parameters = tuple(self._module.parameters())
         for parameter in self.sharded:
             parameter.offload()
 
+    @property
+    def over_model(self) -> list[ShardedParameter]:
+        """Those that lie over the model axis."""
+        return [parameter for parameter in self.sharded if not parameter.by_torch]
+
+    @property
+    def reduced(self) -> list[nn.Parameter]:
+        """Parameters whose gradients are averaged over ranks when a backward pass has ended; torch's are by then."""
+        others = {id(parameter.shard) for parameter in self.sharded if parameter.by_torch}
+        return [parameter for parameter in self._parameters if id(parameter) not in others]
+
     def check(self, loss: Tensor) -> None:
         """Refuse a loss that reads one of them where it must not, with an InstallError of `check_region`."""
-        check_region(loss, self._module, partial=self.partial, sharded=self.sharded)
+        check_region(loss, self._module, partial=self.partial, sharded=self.over_model)
 
     def refuse_backward(self) -> None:
         """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
         if self.partial or self.sharded:
             raise PlanError(
-                "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other ranks"
-                " of the model axis, which are put together in a fit only; use model_parallel_size=1 for this run"
+                "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other"
+                " ranks, which are put together in a fit only; use model_parallel_size=1, and no fsdp, for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
@@ -113,7 +137,13 @@ class Shards:
         """Check the optimisers, and let clipping by norm see the shards of all ranks; returns what undoes it."""
         if not self.sharded:
             return lambda: None
-        check_optimizers(trainer.optimizers, self.sharded)
+        try:
+            check_optimizers(trainer.optimizers, self.sharded)
+        except InstallError:
+            # all ranks have made the same optimisers, and have nothing but rows any more
+            if self.units is not None:
+                restore(self.sharded, complete=True)
+            raise
         plugin: Any = trainer.precision_plugin
 
         def clip(optimizer: Optimizer, clip_val: int | float) -> None:
@@ -121,11 +151,18 @@ class Shards:
 
         # on the instance: clipping belongs to the plugin, which the user may have chosen
         plugin.clip_grad_by_norm = clip
-        return lambda: vars(plugin).pop("clip_grad_by_norm", None)
+        handles = [] if self.units is None else list(_tell_updates(trainer.optimizers, self.units))
+
+        def undo() -> None:
+            vars(plugin).pop("clip_grad_by_norm", None)
+            for handle in handles:
+                handle.remove()
+
+        return undo
 
     def gradient_norm(self) -> Tensor:
         """Norm of the module's gradients with every rank's shards; a collective where some are sharded."""
-        return gradient_norm(self._module.parameters(), self.sharded)
+        return gradient_norm(self._parameters, self.sharded)
 
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
         """Make the parameters whole at the end of a run, in the optimisers too.
@@ -148,19 +185,28 @@ class Shards:
     def _converted(self, state: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
         # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
         converted: dict[str, Any] = copy.copy(state if isinstance(state, dict) else dict(state))
+        saved: dict[int, Any] = {}
         for parameter, name in self._names():
-            if name in converted:
+            if name not in converted:
+                continue
+            if convert is _own:
                 converted[name] = convert(parameter, converted[name], name)
+                continue
+            # of a parameter with several names one tensor, as in a plain state
+            if id(parameter) not in saved:
+                saved[id(parameter)] = convert(parameter, converted[name], name)
+            converted[name] = saved[id(parameter)]
         return converted
 
     def _names(self) -> Iterator[tuple[ShardedParameter, str]]:
-        """Every name of every sharded parameter, in the same order on all ranks."""
-        modules = list(self._module.named_modules(remove_duplicate=False))
+        """Every name of every sharded parameter, those of one together, in the same order on all ranks."""
+        names: dict[int, list[str]] = {}
+        for name, held in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(held), []).append(name)
         for parameter in self.sharded:
-            prefixes = [fqn for fqn, child in modules if child is parameter.module]
-            assert prefixes, "a sharded parameter's module is installed while its state is read or loaded"
-            for prefix in prefixes:
-                yield parameter, f"{prefix}.{parameter.name}" if prefix else parameter.name
+            found = names.get(id(parameter.shard), [])
+            assert found, "a sharded parameter is in its module while its state is read or loaded"
+            yield from ((parameter, name) for name in found)
 
     def _converted_optimizer(
         self, optimizer: Any, state: Mapping[str, Any], convert: Convert
@@ -179,6 +225,13 @@ class Shards:
         return converted
 
 
+def _tell_updates(optimizers: Iterable[Optimizer], units: FullySharded) -> Iterator[RemovableHandle]:
+    """Whoever calls the step of an optimiser, Lightning or the user."""
+    for optimizer in optimizers:
+        yield optimizer.register_step_pre_hook(lambda *_: units.before_update())
+        yield optimizer.register_step_post_hook(lambda *_: units.after_update())
+
+
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
     """Refuse optimisers that would train a shard otherwise than the whole, or not at all.
 
@@ -191,9 +244,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if stale := sum(p in replaced for p in held):
             raise InstallError(
-                f"the optimizer {type(optimizer).__name__!r} has {stale!r} parameters that S2 has replaced by the"
+                f"the optimizer {type(optimizer).__name__!r} has {stale!r} parameters that the plan has replaced by the"
                 " rank's shard, which it would not train; make it in configure_optimizers from self.parameters(), not"
-                " before, or leave S2 out"
+                f" before, or leave {_who(sharded)} out"
             )
         kinds = {
             kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
@@ -201,9 +254,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         own = sum(p in shards for p in held)
         if own and kinds & set(COUPLED):
             raise InstallError(
-                f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that S2 splits over"
-                f" ranks; its update mixes the elements of a parameter, as those of {COUPLED!r} do, and would see"
-                " a part of them: use an elementwise one (RMSprop, Adam, SGD), or leave S2 out"
+                f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that {_who(sharded)} splits"
+                f" over ranks; its update mixes the elements of a parameter, as those of {COUPLED!r} do, and would see"
+                f" a part of them: use an elementwise one (RMSprop, Adam, SGD), or leave {_who(sharded)} out"
             )
 
 
@@ -216,7 +269,11 @@ def clip_norm(
     """`torch.nn.utils.clip_grad_norm_` with all ranks' shards in the norm, which it returns; see `gradient_norm`."""
     parameters = list(parameters)
     norm = gradient_norm(parameters, sharded, norm_type)
-    clip_grads_with_norm_(parameters, max_norm, norm)
+    clip_grads_with_norm_([p for p in parameters if not is_split(p)], max_norm, norm)
+    # as torch does for the others
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in (local(p.grad) for p in parameters if is_split(p) and p.grad is not None):
+        grad.mul_(scale.to(grad.device))
     return norm
 
 
@@ -230,11 +287,12 @@ def gradient_norm(
     parameters = list(parameters)
     shards = {id(parameter.shard): parameter for parameter in sharded}
     among = [shards[id(p)] for p in parameters if id(p) in shards]
-    norms = [
-        get_total_norm([p.grad for p in parameters if id(p) not in shards and p.grad is not None], norm_type)
-    ]
+    rest = [p.grad for p in parameters if id(p) not in shards and p.grad is not None]
+    # of no gradients the norm is in single precision
+    norms = [get_total_norm(rest, norm_type)] if rest or not among else []
     if among:
-        norms.append(_norm_over_ranks(among, float(norm_type)).to(norms[0].dtype))
+        over_ranks = _norm_over_ranks(among, float(norm_type))
+        norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
     # an empty list of gradients has a norm on the host
     return get_total_norm([value.to(norms[-1].device) for value in norms], norm_type)
 
@@ -251,16 +309,17 @@ def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
     if lost:
         sizes = [tuple(parameter.whole.shape) for parameter in lost]
         rank_zero_warn(
-            f"The run ended early, and {len(lost)} parameters of shapes {sizes!r}, which S2 had split over the ranks,"
-            " could not be collected: what other ranks have trained is nan now. Load a checkpoint before you use the"
-            " module."
+            f"The run ended early, and {len(lost)} parameters, of shapes such as {sizes[:3]!r}, which {_who(lost)} had"
+            " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
+            " before you use the module."
         )
 
 
 def _norm_over_ranks(among: Sequence[ShardedParameter], norm_type: float) -> Tensor:
     first = among[0].shard
-    grads = [p.shard.grad for p in among if p.shard.grad is not None and p.shard.grad.numel()]
-    own = get_total_norm(grads, norm_type).to(device=first.device, dtype=first.dtype)
+    grads = [local(p.shard.grad) for p in among if p.shard.grad is not None]
+    own = get_total_norm([grad for grad in grads if grad.numel()], norm_type)
+    own = own.to(device=among[0].mesh.device_type, dtype=first.dtype)
     if norm_type == inf:
         return collectives.all_reduce(among[0].mesh, own, "max")
     return collectives.all_reduce(among[0].mesh, own**norm_type) ** (1 / norm_type)
@@ -272,7 +331,7 @@ def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tenso
         raise InstallError(
             f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard"
             f" of shape {tuple(parameter.shard.shape)!r}; only an optimizer that keeps elementwise state can train"
-            " what S2 splits over ranks: use another one, or leave S2 out"
+            f" what {_who([parameter])} splits over ranks: use another one, or leave {_who([parameter])} out"
         )
 
 
@@ -286,7 +345,12 @@ def _whole(parameter: ShardedParameter, value: Tensor, name: str) -> Tensor:
 
 
 def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part:
-    return part_of(parameter, value)
+    return part_of(parameter, local(value))
+
+
+def _who(sharded: Iterable[ShardedParameter]) -> str:
+    """The technique that has split some parameters."""
+    return "fsdp" if any(parameter.by_torch for parameter in sharded) else "S2"
 
 
 def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
@@ -300,4 +364,4 @@ def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
         )
     whole = value.read() if isinstance(value, Stored) else value
     # a copy: a view would keep the whole alive
-    return parameter.own(whole).clone()
+    return parameter.like_shard(parameter.own(whole).clone())

@@ -5,6 +5,7 @@ import platform
 import re
 from dataclasses import dataclass
 
+import torch
 from torch.distributed import DistError
 
 LONGEST = 600
@@ -50,3 +51,10 @@ def is_of_communication(exception: BaseException) -> bool:
     if isinstance(exception, DistError):
         return True
     return isinstance(exception, RuntimeError | OSError) and bool(OF_COMMUNICATION.search(str(exception)))
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on whichever device."""
+    if isinstance(exception, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(exception, RuntimeError) and "allocate memory" in str(exception)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.parallel.contract.sharded_parameter import is_split
 from lightning_amp.parallel.s1_data.batch_norm import is_local
 
 TOLERANCE = 1e-5
@@ -49,20 +50,31 @@ SHARE_STATISTIC = (
 
 
 def warn_of_differences(
-    module: nn.Module, sharded: Iterable[nn.Parameter], mesh: DeviceMesh, *, step: int
+    module: nn.Module,
+    sharded: Iterable[nn.Parameter],
+    mesh: DeviceMesh,
+    *,
+    step: int,
+    apart: bool = False,
 ) -> None:
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
         module: With the same parameters and buffers, by name, on every rank.
-        sharded: Parameters of which a rank of the model axis has its shard.
+        sharded: Parameters of which a rank of the model axis has its shard; of those that lie over the data axis, no
+            two ranks have the same, and nothing is compared.
         mesh: With the axes "data" and "model".
         step: For the warning.
+        apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
     """
     if mesh.size() == 1:
         return
-    named: dict[str, Tensor] = dict(module.named_parameters())
-    found = differing({**named, **common_buffers(module)}, mesh, {id(parameter) for parameter in sharded})
+    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_split(p)}
+    held = {**named, **common_buffers(module)}
+    parts = {id(parameter) for parameter in sharded}
+    if apart:
+        held, parts = _of_stages(held)
+    found = differing(held, mesh, parts)
     if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
             f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"
@@ -76,6 +88,15 @@ def warn_of_differences(
             f" running statistic of the batch is changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to"
             " the loss"
         )
+
+
+def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]:
+    """What is not on all ranks is a part, and compared over the data axis; where it is not, zeros are."""
+    absent = torch.tensor([tensor.is_meta for tensor in held.values()], dtype=torch.uint8)
+    dist.all_reduce(absent, dist.ReduceOp.MAX)
+    found = {name: torch.zeros(()) if tensor.is_meta else tensor for name, tensor in held.items()}
+    somewhere = zip(found.values(), absent.tolist(), strict=True)
+    return found, {id(tensor) for tensor, missing in somewhere if missing}
 
 
 def _told(what: str, found: list[Difference], step: int) -> str:

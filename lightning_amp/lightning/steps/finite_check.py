@@ -2,7 +2,8 @@
 
     forward     of every module, the first call whose output is not finite although its inputs are
     loss        looked at before backward, on the rank that has it and before any rank has averaged with it
-    gradient    looked at as soon as it is accumulated, before it is averaged: the first in the order of backward
+    gradient    looked at as soon as it is accumulated, before it is averaged: the first in the order of backward; under
+                fsdp the rank's rows of it once they are averaged
 
 Outputs by themselves stop nothing: a module may well return -inf where a score is masked. Looking waits for the device.
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
+from lightning_amp.parallel.contract.sharded_parameter import local
 
 STRATUM = re.compile(r"\bstrata\.(\d+)\b")
 
@@ -102,4 +104,5 @@ def _all_finite(values: Any) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.detach()).all())
+    # of a shard the rank's own entries: other ranks may not look now
+    return bool(torch.isfinite(local(tensor.detach())).all())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning._compat import rank_zero_info
-from lightning_amp.lightning.steps.step_time import now
+from lightning_amp.lightning.steps.step_time import Moment
 from lightning_amp.planning.policies.race import Result, Strategies, race
 
 
@@ -41,7 +41,7 @@ class RaceOfPlans(pl.Callback):
         self._running = next(self._steps)
         self._switch, self._tell = switch, tell
         self._over = False
-        self._begin: float | None = None
+        self._begin: Moment | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, as `deepcopy(trainer)` makes: the race stays the original's."""
@@ -51,7 +51,7 @@ class RaceOfPlans(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to time a batch."""
-        self._begin = None if self._over else now(pl_module.device)
+        self._begin = None if self._over else Moment(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,7 +59,8 @@ class RaceOfPlans(pl.Callback):
         """Tell the race what the batch took, and install the plan for the next one; all ranks."""
         if self._begin is None:
             return
-        seconds = largest(now(pl_module.device) - self._begin, pl_module.device)
+        # the one time that a batch of a race waits for the device
+        seconds = largest(Moment(pl_module.device).seconds_since(self._begin), pl_module.device)
         try:
             wanted = self._steps.send(seconds)
             while not self._runs(wanted):

@@ -5,8 +5,10 @@ The first two are not counted, for they also load kernels and fill caches; of th
 some steps whose memory is measured do not count. The prediction is for the same step of the reference model
 (model_seconds.py); of another model only that of the decoder is known, and the line says so.
 
-Known limits: a step on CUDA waits for the device, up to `MOST` of them; where the memory of every step is measured,
-that takes time too.
+No step waits for the device: on CUDA its beginning and its end are events among the device's work, which are read when
+the fit is over.
+
+Known limits: where the memory of every step is measured, that takes time too. CUDA's events were not run on a GPU.
 """
 
 import time
@@ -24,7 +26,7 @@ from lightning_amp.quantities import format_seconds
 
 WARM_UP = 2
 MOST = 200
-"""Steps that are timed, after which none has to wait any more."""
+"""Steps that are timed."""
 
 
 def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
@@ -46,11 +48,22 @@ def put_first(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
     return end
 
 
-def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+class Moment:
+    """When a device has done what it was given until now; to make one waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Seconds from an earlier moment of the same device, which is waited for until it has come to this one."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class StepTimer(pl.Callback):
@@ -58,19 +71,24 @@ class StepTimer(pl.Callback):
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._seconds: list[float] = []
-        self._begin: float | None = None
+        self._steps: list[tuple[Moment, Moment]] = []
+        self._begin: Moment | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, as `deepcopy(trainer)` makes: moments of a device stay the original's."""
+        return {**vars(self), "_steps": [], "_begin": None}
 
     @property
     def median_seconds(self) -> float | None:
-        """Median of the steps that count, None without any."""
-        return median(self._seconds[WARM_UP:]) if len(self._seconds) > WARM_UP else None
+        """Median of the steps that count, None without any; waits for the device."""
+        found = [end.seconds_since(begin) for begin, end in self._steps[WARM_UP:]]
+        return median(found) if found else None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin."""
-        self._begin = now(pl_module.device) if len(self._seconds) < WARM_UP + MOST else None
+        self._begin = Moment(pl_module.device) if len(self._steps) < WARM_UP + MOST else None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -81,8 +99,8 @@ class StepTimer(pl.Callback):
         plan = getattr(trainer.strategy, "plan", None) or self._plan
         if plan is not self._plan:
             # steps under another plan are not what this one predicts
-            self._plan, self._seconds = plan, []
-        self._seconds.append(now(pl_module.device) - self._begin)
+            self._plan, self._steps = plan, []
+        self._steps.append((self._begin, Moment(pl_module.device)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the measured beside the predicted time; the plan may have been made anew."""
@@ -91,5 +109,5 @@ class StepTimer(pl.Callback):
             rank_zero_info(
                 f"a step: predicted {step_text(self._plan)} (rates of"
                 f" {self._plan.rates_device or 'an unnamed device'}); measured {format_seconds(measured)} for all of it"
-                f" (median of {len(self._seconds) - WARM_UP})"
+                f" (median of {len(self._steps) - WARM_UP})"
             )

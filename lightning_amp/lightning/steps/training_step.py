@@ -5,7 +5,7 @@ not reduced.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,10 +60,12 @@ class TrainingStep:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight = CellWeight(mesh["data"], device)
         self._gradients = GradientSync(
-            model.parameters(),
+            # those of other stages of a pipeline are not here
+            (parameter for parameter in shards.reduced if not (shards.apart and parameter.is_meta)),
             mesh,
             partial=shards.partial,
-            sharded=[parameter.shard for parameter in shards.sharded],
+            sharded=[parameter.shard for parameter in shards.over_model],
+            apart=shards.apart,
             bucket_bytes=bucket_bytes,
             rounds_differently=device.type == "cuda",
         )
@@ -73,6 +75,8 @@ class TrainingStep:
             FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
         )
         self._gradients.watch()
+        # called when a backward pass has ended, before gradients are averaged
+        self.before_averaging: Callable[[], None] = lambda: None
 
     def remove(self) -> None:
         """Take all hooks off the module."""
@@ -116,9 +120,12 @@ class TrainingStep:
             self._finite.check_loss(loss)
         loss = self._precision.pre_backward(loss, self._module)
         # weighted after `on_before_backward`, which sees the module's loss; averaging then gives the mean over cells
-        self._precision.backward(self._share_of(loss), self._module, optimizer, *args, **kwargs)
+        share, units = self._share_of(loss), self._shards.units
+        with nullcontext() if units is None else units.backward(share):
+            self._precision.backward(share, self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()
+        self.before_averaging()
         self._gradients.reduce()
         return self._precision.post_backward(loss, self._module)
 

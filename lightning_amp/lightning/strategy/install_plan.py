@@ -24,23 +24,35 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
+from lightning_amp.lightning.steps.rescue import Rescue, rescue_batches
 from lightning_amp.lightning.steps.step_time import put_first
-from lightning_amp.lightning.strategy.cells_per_step import UNKNOWN
+from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
-from lightning_amp.lightning.strategy.refusals import check_callbacks, check_compiled, check_precision
+from lightning_amp.lightning.strategy.refusals import (
+    check_callbacks,
+    check_compiled,
+    check_precision,
+    check_rescue,
+)
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.install import Installed, Swap, install, lies_in
+from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.planning.policies.race import Result, Strategies
 from lightning_amp.planning.reports.plan_report import techniques
-from lightning_amp.quantities import format_seconds
+from lightning_amp.quantities import format_bytes, format_seconds
+
+LEANER = 0.75
+"""Of the predicted peak of a plan for which there was no memory: what the next one may need."""
 
 
 class InstalledPlan:
@@ -81,18 +93,30 @@ class InstalledPlan:
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
+        if not self._request.rescue:
+            self._facts.forget_step()
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)
-        check_precision(installed, self._trainer.precision_plugin)
+        check_precision(installed, self._trainer.precision_plugin, self._plan)
         self._undo.append(count_replicas_once(self._model, self._mesh))
-        check_callbacks(installed, getattr(self._trainer, "callbacks", ()))
-        shards = Shards(self._model, installed.sharded, installed.partial)
+        check_callbacks(installed, getattr(self._trainer, "callbacks", ()), self._plan)
+        shards = self._staged() or Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
         self._race()
         return shards
+
+    def _staged(self) -> Shards | None:
+        """The parameters of the stages of a pipeline, whose steps take the place of the module's; None without one."""
+        spec = next((rule.spec for rule in self._plan.rules if isinstance(rule.spec, PipelineStages)), None)
+        if spec is None:
+            return None
+        check_run(self._request, self._trainer, self._model)
+        parameters, undo = pipelined(self._trainer.lightning_module, self._installed, spec, self._mesh)
+        self._undo.append(undo)
+        return parameters
 
     def _goes_on(self, plan: Plan) -> bool:
         """Whether the plan of a checkpoint takes the place of one that was just made: it is one of its candidates."""
@@ -113,6 +137,8 @@ class InstalledPlan:
             self._trainer.state.fn == TrainerFn.FITTING
             and self._request.races
             and not self._installed.sharded
+            # the techniques of any module save memory at the price of time: none is tried that is not needed
+            and self._plan.diagnosis is None
             and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
             and not torch.are_deterministic_algorithms_enabled()
             and not getattr(self._trainer, "fast_dev_run", False)
@@ -136,7 +162,7 @@ class InstalledPlan:
         with _as_in_setup(self._here.device):
             self._foreign.stand_in()
             names = list(find_decoders(self._model))
-            swaps = self._take_out(names)
+            taken = self._installed.take_out(names)
             try:
                 plan = self._plan_of(strategies)
                 made = self._made(plan, within=names)
@@ -144,29 +170,88 @@ class InstalledPlan:
                     "as the plan of the run"
                 )
                 assert not made.sharded, "what is sharded lies outside of decoders"
-                check_precision(made, self._trainer.precision_plugin)
+                check_precision(made, self._trainer.precision_plugin, plan)
             except AmpError as error:
                 refused = str(error)
             # no collective above is called by some ranks only: a plan that cannot be made is refused on all of them
             on_some_rank = bool(largest(float(bool(refused)), self._here.device))
             if on_some_rank:
                 made.undo()
-                made.redo(swaps)
-            self._installed.swaps += made.swaps
+                self._installed.put_back(taken)
+            self._installed.add(made)
             self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         if on_some_rank:
             raise PlanError(refused or "refused on another rank")
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
 
-    def _take_out(self, names: list[str]) -> list[Swap]:
-        """Put back what was in the decoders before; what lies outside of them stays. Returns what was taken out."""
-        swaps = self._installed.swaps
-        inside = [swap for swap in swaps if lies_in(swap.fqn, names)]
-        outside = [swap for swap in swaps if not lies_in(swap.fqn, names)]
-        self._installed.swaps = list(inside)
-        self._installed.undo()
-        self._installed.swaps = outside
-        return inside
+    def rescue(self, step: TrainingStep) -> Callable[[], None]:
+        """Let batches run again where memory ends, if that was asked for; returns what ends it.
+
+        Raises:
+            PlanError: A batch of this run cannot run again.
+        """
+        if not self._request.rescue:
+            return lambda: None
+        module = self._trainer.lightning_module
+        check_rescue(self._plan, self._trainer, n_ranks=self._here.n_ranks)
+        counted = self._here.device.type == "cpu" and self._request.device_memory is not None
+        rescue = Rescue(
+            module,
+            leaner=self._leaner,
+            budget=self._facts.budget if counted else None,
+            device=self._here.device,
+        )
+        step.before_averaging = rescue.gradients_are_there
+        return rescue_batches(self._trainer, rescue)
+
+    def _leaner(self) -> str:
+        """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
+        before = self._plan
+        limit = int(LEANER * before.predicted_peak_bytes)
+        try:
+            if before.diagnosis is None:
+                self.switch(self._leaner_strategies(limit))
+            else:
+                self._recompute_more(limit)
+        except AmpError:
+            return ""
+        self._end_race()
+        peak = format_bytes(self._plan.predicted_peak_bytes)
+        return (
+            f"{techniques(self._plan.strategies)}, for which {peak} are predicted, instead of"
+            f" {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
+        )
+
+    def _leaner_strategies(self, limit: int) -> Strategies:
+        """Of the candidates for the same ranks, the fastest within a limit."""
+        fitting = [
+            c
+            for c in self._plan.candidates
+            if (c.data, c.model) == (self._plan.mesh.data, self._plan.mesh.model) and c.peak_bytes <= limit
+        ]
+        if not fitting:
+            raise PlanError(f"no plan for these ranks needs {format_bytes(limit)} or less")
+        return min(fitting, key=lambda c: c.cell_seconds).strategies
+
+    def _recompute_more(self, limit: int) -> None:
+        """Of any module, recompute what it takes to stay within a limit, or everything."""
+        before = self._plan
+        names = [*before.strategies, "recompute"]
+        plan = plan_in_force(self._facts.within(limit), notes=before.notes, strategies=names)
+        if plan.predicted_peak_bytes >= before.predicted_peak_bytes:
+            raise PlanError("no choice of recomputed blocks needs less")
+        with _as_in_setup(self._here.device):
+            self._installed.undo()
+            try:
+                self._installed = self._made(plan)
+            except AmpError:
+                self._installed = self._made(before)
+                raise
+        self._keep(
+            replace(
+                plan, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes
+            )
+        )
 
     def _plan_of(self, strategies: Strategies) -> Plan:
         plan = plan_in_force(
@@ -241,8 +326,8 @@ class InstalledPlan:
     def _renew(self, plan: Plan) -> None:
         """Install anew what lies in the decoders; all else is what optimisers know, and the same."""
         names = list(self._foreign.decoders)
-        self._take_out(names)
-        self._installed.swaps += self._made(plan, within=names).swaps
+        self._installed.take_out(names)
+        self._installed.add(self._made(plan, within=names))
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
 
     def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:

@@ -17,6 +17,8 @@ from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_b
 from lightning_amp.lightning.steps.cell_order import with_same_draws
 from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
 from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
+from lightning_amp.parallel.scores.dense_entries import find_entries
+from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood
 
 
 class MeshStrategy(DDPStrategy):
@@ -85,7 +87,10 @@ class MeshStrategy(DDPStrategy):
         # asked here: to cut the model axis out of a mesh takes a tenth of a millisecond and more
         if self._model_ranks > 1:
             make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self.lightning_module is not None:
+            find_entries(batch, moved, SparseLikelihood, self.lightning_module)
+        return moved
 
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"

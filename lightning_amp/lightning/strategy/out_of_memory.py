@@ -7,13 +7,6 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 
 
-def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on whichever device."""
-    if isinstance(exception, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(exception, RuntimeError) and "allocate memory" in str(exception)
-
-
 def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
     """One sentence or two for a person whose run has just ended; `plan` is None before it is made."""
     if device.type == "cuda":

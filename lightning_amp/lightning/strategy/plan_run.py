@@ -1,5 +1,6 @@
 """Trainer, data and module -> Plan, made on rank 0 in `setup`, before optimisers exist."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
@@ -7,10 +8,11 @@ from functools import cached_property
 import lightning.pytorch as pl
 import torch
 
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
-from lightning_amp.lightning.strategy.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
@@ -18,6 +20,9 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.modules.plan_module import plan_again, plan_module, told_apart
+from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import (
     LATENT_DIM,
@@ -31,6 +36,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
+    with_schedule,
     with_shared_statistics,
     without_shared_statistics,
 )
@@ -45,6 +51,7 @@ from lightning_amp.quantities import parse_bytes
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""
 RMSPROP_SLOTS = 1
+NO_PROFILE = "the step was not profiled, and its peak is not known"
 
 
 class Facts:
@@ -61,12 +68,23 @@ class Facts:
         self.request, self.here, self.trainer = request, here, trainer
         self._cells = cells_per_step(trainer) if cells is None else cells
         self._compared = cells is not None
+        self.step = StepOfModule.of(trainer)
 
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
-        profile, shape, notes = _read(self.request, self.here, self.trainer, self._cells)
+        profile, shape, notes = _read(self.request, self.here, self.trainer, self._cells, *self.seen)
         return profile, on_device(shape, self.rates[0]), notes
+
+    @cached_property
+    def seen(self) -> tuple[Seen | None, str]:
+        """The step of a module without a decoder, None where it has one or cannot be profiled, and why it cannot."""
+        if self.step is None:
+            return None, ""
+        try:
+            return self.step.seen(self.rates[0]), ""
+        except AmpError as error:
+            return None, f"{NO_PROFILE}: {error}"
 
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:
@@ -77,6 +95,17 @@ class Facts:
     def budget(self) -> int:
         """Bytes of one device."""
         return _budget(self.request, self.here)
+
+    def within(self, n_bytes: int) -> "Facts":
+        """The same, with fewer bytes."""
+        fewer = copy.copy(self)
+        fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
+        vars(fewer).pop("budget", None)
+        return fewer
+
+    def forget_step(self) -> None:
+        """Let go of the batch that a step was profiled with; what was seen of it stays."""
+        self.step = None
 
     def compare(self) -> None:
         """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
@@ -160,19 +189,52 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     """
     request, here = facts.request, facts.here
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
+    asked: str | list[str] | None = request.strategies if strategies is None else list(strategies)
+    named: tuple[str, ...] | None = None
+    if shape.decoder is None:
+        asked, named = told_apart(asked, policy=request.policy)
+        asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
     made = make_plan(
         profile,
         devices=here.n_ranks,
         device_memory=facts.budget,
         policy=request.policy,
-        strategies=request.strategies if strategies is None else list(strategies),
+        strategies=asked,
         batch_size=shape.batch_size,
         model_parallel_size=request.model_parallel_size if model_ranks is None else model_ranks,
         shape=shape,
         rates=rates,
         node_devices=here.node_ranks,
     )
-    return replace(made, notes=(*made.notes, *note, *notes))
+    made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
+    made = replace(made, notes=(*made.notes, *note, *notes))
+    seen, _ = facts.seen
+    if seen is None:
+        return made
+    assert facts.step is not None, "it has been seen"
+    return plan_module(
+        made,
+        seen,
+        named=named,
+        budget_named=request.device_memory is not None,
+        count=facts.step.count,
+    )
+
+
+def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
+    """Of the techniques that were asked for, those that are planned all the same where there is no profile.
+
+    Raises:
+        PlanError: One of the others was asked for, and the step could not be profiled.
+    """
+    seen, why = facts.seen
+    if seen is not None:
+        return []
+    needing = [name for name in named if TECHNIQUES[name].counted]
+    if needing and why:
+        raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
+    # outside of a fit nothing is kept for a backward pass
+    return [name for name in named if name not in needing]
 
 
 def predict_anew(plan: Plan, facts: Facts) -> Plan:
@@ -183,7 +245,7 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
     predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
-    return replace(
+    again = replace(
         plan,
         batch_size=shape.batch_size,
         predicted_base_bytes=predicted.base_bytes,
@@ -197,26 +259,34 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
         rates_device="" if shape.decoder is None else rates.device,
         candidates=(),
     )
+    seen, _ = facts.seen
+    if seen is None or facts.step is None:
+        return replace(again, diagnosis=None)
+    return plan_again(again, seen, count=facts.step.count)
 
 
 def _read(
-    request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells
+    request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells, seen: Seen | None, why: str
 ) -> tuple[Profile, ModelShape, list[str]]:
     """Profile and shape of the run, and what its prediction leaves out."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     data_dir = request.data_dir_or(data)
     batch_size, unknown = cells
+    if seen is not None:
+        batch_size = seen.profile.batch_size or batch_size or 1
     notes = [unknown] if batch_size is None else []
-    if "mixed" in str(trainer.precision):
+    notes += [why] if why else []
+    if seen is None and "mixed" in str(trainer.precision):
         notes.append(
             f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
         )
     slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
-    if slots == ADAM_SLOTS:
+    if seen is None and slots == ADAM_SLOTS:
         notes.append(
             "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
         )
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
+    shape = replace(shape, profiled=seen is not None)
     shape = _with_threads(shape if isinstance(module, GLUE) else with_counts(shape))
     notes += unpredicted(module, shape)
     if data_dir is None:

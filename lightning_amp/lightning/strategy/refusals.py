@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins import Precision
 from torch import nn
+from torch.optim import LBFGS
 
 from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, FullyShard, ShareBatchStatistics
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_amp.parallel.install import Installed
 
 
@@ -27,15 +30,17 @@ LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)
 AVERAGED = ("StochasticWeightAveraging", "WeightAveraging")
 KEEPS_LAYERS = ("ModelPruning",)
+FSDP = "fsdp"
 
 
-def check_precision(installed: "Installed", precision: Precision) -> None:
+def check_precision(installed: "Installed", precision: Precision, plan: Plan) -> None:
     """Refuse, with a PlanError, loss scaling of shards: an overflow in one would let only its rank skip the step."""
-    if installed.sharded and getattr(precision, "scaler", None) is not None:
+    who, what = _sharding(installed, plan)
+    if who and getattr(precision, "scaler", None) is not None:
         raise PlanError(
             f"precision={getattr(precision, 'precision', '16-mixed')!r} was asked for, whose loss scaling skips steps"
-            f" rank by rank, together with S2, which has sharded {_names(installed)}; use precision='bf16-mixed' or"
-            " '32-true', or leave S2 out"
+            f" rank by rank, together with {who}, which has sharded {what}; use precision='bf16-mixed' or"
+            f" '32-true', or leave {who} out"
         )
 
 
@@ -55,7 +60,7 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None:
+def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: Plan) -> None:
     """Refuse callbacks that hold the module as it was before.
 
     Raises:
@@ -63,18 +68,24 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None
     """
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
+    who, what = _sharding(installed, plan)
     for callback in callbacks:
-        if installed.sharded and _is_named(callback, AVERAGED):
+        if who and is_named(callback, AVERAGED):
             raise PlanError(
-                f"{type(callback).__name__} was asked for, which averages whole parameters, together with S2, which"
-                f" has sharded {_names(installed)}; leave one of the two out"
+                f"{type(callback).__name__} was asked for, which averages whole parameters, together with {who}, which"
+                f" has sharded {what}; leave one of the two out"
             )
-        if buffers and _is_named(callback, COPIES_BUFFERS):
+        if who == FSDP and is_named(callback, KEEPS_LAYERS):
+            raise PlanError(
+                f"{type(callback).__name__} was asked for, which masks whole parameters, together with {who}, which has"
+                f" sharded {what}; leave one of the two out"
+            )
+        if buffers and is_named(callback, COPIES_BUFFERS):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which copies buffers too, and the plan has replaced some, in"
                 f" {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
             )
-        if replaced and _is_named(callback, KEEPS_LAYERS):
+        if replaced and is_named(callback, KEEPS_LAYERS):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which has chosen its layers already, and the plan replaces"
                 f" {replaced[:3]!r}; it would change layers that are not trained, or not as on one device. Leave it"
@@ -82,13 +93,40 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object]) -> None
             )
 
 
+def check_rescue(plan: Plan, trainer: "pl.Trainer", *, n_ranks: int) -> None:
+    """Refuse, with a PlanError, a rescue where a batch cannot run again, or where ranks would wait for each other."""
+    reasons = []
+    if not trainer.lightning_module.automatic_optimization:
+        reasons.append("the module optimises by hand, and may have changed parameters by then")
+    if trainer.accumulate_grad_batches != 1:
+        reasons.append("gradients of batches before would be lost, which accumulate_grad_batches adds up")
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        reasons.append("LBFGS changes parameters between the passes of one step")
+    if plan.mesh.model > 1 or "fsdp" in plan.strategies:
+        reasons.append("ranks wait for each other within a pass, by what the plan splits over them")
+    if n_ranks > 1 and any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
+        reasons.append("ranks share batch statistics within a pass; share_batch_statistics=False does not")
+    if reasons:
+        raise PlanError(
+            f"rescue=True was asked for, and a batch of this run cannot run again: {'; '.join(reasons)}. Leave rescue"
+            " out, or change this"
+        )
+
+
 def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:
     return [] if module is None else [(name, tuple(b.shape)) for name, b in module.named_buffers()]
 
 
-def _is_named(thing: object, names: tuple[str, ...]) -> bool:
+def is_named(thing: object, names: tuple[str, ...]) -> bool:
     """Whether one of its classes has such a name; not every version of Lightning has these classes."""
     return any(kind.__name__ in names for kind in type(thing).__mro__)
+
+
+def _sharding(installed: "Installed", plan: Plan) -> tuple[str, str]:
+    """Who shards parameters, and which; "" where nobody does."""
+    if any(isinstance(rule.spec, FullyShard) for rule in plan.rules):
+        return FSDP, "all parameters"
+    return ("S2", _names(installed)) if installed.sharded else ("", "")
 
 
 def _names(installed: "Installed") -> str:

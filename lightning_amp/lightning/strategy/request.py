@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.pipeline.schedules import SCHEDULES
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import parse_strategies
 from lightning_amp.quantities import is_number, parse_bytes
@@ -18,6 +19,8 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "save_distributed_checkpoint": (True, False),
     "check_finite": (True, False),
     "race": (True, False),
+    "schedule": (None, *SCHEDULES),
+    "rescue": (True, False),
 }
 
 
@@ -36,6 +39,7 @@ class Request:
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
     race: bool = True
+    rescue: bool = False
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
     balance_cells: bool | Literal["auto"] = "auto"
@@ -45,6 +49,8 @@ class Request:
     check_finite: bool = False
     lost_after: float = 60.0
     stuck_after: float = 1800.0
+    micro_batches: int | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -84,6 +90,12 @@ class Request:
             raise PlanError(
                 f"model_parallel_size={size!r} was asked for; allowed are 'auto' and a whole number of ranks, 1 or more"
             )
+        if self.micro_batches is not None and not (
+            type(self.micro_batches) is int and self.micro_batches >= 1
+        ):
+            raise PlanError(
+                f"micro_batches={self.micro_batches!r} was asked for; allowed is a whole number, 1 or more, or None"
+            )
         if not (is_number(self.bucket_mb) and 0 < self.bucket_mb < inf):
             raise PlanError(f"bucket_mb={self.bucket_mb!r} was asked for; allowed is a number of MiB above 0")
         for name in ("lost_after", "stuck_after"):
@@ -94,8 +106,13 @@ class Request:
                 )
 
     def _check_plan(self) -> None:
-        if self.strategies is not None:
-            parse_strategies(self.strategies)
+        chosen = () if self.strategies is None else parse_strategies(self.strategies)
+        for name in ("micro_batches", "schedule"):
+            if getattr(self, name) is not None and "pipeline" not in chosen:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} was asked for, which is of a pipeline; ask for"
+                    " strategies='pipeline' too, or leave it out"
+                )
         if self.plan is None:
             return
         decided = {"policy": self.policy, "model_parallel_size": str(self.model_parallel_size)}

@@ -1,12 +1,13 @@
 """`Trainer(strategy="amp")`: plan before the optimisers exist, install, train on averaged gradients, undo.
 
-Parameters that S2 has sharded are whole in every checkpoint and, after the run, in the module and its optimisers.
+Parameters that S2 or fsdp has sharded are whole in every checkpoint and, after the run, in the module and its
+optimisers.
 
 Known limits: those of steps/training_step.py; buffers that a module changes by itself in training, other than shared
 batch statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers
-from all ranks, so a model group's values come once per rank of it; while S2 is installed `module.state_dict()`, norms
-of sharded weights, and a norm of gradients that is not taken by the Trainer's clipping, are those of the rank's shards
-(`gradient_norm` has all). What ranks then train differently is told (same_on_ranks/same_parameters.py).
+from all ranks, so a model group's values come once per rank of it; under S2, fsdp and pipeline `module.state_dict()`,
+and a norm taken by hand, are those of the rank's part (`gradient_norm` has all). What ranks then train differently is
+told.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.faults.interrupt import make_interruptible
 from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
 from lightning_amp.lightning.same_on_ranks.replicas import (
@@ -55,12 +56,11 @@ from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
-from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory, is_out_of_memory
+from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
+from lightning_amp.lightning.strategy.over_data_axis import shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request, one_of
-from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics as share_statistics
 from lightning_amp.parallel.s1_data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import ShareBatchStatistics
 
 
 class AMPStrategy(MeshStrategy):
@@ -89,6 +89,7 @@ class AMPStrategy(MeshStrategy):
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
         race: bool = True,
+        rescue: bool = False,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
         balance_cells: bool | Literal["auto"] = "auto",
@@ -98,6 +99,8 @@ class AMPStrategy(MeshStrategy):
         check_finite: bool = False,
         lost_after: float = 60.0,
         stuck_after: float = 1800.0,
+        micro_batches: int | None = None,
+        schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -111,20 +114,19 @@ class AMPStrategy(MeshStrategy):
             plan: A plan, or the path of one as JSON, to carry out instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
-            unfit: Whether to "refuse" or to "train" a plan that is predicted not to fit; None refuses where
-                `device_memory` is given, and trains where the device was asked.
+            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             race: Whether the first steps under policy "auto" try the plans that fit, and the fastest stays.
+            rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
-            save_distributed_checkpoint: Save a directory to which every rank writes its part; `checkpoint_io` then has
-                no say. Either kind is loaded.
+            save_distributed_checkpoint: Save a directory of the ranks' parts, without `checkpoint_io`; both are loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
-            lost_after: Seconds of silence after which a rank counts as lost.
-            stuck_after: Seconds without progress after which a rank counts as stuck.
+            lost_after, stuck_after: Seconds of silence, and without progress, after which a rank is lost, and stuck.
+            micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
@@ -139,6 +141,7 @@ class AMPStrategy(MeshStrategy):
             unfit=unfit,
             rates=rates,
             race=race,
+            rescue=rescue,
             model_parallel_size=model_parallel_size,
             data_dir=data_dir,
             balance_cells=balance_cells,
@@ -148,6 +151,8 @@ class AMPStrategy(MeshStrategy):
             check_finite=check_finite,
             lost_after=lost_after,
             stuck_after=stuck_after,
+            micro_batches=micro_batches,
+            schedule=schedule,
         )
         super().__init__(
             accelerator=accelerator,
@@ -167,8 +172,7 @@ class AMPStrategy(MeshStrategy):
         self._resumed: Plan | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
         self._shards = Shards()
-        # the training step of a fit, None otherwise
-        self._step: TrainingStep | None = None
+        self._step: TrainingStep | None = None  # of a fit
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -218,13 +222,17 @@ class AMPStrategy(MeshStrategy):
         any_rank = partial(self.reduce_boolean_decision, all=False)
         check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
         broadcast_module(self.model)
-        self._plan_and_install(trainer, self.model)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._share_statistics(self.model)
+        rescue = self._plan_and_install(trainer, self.model)
+        plan, mesh, fn = self.plan, self.mesh, trainer.state.fn
+        assert plan is not None, "made before it was installed"
+        if fn == TrainerFn.FITTING:
+            self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
+        self._shards = shard_fully(plan, self.model, mesh, self._shards, fn, self._undo)
+        if fn == TrainerFn.FITTING:
             self._step = TrainingStep(
                 module,
                 self.model,
-                self.mesh,
+                mesh,
                 self.root_device,
                 precision=self.precision_plugin,
                 shards=self._shards,
@@ -232,12 +240,12 @@ class AMPStrategy(MeshStrategy):
                 check_finite=self.request.check_finite,
             )
             self.setup_optimizers(trainer)
-            self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan)]
+            self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> None:
+    def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
         # late, for it reaches the reference model and every technique, which a Trainer does not need
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
@@ -247,15 +255,7 @@ class AMPStrategy(MeshStrategy):
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         self._shards = planned.install()
-
-    def _share_statistics(self, model: nn.Module) -> None:
-        """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm."""
-        assert self.plan is not None, "installed before"
-        planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in self.plan.rules)
-        if planned or isinstance(self._layer_sync, TorchSyncBatchNorm):
-            self._undo.append(share_statistics(model, self.mesh["data"]))
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.apply(model)
+        return planned.rescue
 
     def _remove_installed(self) -> None:
         """Give the module back as it was; no collectives, for other ranks may be gone."""
@@ -302,7 +302,7 @@ class AMPStrategy(MeshStrategy):
         if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
-        warn_of_differences(module, shards, self.mesh, step=trainer.global_step)
+        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=self._shards.apart)
 
     # --- a step ---
 

@@ -18,7 +18,7 @@ W = ceil(N / w) buckets.
 import copy
 from functools import partial
 from itertools import product
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -49,16 +49,15 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
         kernel: How it is computed.
 
     Raises:
-        InstallError: The module has parts that would be lost, or computes something else; no such kernel; weights are
-            to be kept by a kernel that makes none.
+        InstallError: The module has parts that would be lost, or computes something else.
     """
-    _check_kernel(keep, kernel)
     problem = _structure_problem(attention) or found_out(attention, _value_problem)
     if problem:
+        strategy = "fused" if kernel == "products" else kernel
         raise InstallError(
-            f"'fused' was asked for on {type(attention).__name__!r}, which {problem}; only a module that computes what"
-            " LocalAttention(dim, window) does, of all channels, and has nothing beside its numbers can be replaced:"
-            " move the rest to its parent, or leave 'fused' out (S3 takes any bucketed attention)"
+            f"{strategy!r} was asked for on {type(attention).__name__!r}, which {problem}; only a module that computes"
+            " what LocalAttention(dim, window) does, of all channels, and has nothing beside its numbers can be"
+            f" replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes any bucketed attention)"
         )
     return FusedAttention(cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel)
 
@@ -146,18 +145,6 @@ def fused_rows(
     if kernel == "sdpa":
         return sdpa_attention(q, k, values, window=window, before=before)
     return banded_softmax(q, k, values, window=window, before=before, keep=keep)
-
-
-def _check_kernel(keep: bool, kernel: object) -> None:
-    if kernel not in get_args(Kernel):
-        raise InstallError(
-            f"'fused' was asked for with kernel={kernel!r}, which there is not; choose one of {get_args(Kernel)!r}"
-        )
-    if keep and kernel == "sdpa":
-        raise InstallError(
-            f"'fused' was asked for with {keep=!r} and {kernel=!r}, which makes no weights that could be kept;"
-            " set keep to false, or choose kernel='products'"
-        )
 
 
 def _structure_problem(attention: nn.Module) -> str:

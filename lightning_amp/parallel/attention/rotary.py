@@ -12,7 +12,8 @@ and can be large: an angle is a product of 24 bits and a whole number, which flo
 its cosine is rounded once. float64 must exist on the device.
 
 The tables are made once for all attention of the same sizes in a process, 2 (w + W) D numbers, and the last few kept:
-making them takes as many operators as attention itself.
+making them takes as many operators as attention itself. Where operators are launched the factors of all rows of some
+buckets are kept too, if they are not many: then a turn is one product.
 
 Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D), pair (D / 2), w window, W buckets.
 """
@@ -22,6 +23,9 @@ from functools import lru_cache
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor, nn
+
+from lightning_amp.parallel.device_settings import launches_operators
+from lightning_amp.planning.sizes.bucket_runs import turned_at_once
 
 ROTARY_BASE = 10000.0
 KEPT_TABLES = 8
@@ -38,14 +42,14 @@ def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: T
     """
     # a fake tensor's tables are of no use to a real one, nor to a fake one of another mode
     made = Rotary if type(like) not in (Tensor, nn.Parameter) else _kept
-    return made(dim, window, n_buckets, dtype, like.device)
+    return made(dim, window, n_buckets, dtype, like.device, launches_operators(like))
 
 
 class Rotary:
     """Turns the rows of buckets; made by `rotary`."""
 
     def __init__(
-        self, dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device
+        self, dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device, launched: bool
     ) -> None:
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         frequency = (1.0 / ROTARY_BASE**exponent).double()
@@ -60,6 +64,7 @@ class Rotary:
         self._within = table(window, 1)
         self._between = [factors[:, None] for factors in table(n_buckets, window)]
         self._parts: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = {}
+        self._launched = launched
 
     def turn(
         self, x: Complex[Tensor, "bucket row pair"], *places: tuple[int, int], back: bool = False
@@ -71,30 +76,51 @@ class Rotary:
             places: Runs of places that the buckets have, one after the other: the first one, and how many.
             back: Turn the other way round.
         """
-        within, n_rows = self._within[back], x.shape[1]
-        x.mul_(within if n_rows == len(within) else within[:n_rows])
-        x.mul_(self._part(places, back))
+        within, part, n_rows = self._within[back], self._part(places, back), x.shape[1]
+        if not self._at_once(len(x)):
+            x.mul_(within if n_rows == len(within) else within[:n_rows])
+        elif n_rows < len(within):
+            part = part[:, :n_rows]
+        x.mul_(part)
 
     def _part(self, places: tuple[tuple[int, int], ...], back: bool) -> Tensor:
-        """Factors of some buckets; kept, for it is an operator to take a part."""
+        """Factors of some buckets, of all their rows or of the first ones; kept, for a part is an operator."""
         part = self._parts.get((places, back))
         if part is None:
             parts = [self._between[back][place : place + n] for place, n in places]
-            part = parts[0] if len(parts) == 1 else _whole(parts)
+            part = parts[0] if len(parts) == 1 else _joined(parts)
+            if self._at_once(len(part)):
+                part = _times(part, self._within[back])
             self._parts[places, back] = part
         return part
 
+    def _at_once(self, n_buckets: int) -> bool:
+        n_rows, n_pairs = self._within[0].shape
+        return turned_at_once(n_buckets * n_rows, dim=2 * n_pairs, launched=self._launched)
+
 
 @lru_cache(maxsize=KEPT_TABLES)
-def _kept(dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+def _kept(
+    dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device, launched: bool
+) -> Rotary:
     # tables made in inference mode could not be used outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Rotary(dim, window, n_buckets, dtype, device)
+        return Rotary(dim, window, n_buckets, dtype, device, launched)
 
 
-def _whole(parts: list[Tensor]) -> Tensor:
+def forget_kept() -> None:
+    """Make tables anew where they are needed next, as in a new process."""
+    _kept.cache_clear()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
     with torch.inference_mode(mode=False), torch.no_grad():
         return torch.cat(parts)
+
+
+def _times(part: Tensor, within: Tensor) -> Tensor:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return part * within
 
 
 def to_pairs(

@@ -22,7 +22,7 @@ Exact up to rounding, with one difference: the reference replaces the score of a
 no weight. The same wherever any other key of the row has a score above -4.9e4, so for |q| < 4.9e4 sqrt(D). A row that
 meets no other key (one anchor, w = 1) has itself alone in both.
 
-Kept for the backward pass: s and r, two norms a key, out by call, one logarithm a row, and the values, filled up where
+Kept for the backward pass: s and r, a norm a key, out by call, one logarithm a row, and the values, filled up where
 the last bucket is cut; banded_softmax.py keeps its inputs. Held at most beside these, in numbers, with M the keys:
 
     forward     out of both calls again, N D
@@ -39,9 +39,9 @@ Not run on a GPU. Second derivatives are refused by torch.
 Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, bucket, slot (of a bucket's keys).
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +54,13 @@ from lightning_amp._torch import (
     attend_on_cpu_back,
     attend_on_cuda,
     attend_on_cuda_back,
+    past_threshold,
 )
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.attention.banded_softmax import LEAST_NORM, computed_in
+from lightning_amp.parallel.attention.bucket_work import LEAST_NORM
+from lightning_amp.parallel.attention.precision import computed_in, met_in
 from lightning_amp.parallel.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.planning.sizes.kernel_calls import Call, Calls
 
 OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""
@@ -65,8 +68,8 @@ ALIGNED_COLUMNS = 16
 """Of `own` on CUDA: 64 bytes of float32."""
 ALIGNED_BYTES = 16
 """Of a row on CUDA, which its kernel reads at a time."""
-KEPT_MASKS = 2
-"""Windows whose `own` is kept; models have one as a rule."""
+KEPT = 4
+"""Tensors that stay, `own` and zeros; models have one window as a rule."""
 
 
 def sdpa_attention(
@@ -88,81 +91,15 @@ def sdpa_attention(
         InstallError: A device, a dtype or a number of channels that torch has no fused kernel for.
     """
     dtype = computed_in(q.dtype, k.dtype, values.dtype)
-    met_in = _met_in(q, dtype)
-    _check(q, met_in)
+    met = met_in(q, dtype)
+    _check(q, met)
     # keys further away are not met; a slice of all keys would be a view too, whose backward pass copies them
     first, last = max(before - window, 0), before + -(-len(q) // window) * window + window
     if first > 0 or last < len(k):
         k, values = k[first:last], values[first:last]
-    return cast(Tensor, _Sdpa.apply(q, k, values, window, (before - first) // window, dtype, met_in))  # type: ignore[no-untyped-call]
-
-
-class Call(NamedTuple):
-    """Buckets of rows that meet the same number of buckets of keys.
-
-    Attributes:
-        rows: First bucket, distance from one to the next, how many.
-        keys: First bucket that the first one meets, distance from one to the next, how many each one meets.
-        own: Place of the first one's own bucket among those it meets; the second one's, of two ends, is 1.
-    """
-
-    rows: tuple[int, int, int]
-    keys: tuple[int, int, int]
-    own: int
-
-
-class Calls(NamedTuple):
-    """How the buckets of a run are computed.
-
-    Attributes:
-        rows: Buckets of rows.
-        keys: Buckets of keys.
-        window: w.
-        before: Buckets of keys before the first row, 0 or 1.
-    """
-
-    rows: int
-    keys: int
-    window: int
-    before: int
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether the first bucket has none before it, and the last one none after it."""
-        return self.before == 0, self.before + self.rows == self.keys
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """Every bucket of rows in exactly one of them."""
-        return _calls(self)
-
-    @property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """By which the rows and then the keys are turned: queries as the rows of the next bucket."""
-        return (self.before + 1, self.rows), (0, self.keys)
-
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Zeros before the first slot and after the last."""
-        return 2 if self.ends[0] else 4, 2 if self.ends[1] else 4
-
-
-@lru_cache(maxsize=256)
-def _calls(run: Calls) -> tuple[Call, ...]:
-    (first, last), found = run.ends, []
-    if first and last:
-        step = run.rows - 1
-        found.append(
-            Call((0, step, 2), (0, step - 1, 2), 0) if run.rows > 1 else Call((0, 0, 1), (0, 0, 1), 0)
-        )
-    elif first:
-        found.append(Call((0, 0, 1), (0, 0, 2), 0))
-    elif last:
-        found.append(Call((run.rows - 1, 0, 1), (run.keys - 2, 0, 2), 1))
-    inner = run.rows - first - last
-    if inner > 0:
-        found.append(Call((int(first), 1, inner), (run.before + first - 1, 1, 3), 1))
-    return tuple(found)
+    # where keys are the queries, both are paired by one operator, and their gradients added up by one
+    keys = None if k is q else k
+    return cast(Tensor, _Sdpa.apply(q, keys, values, window, (before - first) // window, dtype, met))  # type: ignore[no-untyped-call]
 
 
 class _Sdpa(torch.autograd.Function):
@@ -170,80 +107,100 @@ class _Sdpa(torch.autograd.Function):
     def forward(
         ctx: Any,
         q: Tensor,
-        k: Tensor,
+        k: Tensor | None,
         values: Tensor,
         window: int,
         before: int,
         dtype: torch.dtype,
-        met_in: torch.dtype,
+        met: torch.dtype,
     ) -> Tensor:
-        run = Calls(-(-len(q) // window), -(-len(k) // window), window, before)
-        ctx.run, ctx.inputs = run, [(x.shape, x.dtype) for x in (q, k, values)]
+        run = Calls(-(-len(q) // window), -(-len(values) // window), window, before)
+        ctx.run, ctx.inputs = run, [None if x is None else (x.shape, x.dtype) for x in (q, k, values)]
         if not run.rows:
             return torch.empty_like(q, dtype=values.dtype)
-        turned, norms = _turned(q, k, run, dtype)
-        turned, filled = turned.to(met_in), _filled(values, run.keys * window, met_in)
-        own = mask(window, met_in, q)
+        turned, divisor = _turned(q, k, run, dtype)
+        turned, filled = turned.to(met), _filled(values, run.keys * window, met)
+        own = mask(window, met, q)
         views = [_views(call, run, turned, filled, own) for call in run.calls]
         found = [_attend(*view) for view in views]
         kept = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
-        ctx.save_for_backward(turned, *norms, *kept)
+        ctx.save_for_backward(turned, divisor, *kept)
         out = _in_order(run, [one[0] for one in found])
         return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, q.shape[1])[: len(q)].to(values.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run, shapes = ctx.run, ctx.inputs
+        run = ctx.run
         if not run.rows:
-            return (*(grad.new_zeros(shape, dtype=dtype) for shape, dtype in shapes), None, None, None, None)
-        turned, norm, divisor, *kept = ctx.saved_tensors
+            none = (known and grad.new_zeros(known[0], dtype=known[1]) for known in ctx.inputs)
+            return (*none, None, None, None, None)
+        turned, divisor, *kept = ctx.saved_tensors
         grad = _filled(grad, run.rows * run.window, turned.dtype)
         n, found = len(kept) // len(run.calls), []
         for i, call in enumerate(run.calls):
             q, k, values, own, *one = kept[i * n : (i + 1) * n]
             found.append(_attend_back(_rows_of(call, run, grad), q, k, values, own, one))
-        turned = turned.to(norm.dtype)
+        turned = turned.to(divisor.dtype)
         grads = _together(run, found, turned)
         del found
-        dq, dk = _turned_back(grads[: run.rows + run.keys], turned, norm, divisor, run)
-        dv = grads[run.rows + run.keys :].view(-1, turned.shape[-1])
-        results = zip((dq, dk, dv), shapes, strict=True)
-        return (*(x[: shape[0]].to(dtype) for x, (shape, dtype) in results), None, None, None, None)
+        results = [
+            *_turned_back(grads[: run.rows + run.keys], turned, divisor, run, alike=ctx.inputs[1] is None),
+            grads[run.rows + run.keys :].view(-1, turned.shape[-1]),
+        ]
+        pairs = zip(results, ctx.inputs, strict=True)
+        ready = (None if x is None else x[: known[0][0]].to(known[1]) for x, known in pairs)
+        return (*ready, None, None, None, None)
 
 
 def _turned(
-    q: Tensor, k: Tensor, run: Calls, dtype: torch.dtype
-) -> tuple[Float[Tensor, "bucket row dim"], tuple[Tensor, Tensor]]:
-    """Rows and then keys turned, these normalised; the norms of keys, and what keys are divided by."""
+    q: Tensor, k: Tensor | None, run: Calls, dtype: torch.dtype
+) -> tuple[Float[Tensor, "bucket row dim"], Float[Tensor, "bucket row one"]]:
+    """Rows and then keys turned, these normalised; what keys are divided by. Keys that are None are the rows."""
     w, dim, cut = run.window, q.shape[1], run.rows * run.window
     shape = run.rows + run.keys, w, dim // 2
-    whole = len(q) + len(k) == shape[0] * w
+    whole = len(q) % w == 0 and (k is None or len(k) % w == 0)
     pairs = (q.new_empty if whole else q.new_zeros)(shape, dtype=dtype.to_complex())
-    for rows, first in ((q, 0), (k, cut)):
-        to_pairs(rows.to(dtype), out=pairs.view(-1, dim // 2)[first : first + len(rows)])
+    if k is None:
+        both = pairs.view(2, cut, dim // 2)
+        to_pairs(q.to(dtype).expand(2, *q.shape), out=both if whole else both[:, : len(q)])
+    else:
+        for rows, first in ((q, 0), (k, cut)):
+            to_pairs(rows.to(dtype), out=pairs.view(-1, dim // 2)[first : first + len(rows)])
     turned = torch.view_as_real(pairs).view(*shape[:2], dim)
     keys = turned[run.rows :]
-    norm = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
-    divisor = norm.clamp_min(LEAST_NORM)
+    divisor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min_(LEAST_NORM)
     keys.div_(divisor)
     _rotary(run, turned).turn(pairs, *run.places)
-    return turned, (norm, divisor)
+    return turned, divisor
 
 
 def _turned_back(
-    grads: Tensor, turned: Tensor, norm: Tensor, divisor: Tensor, run: Calls
-) -> Sequence[Tensor]:
-    """From gradients of the turned rows and keys, which are changed, to those of the rows and of the keys."""
+    grads: Tensor, turned: Tensor, divisor: Tensor, run: Calls, *, alike: bool
+) -> tuple[Tensor, Tensor | None]:
+    """From gradients of the turned rows and keys, which are changed, to those of the rows and of the keys.
+
+    Args:
+        alike: Whether the keys are the rows, whose gradients are one then.
+    """
+    w, dim = turned.shape[1:]
     key, g = turned[run.rows :], grads[run.rows :]
-    # a norm below the least one is not divided by, so it has no gradient
-    along = torch.mul(key, g).sum(-1, keepdim=True).mul_(norm >= LEAST_NORM)
-    g.addcmul_(key, along, value=-1).div_(divisor)
-    pairs = grads.view(*grads.shape[:2], -1, 2)
+    # what was divided by the least norm is not normalised, so this has no gradient
+    along = past_threshold(torch.mul(key, g).sum(-1, keepdim=True), divisor, LEAST_NORM)
+    g.addcmul_(key, along, value=-1)
+    if not alike:
+        g.div_(divisor)
+    pairs = grads.view(-1, w, dim // 2, 2)
     _rotary(run, turned).turn(torch.view_as_complex(pairs), *run.places, back=True)
+    if alike:
+        rows, keys = pairs.view(2, -1, dim // 2, 2).mT.unbind()
+        dq = turned.new_empty(len(rows), dim)
+        torch.addcdiv(rows, keys, divisor.view(-1, 1, 1), out=dq.view(rows.shape))
+        return dq, None
     found = torch.empty_like(turned)
     from_pairs(pairs, found)
-    return torch.split(found.view(-1, key.shape[-1]), [run.rows * run.window, run.keys * run.window])
+    dq, dk = torch.split(found.view(-1, dim), [run.rows * w, run.keys * w])
+    return dq, dk
 
 
 def _rotary(run: Calls, turned: Tensor) -> Any:
@@ -258,8 +215,8 @@ def _together(run: Calls, found: list[tuple[Tensor, ...]], like: Tensor) -> Floa
     grads = like.new_empty(run.rows + 2 * run.keys, w, dim)
     dq, *others = ([one[i] for one in found] for i in range(3))
     torch.cat(_in_order(run, dq), out=grads[: run.rows].unsqueeze(1))
-    zeros, bucket = dq[0].new_zeros(4, w, dim), (-1, w, dim)
-    around = [zeros[:n] for n in run.slots]
+    zeros, bucket = _made(_zeros, dq[0])(w, dim, dq[0].dtype, dq[0].device), (-1, w, dim)
+    around = [zeros[:n] for n in run.around]
     halves = [[around[0], *(x.reshape(bucket) for x in _in_order(run, ones)), around[1]] for ones in others]
     slots = torch.cat([part for half in halves for part in half])
     size = w * dim
@@ -329,15 +286,6 @@ def _attend_back(
     return tuple(attend_on_cpu_back(grad, q, k, values, *kept, 0.0, False, attn_mask=own, scale=scale))
 
 
-def _met_in(q: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type in which queries meet keys, and weights values."""
-    kind = q.device.type
-    if dtype != torch.float32 or kind == "meta" or not torch.is_autocast_enabled(kind):
-        return dtype
-    # float16 has no number as large as the mask's, and its gradients would have to be scaled
-    return torch.bfloat16 if torch.get_autocast_dtype(kind) == torch.bfloat16 else dtype
-
-
 def _is_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
@@ -349,17 +297,15 @@ def _check(q: Tensor, dtype: torch.dtype) -> None:
     if kind == "cuda" and dtype.itemsize <= 4 and dim * dtype.itemsize % ALIGNED_BYTES == 0:
         return
     raise InstallError(
-        f"'fused' was asked for with kernel='sdpa', found {dim!r} channels to compute in {dtype!r} on {kind!r}; torch"
-        f" has fused kernels for CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64:"
-        " choose kernel='products', which takes all"
+        f"'sdpa' was asked for, found {dim!r} channels to compute in {dtype!r} on {kind!r}; torch has fused kernels for"
+        f" CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose 'fused', which"
+        " takes all"
     )
 
 
 def mask(window: int, dtype: torch.dtype, like: Tensor) -> Float[Tensor, "row column"]:
     """What is added to the scores, new or kept: that of the first bucket, and from an aligned column on all others'."""
-    # a fake tensor's is of no use to a real one, nor to a fake one of another mode
-    made = _mask if type(like) not in (Tensor, nn.Parameter) else _kept
-    return made(window, dtype, like.device)
+    return _made(_mask, like)(window, dtype, like.device)
 
 
 def _mask(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -370,10 +316,25 @@ def _mask(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return own
 
 
-@lru_cache(maxsize=KEPT_MASKS)
-def _kept(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(window: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Four buckets."""
+    return torch.zeros(4, window, dim, dtype=dtype, device=device)
+
+
+def _made(make: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
+    """The function, or one that keeps what it makes; a fake tensor is of no use to a real one, nor to another mode."""
+    return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(make: Callable[..., Tensor], *sizes: Any) -> Tensor:
     with torch.inference_mode(mode=False), torch.no_grad():
-        return _mask(window, dtype, device)
+        return make(*sizes)
+
+
+def forget_kept() -> None:
+    """Make masks and zeros anew where they are needed next, as in a new process."""
+    _kept.cache_clear()
 
 
 def _columns(window: int) -> int:

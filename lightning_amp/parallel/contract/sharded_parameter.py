@@ -1,11 +1,24 @@
 """A parameter of which every rank of a mesh axis owns a shard: gradient and optimiser state exist there only."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+DROPPED = "_amp_dropped"
+"""Mark of a whole parameter without its values."""
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of which this rank has a part; its class takes long to import."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor is returned as it is."""
+    return cast(Tensor, cast(Any, tensor).to_local()) if is_split(tensor) else tensor
 
 
 class Parts(Protocol):
@@ -39,6 +52,7 @@ class ShardedParameter:
         module: The module that holds the shard, under `name`.
         name: Name of the parameter in that module.
         parts: How it is sharded: `Runs` (ranks/even_runs.py), or `VertexShards` (nodes/vertex_shards.py).
+            Over the data axis torch keeps the shard (fsdp/): a DTensor, whose gradient is reduced when it is there.
         version: How often the shard had been written when it was made.
     """
 
@@ -60,19 +74,51 @@ class ShardedParameter:
 
     def join(self, own: Tensor) -> Tensor:
         """The whole tensor from every rank's part; a collective."""
-        return self.parts.join(own)
+        return self.parts.join(local(own))
+
+    def like_shard(self, own: Tensor) -> Tensor:
+        """This rank's part of a tensor as the shard is kept: as a DTensor where torch keeps it."""
+        if not self.by_torch:
+            return own
+        shard: Any = self.shard
+        whole: Any = type(shard).from_local(
+            own,
+            shard.device_mesh,
+            shard.placements,
+            run_check=False,
+            shape=self.whole.shape,
+            stride=shard.stride(),
+        )
+        return cast(Tensor, whole)
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether torch has split it, over the data axis, and reduces its gradient."""
+        return is_split(self.shard)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the whole parameter has no values any more."""
+        return DROPPED in vars(self.whole)
 
     @property
     def trained(self) -> bool:
         """Whether this rank's shard may differ from its part of the whole parameter."""
+        if self.dropped:
+            return True
         # both: an optimiser may write through `.data`, which is not counted, and a step may change nothing
         changed = self.shard._version != self.version
-        return changed or not torch.equal(self.shard.to(self.whole.device), self.own(self.whole))
+        return changed or not torch.equal(local(self.shard).to(self.whole.device), self.own(self.whole))
 
     def offload(self) -> None:
         """Keep the whole parameter in the host's memory from now on; without values there is nothing to keep."""
-        if not self.whole.is_meta:
+        if not self.whole.is_meta and not self.dropped:
             self.whole.data = self.whole.data.cpu()
+
+    def drop(self) -> None:
+        """Keep the shape of the whole parameter alone, until it is restored."""
+        self.whole.data = torch.zeros((), dtype=self.whole.dtype).expand(self.whole.shape)
+        vars(self.whole)[DROPPED] = True
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -82,12 +128,13 @@ class ShardedParameter:
     @torch.no_grad()
     def restore_own(self) -> None:
         """Write the trained values of this rank into the whole parameter, and nan elsewhere; no collective."""
-        whole = torch.full_like(self.whole, torch.nan, device=self.shard.device)
-        self.parts.put(whole, self.shard)
+        whole = torch.full(self.whole.shape, torch.nan, dtype=self.whole.dtype, device=self.shard.device)
+        self.parts.put(whole, local(self.shard))
         self._replace(whole)
 
     def _replace(self, values: Tensor) -> None:
         self.whole.data = values.to(self.whole.dtype)
+        vars(self.whole).pop(DROPPED, None)
         self.whole.requires_grad_(self.shard.requires_grad)
 
 

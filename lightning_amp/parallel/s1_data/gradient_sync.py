@@ -65,6 +65,7 @@ class GradientSync:
         sharded: Iterable[nn.Parameter] = (),
         bucket_bytes: int = 25 * MIB,
         rounds_differently: bool = False,
+        apart: bool = False,
     ) -> None:
         """Watch parameters.
 
@@ -75,6 +76,7 @@ class GradientSync:
             sharded: Those that are a rank's shard; their shapes may differ over the model axis.
             bucket_bytes: Largest flat buffer; a gradient that is larger travels alone as well.
             rounds_differently: Whether a model group's ranks may find replicated gradients that differ in rounding.
+            apart: Whether the ranks of a model group have parameters of their own: they agree on nothing here.
         """
         self.blocked = False
         self._parameters = list({id(p): p for p in parameters}.values())
@@ -82,7 +84,7 @@ class GradientSync:
         assert not self._partial & self._sharded, "a shard's gradient is whole"
         # a mesh can be deep-copied, a process group cannot; taking an axis out of it takes long
         self._data, self._model = mesh["data"], mesh["model"]
-        self._data_ranks, self._model_ranks = self._data.size(), self._model.size()
+        self._data_ranks, self._model_ranks = self._data.size(), 1 if apart else self._model.size()
         self._bucket_bytes = bucket_bytes
         self._copies = self._model_ranks if rounds_differently else 1
         self._sizes = [(p.dtype, p.nbytes) for p in self._parameters]

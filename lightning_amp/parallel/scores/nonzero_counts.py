@@ -1,7 +1,9 @@
 """The counts of a batch that are not zero, in the order of runs of columns, and where they lie in tables.
 
-Known limits: a dense matrix is searched for its entries, for which an accelerator's host waits, in every stratum: hand
-in `SparseCounts`, as the data module does. Without values (meta and fake tensors) entries are spread evenly, and of a
+A dense matrix is searched for its entries: on an accelerator once for all strata (dense_entries.py), on a CPU in every
+one. `SparseCounts`, which the data module hands out, have them.
+
+Known limits: those of dense_entries.py. Without values (meta and fake tensors) entries are spread evenly, and of a
 dense matrix one number in 20 is taken as one.
 
 Legend: entry (M), cell (B), feature (F_k).
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.parallel.scores.dense_entries import known_entries
 
 ASSUMED_SHARE = 0.05
 
@@ -80,6 +83,9 @@ def entries(
             runs=runs,
             ends=x.ends([run.stop for run in runs]),
         )
+    counts = known_entries(x)
+    if counts is not None:
+        return entries(counts, runs, dtype=dtype)
     found = [x[:, run].nonzero(as_tuple=True) for run in runs]
     ends = list(accumulate(len(row) for row, _ in found))
     row = torch.cat([row for row, _ in found])

@@ -140,7 +140,8 @@ class _Stream:
         # of the strata before, only the spine's parameters get gradients: few, so no memory is set aside for all
         before = strata[: own.start].parameters()
         self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
-        self.total = leaves.u.new_zeros(())
+        # taken from the first stratum, and added to with the gradients
+        self._total = GradientSum(leaves.u, later=True)
         self._one: Tensor | None = None
 
     def run(self, own: range, *, workers: int) -> Tensor:
@@ -151,7 +152,8 @@ class _Stream:
             run_in_order(lambda k: self._pass(k, v, None), own, self._add, workers=workers)
         elif len(own):
             self.shared.v.add(self._chain(own) if workers == 1 else self._chain_side_by_side(own, workers))
-        return self.total
+        total = self._total.value
+        return self.inputs.u.new_zeros(()) if total is None else total
 
     def _chain(self, own: range) -> Tensor | None:
         """From the last stratum down to the first: each one's backward pass needs the gradient of the v that it made.
@@ -260,14 +262,13 @@ class _Stream:
 
     def _add(self, passed: "_Passed") -> Tensor | None:
         """Add up a stratum's loss and gradients; returns that of v, which in a chain is the next one's."""
-        if passed.nll is not None:
-            self.total = self.total + passed.nll
         runs = _runs(self.strata[passed.k])
         found = [
             (total, grad)
             for total, grad in zip(self.shared, passed.of_inputs, strict=True)
             if total is not self.shared.v or not self.chained
         ]
+        found.append((self._total, passed.nll))
         named = self.strata[passed.k].named_parameters()
         for (name, p), grad in zip(named, passed.of_parameters, strict=True):
             if name in runs:

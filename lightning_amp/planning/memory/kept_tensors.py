@@ -5,6 +5,7 @@ Legend: sizes/rank_sizes.py.
 """
 
 from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE
+from lightning_amp.planning.sizes.bucket_runs import turned_at_once
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 
 Terms = dict[str, int]
@@ -63,16 +64,21 @@ def made_of_terms(s: RankSizes) -> Terms:
 def layer_terms(s: RankSizes) -> Terms:
     """Norms, projections and feed-forward: p, qk, attended key, its norm, twice gate and value, GELU.
 
-    The paper's form has no second norm, and under `gather` qk is kept gathered. A chained decoder keeps val, and so
-    does fused attention where val is its value.
+    The paper's form has no second norm, and under `gather` qk is kept gathered; torch's kernels need qk turned only. A
+    chained decoder keeps val, and so does attention that keeps its values where val is these.
     """
-    tensors = 7 - s.paper - s.gathered + (s.decoder.chained or (s.fused and s.paper))
+    tensors = 7 - s.paper - s.gathered - s.in_kernels + (s.decoder.chained or keeps_val(s))
     return {"norms, projections, feed-forward [N, d]": s.element * tensors * s.latents}
+
+
+def keeps_val(s: RankSizes) -> bool:
+    """Whether attention keeps val, as its values: torch's kernels have a copy of values that do not fill buckets."""
+    return s.paper and (s.fused or (s.in_kernels and not s.ragged))
 
 
 def statistic_terms(s: RankSizes) -> Terms:
     """What the layers keep beside tensors [N, d]."""
-    terms = {"means, deviations and norms [N]": s.element * ((4 if s.paper else 6) - 2 * s.fused) * s.anchors}
+    terms = {"means, deviations and norms [N]": s.element * _rows(s) * s.anchors}
     if s.hidden:
         terms["own columns of four square weights [D, d]"] = s.element * 4 * s.decoder.dim * s.width
     if s.gathered:
@@ -80,9 +86,28 @@ def statistic_terms(s: RankSizes) -> Terms:
     return terms
 
 
+def kernel_tables(s: RankSizes) -> int:
+    """Numbers that attention in torch's kernels makes once and keeps as long as the process lives.
+
+    Masks of the buckets at the ends and of the others, and the factors of the rotation, there and back.
+    """
+    w, a, runs = s.decoder.window, s.attended, {run for run in s.kernel_calls if run.rows}
+    turned = [run.rows + run.keys for run in runs]
+    parts = sum(n * w if turned_at_once(n * w, dim=a, launched=s.launched) else n for n in turned)
+    places = max((max(run.keys, run.before + run.rows + 1) for run in runs), default=0)
+    return w * 5 * w + 2 * (w + places + parts) * a
+
+
+def _rows(s: RankSizes) -> int:
+    # eager attention and that in chunks keep the norms of keys, before and after the least one
+    return (4 if s.paper else 6) - 2 * (s.fused or s.in_kernels)
+
+
 def attention_terms(s: RankSizes) -> Terms:
     """What attention keeps by itself."""
     p, w, a = s.padded, s.decoder.window, s.attended
+    if s.in_kernels:
+        return _kernel_terms(s)
     # whole buckets are exchanged, so a neighbour's rows are a bucket of w, however few of them are read
     halo = NEIGHBOUR[s.axes.attention] * w * a * (s.anchors_with_halo - s.anchors) // w if s.by_nodes else 0
     terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
@@ -97,4 +122,18 @@ def attention_terms(s: RankSizes) -> Terms:
         "neighbouring keys [P / w, 3 w, a]": s.element * 3 * p * a,
         "probabilities [P, 3 w]": s.element * 3 * p * w,
         "masks [C w, 3 w], [P / w, 3 w]": 3 * w * w * s.chunks + 3 * p,
+    }
+
+
+def _kernel_terms(s: RankSizes) -> Terms:
+    """What attention in torch's kernels keeps; values that fill their buckets are where they were."""
+    w, a, runs = s.decoder.window, s.attended, s.kernel_calls
+    rows, keys = (w * sum(getattr(run, name) for run in runs) for name in ("rows", "keys"))
+    # the pieces that a rank's outer buckets meet are joined in memory of their own
+    inner = 0 if s.ragged else runs[0].keys * w
+    return {
+        "turned rows and keys [P + M, a]": s.element * (rows + keys) * a,
+        "values of whole buckets [M, a]": s.element * (keys - inner) * a,
+        "outputs [P, a]": s.element * rows * a,
+        "logarithms of the rows and norms of the keys [P + M]": s.element * (rows + keys),
     }

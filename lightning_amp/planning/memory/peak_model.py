@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from math import isqrt
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.kept_tensors import latent_terms
+from lightning_amp.planning.memory.kept_tensors import kernel_tables, latent_terms
 from lightning_amp.planning.memory.temporaries import (
     CELLS,
     KEY,
@@ -83,6 +83,8 @@ class Estimate:
         beside_bytes: What other strata hold at most that run at the same time.
         region_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
+        tables_bytes: What attention makes in the first stratum that has a key, and keeps from then on.
+        tables_from: That stratum.
     """
 
     base_bytes: int
@@ -95,6 +97,8 @@ class Estimate:
     beside_bytes: int = 0
     region_bytes: int
     edge_bytes: int
+    tables_bytes: int = 0
+    tables_from: int = 0
 
     @property
     def stratum_bytes(self) -> tuple[int, ...]:
@@ -116,10 +120,11 @@ class Estimate:
         """Peak of the step, of the rank that has most."""
         before, left = self._before(), self.stratum_bytes
         after = max((sum(left[slice(*run)]) for run in self.runs), default=0)
-        end = self.base_bytes + after + self.entered_bytes
+        base = self.base_bytes + self.tables_bytes
+        end = base + after + self.entered_bytes
         forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
         # what strata keep is freed by their backward passes; under stream they leave gradients, until the outer one
-        strata_done = end if self.activations == "stream" else self.base_bytes
+        strata_done = end if self.activations == "stream" else base
         return max(
             end + self.other_decoder_bytes,
             max(forward, default=0) + self.beside_bytes,
@@ -127,7 +132,7 @@ class Estimate:
             # the gradients that stream has made room for are among those at the region's entry: not counted twice
             strata_done + self.region_bytes - self.entered_bytes,
             # the backward pass of the graph's encoder comes last
-            self.base_bytes + self.edge_bytes,
+            base + self.edge_bytes,
         )
 
     def _backward(self, before: list[int]) -> list[int]:
@@ -139,7 +144,7 @@ class Estimate:
             # what chained strata hand on is kept, but for the last one's, which nothing reads
             left = self.stratum_bytes
             kept = [sum(left[start : stop - 1]) for start, stop in self.runs for _ in range(start, stop)]
-            whole = [self.base_bytes + n for n in kept]
+            whole = [self.base_bytes + self.tables_bytes + n for n in kept]
             # the forward pass is run again, when the last step's gradients are gone too
             again = [max(s.forward, s.backward) for s in self.strata]
             return [n + m - self.gradient_bytes for n, m in zip(whole, again, strict=True)]
@@ -157,7 +162,8 @@ class Estimate:
             else:
                 before = list(accumulate(left, initial=self.base_bytes))[:-1]
             spines = (s.spine for s in self.strata[slice(*run)])
-            found += [n + spine for n, spine in zip(before, spines, strict=True)]
+            tables = (self.tables_bytes * (k >= self.tables_from) for k in range(*run))
+            found += [sum(held) for held in zip(before, spines, tables, strict=True)]
         return found
 
 
@@ -235,7 +241,19 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         beside_bytes=_beside(sizes, found),
         region_bytes=region,
         edge_bytes=shape.edge_bytes,
+        tables_bytes=shape.element_bytes * kernel_tables(sizes)
+        if sizes is not None and sizes.in_kernels
+        else 0,
+        tables_from=_first_key(shape, axes),
     )
+
+
+def _first_key(shape: ModelShape, axes: Axes) -> int:
+    """The first stratum that has a key; 0 where chained strata are streamed, which run from the last one on."""
+    decoder = shape.decoder
+    if decoder is None or (decoder.chained and axes.activations == "stream"):
+        return 0
+    return next((k for k, distance in enumerate(decoder.distances) if distance), 0)
 
 
 def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]:

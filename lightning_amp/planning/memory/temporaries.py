@@ -12,6 +12,7 @@ from typing import NamedTuple
 from lightning_amp.planning.memory.kept_tensors import (
     attention_terms,
     block_terms,
+    keeps_val,
     key_terms,
     latent_terms,
     likelihood_terms,
@@ -20,6 +21,7 @@ from lightning_amp.planning.memory.kept_tensors import (
     table_terms,
 )
 from lightning_amp.planning.sizes.bucket_runs import Band, Run
+from lightning_amp.planning.sizes.kernel_calls import Calls
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
 
@@ -41,7 +43,7 @@ class Making(NamedTuple):
 
     Attributes:
         kept: What is kept of it, the key apart.
-        dropped: val, and under `gather` the own part of qk: dropped when the key is made.
+        dropped: val, under `gather` the own part of qk, in torch's kernels all of it: dropped when the key is made.
         feed_forward: What the feed-forward layer makes and drops beside them.
         attention: All that there is in attention; 0 where it is never the highest.
         feed_forward_back: What the backward pass of the feed-forward layer makes, None without attention.
@@ -119,7 +121,7 @@ def _making(s: RankSizes) -> Making:
         kept,
         left,
         alive,
-        dropped=s.element * ((not s.decoder.chained) + s.gathered) * s.latents,
+        dropped=s.element * ((not s.decoder.chained) + s.gathered + s.in_kernels) * s.latents,
         feed_forward=s.element * gate,
         # chunks are made again in the backward pass, which holds more
         attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
@@ -186,6 +188,10 @@ def _attending(s: RankSizes) -> int:
     if s.fused:
         # the output
         return s.element * (inputs + s.anchors_with_halo * a + s.latents + s.kept_weights + _fused_work(s))
+    if s.in_kernels:
+        # the outputs of the calls are kept, and once more in their order
+        joined = sum(run.rows * w * a for run in s.kernel_calls if len(run.calls) > 1)
+        return sum(attention_terms(s).values()) + s.element * (inputs + joined)
     # of all channels, before the own ones are taken
     products = r * a if s.gathered else 0
     tensors = {
@@ -201,11 +207,16 @@ def _attending_back(s: RankSizes) -> int:
     """Attention in its backward pass: the softmax's moment, or that of the sums over chunks, whichever holds more."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     # p, qk, and the gradients of key and val
-    inputs = (4 - s.gathered) * s.latents
+    inputs = (4 - s.gathered - s.in_kernels) * s.latents
+    if s.in_kernels:
+        values = s.latents * (keeps_val(s) + (s.decoder.chained and s.streamed) + s.by_nodes)
+        work = max(_kernel_work_back(s, run) for run in s.kernel_calls)
+        return sum(attention_terms(s).values()) + s.element * (inputs + values + work)
     if s.fused:
         # the gradient of queries
-        # the values where they are not p, and where a streamed spine hands them on the sum of their two gradients
-        values = s.latents * (s.paper + (s.decoder.chained and s.streamed))
+        # the values where they are not p, where a streamed spine hands them on the sum of their two gradients, and
+        # under nodes a copy of the output's gradient, which is cut there
+        values = s.latents * (s.paper + (s.decoder.chained and s.streamed) + s.by_nodes)
         return s.element * (inputs + values + s.kept_weights + _fused_work(s, back=True))
     # gradients of queries, keys and values, to which every chunk adds its part: whole from the second chunk on
     so_far = 3 * p * a if s.chunks > 1 else 0
@@ -237,6 +248,16 @@ def _fused_work(s: RankSizes, *, back: bool = False) -> int:
         tables = 2 * (w + buckets + 1)
         held.append((1 if s.kept_weights else 2) * scores + (rows + tables) * a + w * buckets)
     return max(held)
+
+
+def _kernel_work_back(s: RankSizes, run: Calls) -> int:
+    """What the backward pass of a call of torch's kernels makes: the moment when gradients of slots are in two copies.
+
+    Those of rows are there twice too, by call and in their place, where those of keys and values are added up to.
+    """
+    grad = run.rows if s.ragged else 0
+    slots = 4 * run.slots + 2 * sum(run.around) + 4
+    return s.decoder.window * s.attended * (grad + 2 * run.rows + 2 * run.keys + slots)
 
 
 def _copied(band: Band, run: Run, *, back: bool) -> int:

@@ -127,6 +127,9 @@ class ModelShape:
         vertices: The graph's encoder, None when no module was recognised.
         vertex_bytes: What it keeps of its vertices, which is among the base activations.
         batch_norms: Whether it has layers that normalise by the statistics of a batch.
+        blocks: Names of the blocks whose parameters can be gathered one block at a time.
+        profiled: Whether its step has been profiled, so that the sizes here predict nothing.
+        block_list: Name and length of the list of modules that can be stages of a pipeline, None without one.
     """
 
     decoder: DecoderShape | None
@@ -144,6 +147,9 @@ class ModelShape:
     vertices: VertexShape | None = None
     vertex_bytes: int = 0
     batch_norms: bool = False
+    blocks: tuple[str, ...] = ()
+    profiled: bool = False
+    block_list: tuple[str, int] | None = None
 
 
 def decoder_shape(

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name
 from lightning_amp.quantities import is_number
@@ -47,7 +48,7 @@ class Candidate:
         data: Ranks of the data axis.
         model: Ranks of the model axis.
         peak_bytes: Predicted peak per rank of a training step.
-        step_seconds: Predicted time of the decoder's part of a step.
+        step_seconds: Predicted time of the decoder's part of a step; without a decoder, of a step.
         cell_seconds: The same by cell, over all ranks: what candidates are compared by.
         verdict: The word chosen, or why it was not.
         measured_seconds: Least time of a whole step in a race on this device, None where it did not run.
@@ -76,18 +77,21 @@ class Plan:
         axes: The decoder's choices.
         rules: Transformations, in the order of installation.
         batch_size: Cells per rank and modality that the prediction is for.
-        predicted_base_bytes: M_base of the EPM: all but the strata.
+        predicted_base_bytes: M_base of the EPM: all but the strata; without a decoder, all that a step keeps for the
+            next one.
         predicted_stratum_bytes: Mean Delta M of the EPM, per stratum.
         predicted_peak_bytes: Predicted peak per rank of a training step.
         strata_bytes: Predicted bytes held after each stratum of the forward pass.
         budget_bytes: Memory of one device, None when unknown.
         balance_cells: Whether to balance contacts over the ranks.
         notes: Everything else a person should know, one sentence each.
-        predicted_step_seconds: Predicted time of the decoder's part of a step, None without a decoder.
+        predicted_step_seconds: Predicted time of the decoder's part of a step; without a decoder, of a step; None where
+            it is not known.
         predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.
-        rates_device: Whose rates that time is predicted with, "" without a decoder.
+        rates_device: Whose rates that time is predicted with, "" where it is not known.
         candidates: What policy "auto" has compared, the chosen one first.
         measured_step_seconds: Least time of a whole step that a race has measured, None without one.
+        diagnosis: What a profile of the module's step has found; None where it has a decoder, or was not profiled.
     """
 
     policy: str
@@ -110,6 +114,7 @@ class Plan:
     rates_device: str = ""
     candidates: tuple[Candidate, ...] = ()
     measured_step_seconds: float | None = None
+    diagnosis: ModuleDiagnosis | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -129,7 +134,7 @@ class Plan:
             return None
         if self.predicted_peak_bytes > self.budget_bytes:
             return False
-        return True if self.strata_bytes else None
+        return True if self.strata_bytes or self.diagnosis is not None else None
 
     @property
     def fails_at_stratum(self) -> int | None:
@@ -190,6 +195,8 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
     typed["axes"] = Axes(**plain["axes"])
     candidates = plain.get("candidates", ())
     typed["candidates"] = tuple(Candidate(**c | {"strategies": tuple(c["strategies"])}) for c in candidates)
+    if plain.get("diagnosis") is not None:
+        typed["diagnosis"] = ModuleDiagnosis.from_dict(plain["diagnosis"])
     typed["rules"] = tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain["rules"])
     return typed
 

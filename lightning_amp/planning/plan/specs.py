@@ -26,6 +26,17 @@ class BalanceCells:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FullyShard:
+    """Parameters, gradients and optimiser state are split over the data axis; a block's are gathered while it works.
+
+    Attributes:
+        offload: Keep a rank's part in the host's memory, and let the optimiser work there.
+    """
+
+    offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureParallel:
     """S2: the features of every stratum are split over the model axis."""
 
@@ -72,12 +83,14 @@ class FusedAttention:
 
     Attributes:
         keep: Keep the weights of all queries for the backward pass instead of computing them twice.
-        kernel: "products", or "sdpa": torch's fused kernels, half the operators and 3 to 4 tensors [N, D] kept. No
-            policy chooses it, and plans predict the products' memory and time: it is set in a plan file.
     """
 
     keep: bool = False
-    kernel: str = "products"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SdpaAttention:
+    """Local attention in torch's fused kernels: no scores, few operators, and 3 to 5 tensors [N, D] kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +128,23 @@ class RecomputeStrata:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeBlock:
+    """Nothing of a block of any module is kept for the backward pass but its inputs; there it is computed again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkBlock:
+    """Parts of a block of any module run in chunks, in both passes.
+
+    Attributes:
+        budget_bytes: Most bytes that the block may take beyond its arguments and parameters: in training those of its
+            forward and backward pass with what is kept between them, else those of its forward pass.
+    """
+
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamStrata:
     """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice.
 
@@ -136,3 +166,21 @@ class StrataParallel:
     """
 
     ends: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineStages:
+    """The blocks of a list are split over the model axis, in runs, and micro-batches pass through them.
+
+    Attributes:
+        ends: One past the last block of every stage, separated by commas, such as "2,4,6"; stage s is on rank s mod the
+            ranks of the model axis.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        micro_batches: Of a batch, or as many as it has samples where these are fewer.
+        stages_per_rank: More than 1 for "interleaved" only.
+    """
+
+    ends: str
+    schedule: str = "1f1b"
+    micro_batches: int = 4
+    stages_per_rank: int = 1

@@ -34,6 +34,7 @@ class StrategyInfo:
         signal: The signal that asks for it, None when only a person does.
         choice: Its choice on an axis of the decoder (`Axes`); a strategy with one needs a decomposed decoder.
         model_axis: Whether it splits a module over the model axis of the mesh.
+        data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
         install: Technique of a strategy from outside: (module, spec, mesh) -> Change or module. None for S1 to S5,
             whose techniques `parallel/install.py` knows.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
@@ -47,6 +48,7 @@ class StrategyInfo:
     signal: str | None = None
     choice: tuple[str, str] | None = None
     model_axis: bool = False
+    data_axis: bool = False
     install: Callable[..., Any] | None = None
     shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
 
@@ -82,6 +84,11 @@ def _domain_parallel(shape: "ModelShape") -> list[Target]:
         return found
     spec = specs.VertexParallel(modality=vertices.modality, window=shape.decoder.window)
     return [*found, (vertices.fqn, spec)]
+
+
+def _pipeline_stages(shape: "ModelShape") -> list[Target]:
+    # the stages depend on the mesh: see time/fill_settings.py
+    return [] if shape.block_list is None else [(shape.block_list[0], specs.PipelineStages(ends=""))]
 
 
 STRATEGIES: dict[str, StrategyInfo] = {
@@ -133,6 +140,13 @@ STRATEGIES: dict[str, StrategyInfo] = {
         targets=_on_decoder(lambda _: specs.FusedAttention(), "key.attention"),
         choice=("attention", "fused"),
     ),
+    "sdpa": StrategyInfo(
+        title="sdpa attention",
+        shrinks="[N, 3 w] to nothing, in torch's fused kernels",
+        specs=(specs.SdpaAttention,),
+        targets=_on_decoder(lambda _: specs.SdpaAttention(), "key.attention"),
+        choice=("attention", "sdpa"),
+    ),
     "sparse": StrategyInfo(
         title="sparse likelihood",
         shrinks="tensors [B, F_k] of the likelihood to its gradients",
@@ -149,9 +163,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
         model_axis=True,
     ),
     "recompute": StrategyInfo(
-        title="recompute strata",
-        shrinks="K strata to one, computed twice",
-        specs=(specs.RecomputeStrata,),
+        title="recompute",
+        shrinks="K strata to one, or a block to its inputs, computed twice",
+        specs=(specs.RecomputeStrata, specs.RecomputeBlock),
         targets=_on_decoder(lambda _: specs.RecomputeStrata()),
         choice=("activations", "recompute"),
     ),
@@ -175,25 +189,62 @@ STRATEGIES: dict[str, StrategyInfo] = {
         choice=("placement", "strata"),
         model_axis=True,
     ),
+    "pipeline": StrategyInfo(
+        title="pipeline of stages",
+        shrinks="K blocks to those of a rank",
+        specs=(specs.PipelineStages,),
+        targets=_pipeline_stages,
+        model_axis=True,
+    ),
+    "fsdp": StrategyInfo(
+        title="fully sharded data parallel",
+        shrinks="parameters, gradients and optimiser state to those of a rank",
+        specs=(specs.FullyShard,),
+        targets=lambda shape: [(fqn, specs.FullyShard()) for fqn in (*shape.blocks, "")],
+        data_axis=True,
+    ),
+    "chunk": StrategyInfo(
+        title="chunks of any block",
+        shrinks="inner tensors of a block to those of one chunk",
+        specs=(specs.ChunkBlock,),
+    ),
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
+ONE_ATTENTION = "both say how attention is computed"
+
+ONLY_WITHOUT_DECODER = (
+    "fsdp gathers what a forward needs when it is called, and a decomposed decoder's strata are run in parts"
+)
 
 CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("S3", "fused", "both say how attention is computed; fused needs less memory and is faster"),
+    ("S3", "sdpa", ONE_ATTENTION),
     (
         "S3",
         "recompute",
         "chunks keep what they are computed from, also in strata that are; use stream, or fused",
     ),
     ("S5", "fused", "under S5 the scores are sums over the ranks, which fused attention never holds; use S3"),
+    (
+        "S5",
+        "sdpa",
+        "under S5 the scores are sums over the ranks, which torch's kernels do not hand out; use S3",
+    ),
     ("S5", "strata", ONE_PLACEMENT),
     ("S5", "nodes", ONE_PLACEMENT),
+    ("fused", "sdpa", ONE_ATTENTION),
     ("nodes", "strata", ONE_PLACEMENT),
     (
         "recompute",
         "stream",
         "both say what is kept of a stratum; stream keeps as little and computes it once",
+    ),
+    *(
+        (strategy, "fsdp", ONLY_WITHOUT_DECODER)
+        for strategy, row in STRATEGIES.items()
+        # blocks of a module without decoder can be recomputed
+        if row.choice is not None and strategy != "recompute"
     ),
 )
 """Pairs, in the order of the library."""
@@ -268,7 +319,9 @@ def targets_of(strategy: str, shape: "ModelShape") -> Sequence[Target]:
     found = [] if info.targets is None else list(info.targets(shape))
     for target in found:
         fqn, spec = target if isinstance(target, tuple) and len(target) == 2 else (None, None)
-        if not isinstance(fqn, str) or not fqn or type(spec) not in info.specs:
+        # "" is the whole module, which no technique from outside can replace
+        named = isinstance(fqn, str) and bool(fqn or info.data_axis)
+        if not named or type(spec) not in info.specs:
             raise PlanError(
                 f"targets of {strategy} returned {target!r}; allowed are pairs of a module's name or pattern and a"
                 f" {' or '.join(kind.__name__ for kind in info.specs)}"

@@ -31,11 +31,13 @@ from lightning_amp.planning.time.model_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
-ATTENTIONS = ((), ("S3",), ("fused",))
+ATTENTIONS = ((), ("S3",), ("fused",), ("sdpa",))
 DECODES = ((), ("S4",))
 LIKELIHOODS = ((), ("sparse",))
 ACTIVATIONS = ((), ("recompute",), ("stream",))
-NEEDS_ATTENTION = {"S3", "fused", "nodes"}
+NEEDS_ATTENTION = {"S3", "fused", "sdpa", "nodes"}
+KERNEL_CHANNELS = 8
+"""On a device that has its kernels launched torch's attention reads rows of whole 16 bytes, also of bfloat16."""
 TIE = 1.02
 """Times this much apart count as the same: the model is no better than that."""
 SPARE = 0.5
@@ -109,11 +111,17 @@ def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], m
         pointless
         or bool(chosen & set(decoder.unsupported))
         or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
+        or ("sdpa" in chosen and not _has_kernel(decoder, shape))
         or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
         # where strata or anchors are split S2 has only the wide layers: without these it is the same plan again
         or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
         or any(conflicts(chosen))
     )
+
+
+def _has_kernel(decoder: DecoderShape, shape: ModelShape) -> bool:
+    """Whether torch has a fused kernel for the attention, which is asked again where it computes."""
+    return not decoder.launched or (shape.element_bytes <= 4 and decoder.dim % KERNEL_CHANNELS == 0)
 
 
 def _candidate(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> Candidate:

@@ -12,11 +12,12 @@ from lightning_amp.planning.plan.specs import (
     BalanceCells,
     DataParallel,
     FeatureParallel,
+    PipelineStages,
     ShareBatchStatistics,
     Spec,
 )
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
-from lightning_amp.planning.time.fill_settings import settle
+from lightning_amp.planning.time.fill_settings import settle, with_even_stages
 
 _SHARED = Rule(
     fqn="*",
@@ -93,6 +94,27 @@ def with_balance(plan: Plan, *, balance: bool) -> Plan:
     if balance and "S1" in plan.strategies:
         rules = (*rules, Rule(fqn="", spec=BalanceCells(), strategy="S1", why=BY_USER))
     return replace(plan, rules=rules, balance_cells=balance and "S1" in plan.strategies)
+
+
+def with_schedule(plan: Plan, shape: ModelShape, *, micro_batches: int | None, schedule: str | None) -> Plan:
+    """The same plan with another schedule of its pipeline; None leaves it as it is. A rank has two stages of it, if
+    interleaved.
+
+    Raises:
+        PlanError: More stages than blocks.
+    """
+
+    def asked(rule: Rule) -> Rule:
+        if not isinstance(rule.spec, PipelineStages):
+            return rule
+        spec = replace(rule.spec, micro_batches=micro_batches or rule.spec.micro_batches)
+        if schedule is not None and schedule != spec.schedule:
+            each = 2 if schedule == "interleaved" else 1
+            spec = replace(spec, schedule=schedule, stages_per_rank=each)
+            spec = with_even_stages(spec, shape, ranks=plan.mesh.model)
+        return replace(rule, spec=spec)
+
+    return replace(plan, rules=tuple(map(asked, plan.rules)))
 
 
 def without_shared_statistics(plan: Plan) -> Plan:

@@ -12,7 +12,12 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, parse_strategies
+from lightning_amp.planning.plan.strategies import (
+    ONLY_WITHOUT_DECODER,
+    STRATEGIES,
+    conflicts,
+    parse_strategies,
+)
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules
@@ -109,6 +114,7 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
     shape, chosen = request.shape, choice.strategies
     mesh = _mesh(chosen, replace(request, model_parallel_size=choice.model_parallel_size))
     _check_decoder(chosen, shape)
+    _check_pipeline(chosen, shape)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
     return Plan(
@@ -211,7 +217,14 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
         )
     if request.shape.decoder is not None:
         _check_parts(chosen, request.shape.decoder, model)
-    return MeshShape(data=devices // model, model=model)
+    mesh = MeshShape(data=devices // model, model=model)
+    shared = [s for s in chosen if STRATEGIES[s].data_axis]
+    if shared and mesh.data < 2:
+        raise PlanError(
+            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has {mesh.data}"
+            f" rank with devices={devices}; use two devices or more, or leave {', '.join(shared)} out"
+        )
+    return mesh
 
 
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
@@ -237,16 +250,35 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
             " decomposed decoder is computed, and none was recognised in the module; use S1, or"
             " give the module a decoder with the protocol in docs/architecture.md"
         )
-    attending = [s for s in ("S3", "fused", "nodes") if s in chosen]
+    attending = [s for s in ("S3", "fused", "sdpa", "nodes") if s in chosen]
     if shape.decoder is not None and attending and not shape.decoder.attention:
         raise PlanError(
             f"{', '.join(attending)} change attention, but {shape.decoder.fqn!r} builds its keys without attention;"
             f" leave {', '.join(attending)} out"
         )
     found = list(conflicts(chosen))
+    if shape.decoder is not None and "fsdp" in chosen and not found:
+        found = [f"{ONLY_WITHOUT_DECODER}, as those of {shape.decoder.fqn!r} here"]
     if found:
         raise PlanError(
             f"strategies {', '.join(chosen)} were asked for: {'; '.join(found)}. Leave one of them out"
+        )
+
+
+def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
+    """Refuse, with a PlanError, stages without a list of blocks, and beside what was not tried with them."""
+    if "pipeline" not in chosen:
+        return
+    beside = [strategy for strategy in chosen if strategy not in ("S1", "pipeline")]
+    if beside:
+        raise PlanError(
+            f"pipeline was asked for beside {', '.join(beside)}; it goes together with S1 only by now: leave"
+            f" {', '.join(beside)} out"
+        )
+    if shape.block_list is None:
+        raise PlanError(
+            "pipeline was asked for, and the module has no ModuleList or Sequential of two modules and more that could"
+            " be stages; keep its blocks in one, or leave 'pipeline' out"
         )
 
 
@@ -263,8 +295,12 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
     notes = [
         f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}"
         for strategy, row in STRATEGIES.items()
-        if strategy in chosen and row.from_outside and row.shape_after is None
+        if strategy in chosen and (strategy == "pipeline" or (row.from_outside and row.shape_after is None))
     ]
-    if shape.decoder is None:
+    if "fsdp" in chosen:
+        notes.append(
+            "the prediction counts whole parameters, gradients and optimiser state: fsdp saves what it splits"
+        )
+    if shape.decoder is None and not shape.profiled:
         notes.append("activations of a module without a recognised decoder cannot be predicted")
     return notes

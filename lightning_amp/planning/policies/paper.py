@@ -32,6 +32,8 @@ def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
     own, notes = registered(request.diagnosis, shape, devices=request.devices)
+    if shape.profiled:
+        return in_order(own | ({"S1"} if request.devices > 1 else set())), notes
     if request.devices == 1:
         first = "one device: single-device execution (the paper's mapping prescribes nothing)"
         return in_order(own), [first, *notes]

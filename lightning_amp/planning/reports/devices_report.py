@@ -3,7 +3,8 @@
 from textwrap import wrap
 
 from lightning_amp.planning.questions.recommend_devices import WORTH, Recommendation, Scale, ratio
-from lightning_amp.planning.reports.plan_report import WIDTH, table, techniques
+from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
 
 

@@ -3,7 +3,7 @@
 from textwrap import fill
 
 from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, TensorBytes
-from lightning_amp.planning.reports.plan_report import WIDTH, table
+from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
 SHOWN = 8

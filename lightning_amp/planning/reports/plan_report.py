@@ -1,38 +1,20 @@
 """A profile and a plan as text of at most 80 columns."""
 
-import re
 from collections.abc import Sequence
-from textwrap import TextWrapper, wrap
+from dataclasses import replace
+from textwrap import wrap
 
-from lightning_amp.planning.plan.plan import Candidate, Plan
+from lightning_amp.planning.modules.candidates import LEAST
+from lightning_amp.planning.plan.plan import Candidate, Plan, Rule
+from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import label
+from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
+from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds
 
-WIDTH = 80
 SHOWN_FITTING, SHOWN_DROPPED = 7, 3
 """Candidates in the text: the chosen one with the best that fit, and the best of those that do not."""
-NARROWEST = 12
-"""Of a column that is wrapped."""
-
-
-class _Wrapper(TextWrapper):
-    """Breaks the names of modules after a dot."""
-
-    wordsep_simple_re = re.compile(r"(\s+)|(?<=\w\w\.)(?=[a-zA-Z_])")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns that line up, the last one wrapped to the width; numbers are aligned by the caller's formatting."""
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header) - 1)]
-    left = sum(widths) + 2 * len(widths)
-    last = max(len(str(row[-1])) for row in [header, *rows])
-    lines = []
-    for row in [header, ["-" * w for w in widths] + ["-" * max(4, min(last, WIDTH - left))], *rows]:
-        first = "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
-        parts = _Wrapper(max(NARROWEST, WIDTH - left), break_on_hyphens=False).wrap(str(row[-1])) or [""]
-        lines += [f"{first}  {parts[0]}".rstrip(), *(" " * left + part for part in parts[1:])]
-    return "\n".join(lines)
 
 
 def profile_report(profile: Profile) -> str:
@@ -71,23 +53,42 @@ def plan_report(plan: Plan) -> str:
     sections = []
     if raised:
         sections.append(table(["signal", "raised", "evidence"], raised))
+    if plan.diagnosis is not None:
+        sections += diagnosis_sections(plan.diagnosis)
     rules = [
         [
             rule.strategy,
             type(rule.spec).__name__,
             format_bytes(rule.saves_bytes) if rule.saves_bytes else "-",
-            rule.why,
+            f"{names}: {rule.why}" if names else rule.why,
         ]
-        for rule in plan.rules
+        for rule, names in _alike(plan)
     ]
     sections.append(table(["", "technique", "saves", "why"], rules) if rules else "nothing to install")
     sections.append("\n".join(_prediction(plan)))
     if plan.candidates:
         sections.append(candidate_table(plan.candidates, budget=plan.budget_bytes))
-    notes = [*plan.notes, *([shortfall(plan)] if plan.fits is False else [])]
+    said = [note for note in plan.notes if not note.startswith(LEAST)]
+    notes = [*said, *([shortfall(plan)] if plan.fits is False else [])]
     sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
     names = ", ".join(map(label, plan.strategies)) or "single-device execution"
     return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
+
+
+def _alike(plan: Plan) -> list[tuple[Rule, str]]:
+    """Rules of a module's plan that say the same of several blocks as one, with the names of these."""
+    if plan.diagnosis is None:
+        return [(rule, "") for rule in plan.rules]
+    groups: dict[tuple[str, Spec, str], list[Rule]] = {}
+    for rule in plan.rules:
+        groups.setdefault((rule.strategy, rule.spec, rule.why), []).append(rule)
+    return [
+        (
+            replace(rules[0], saves_bytes=sum(rule.saves_bytes for rule in rules)),
+            shortened([rule.fqn for rule in rules if rule.fqn not in ("", "*")]),
+        )
+        for rules in groups.values()
+    ]
 
 
 def candidate_table(candidates: Sequence[Candidate], *, budget: int | None) -> str:
@@ -125,12 +126,20 @@ def techniques(strategies: Sequence[str]) -> str:
 def shortfall(plan: Plan) -> str:
     """Say where a plan that does not fit is predicted to run out of memory, and what helps."""
     stratum = plan.fails_at_stratum
-    known = "in the backward pass" if plan.strata_bytes else "without the activations, which are not known,"
+    whole = plan.strata_bytes or plan.diagnosis is not None
+    known = "in the step" if plan.diagnosis is not None else "in the backward pass"
+    known = known if whole else "without the activations, which are not known,"
     where = known if stratum is None else f"at stratum {stratum}"
     return (
         f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
-        f" {format_bytes(plan.budget_bytes or 0)}; use smaller batches, more or larger devices, or other strategies"
+        f" {format_bytes(plan.budget_bytes or 0)}; {_way_out(plan)}"
     )
+
+
+def _way_out(plan: Plan) -> str:
+    """The sentence of a module's plan that says what is missing, else what helps any."""
+    said = [note for note in plan.notes if note.startswith(LEAST)] if plan.diagnosis is not None else []
+    return said[0] if said else "use smaller batches, more or larger devices, or other strategies"
 
 
 def _mark(evidence: str, plan: Plan) -> str:
@@ -141,7 +150,11 @@ def _prediction(plan: Plan) -> list[str]:
     budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
     size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
-    if plan.strata_bytes:
+    if plan.diagnosis is not None:
+        rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
+        held = f"{format_bytes(plan.predicted_base_bytes)} of parameters, gradients and optimiser state"
+        rows += [("kept between steps", held)]
+    elif plan.strata_bytes:
         each = f"{len(plan.strata_bytes)} x {format_bytes(plan.predicted_stratum_bytes)}"
         rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
         rows += [("base + strata x each", f"{format_bytes(plan.predicted_base_bytes)} + {each}")]
@@ -160,6 +173,8 @@ def _prediction(plan: Plan) -> list[str]:
 def step_text(plan: Plan) -> str:
     """The predicted time of a step, as far as it is known: "48.0 ms, of which the decoder 18.8 ms"."""
     decoder, rest = plan.predicted_step_seconds or 0.0, plan.predicted_rest_seconds
+    if plan.diagnosis is not None:
+        return format_seconds(decoder)
     if rest is None:
         return f"{format_seconds(decoder)} for the decoder only; the rest is not known"
     return f"{format_seconds(decoder + rest)}, of which the decoder {format_seconds(decoder)}"

@@ -6,7 +6,8 @@ from textwrap import wrap
 
 from lightning_amp.data.files.resolution import format_resolution
 from lightning_amp.planning.questions.what_if import MOST_DEVICES, Answer
-from lightning_amp.planning.reports.plan_report import WIDTH, table, techniques
+from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
 HEADER = ["memory", "batch", "enough on one device", "auto there", "paper needs"]

@@ -23,6 +23,21 @@ PADDED_WINDOW = 64
 """Widest window up to which a CPU computes masked scores sooner than it starts another run."""
 
 
+TURNED_AT_ONCE = 2**22
+"""Numbers up to which the factors that turn the rows of some buckets are kept for all of them: 16 MiB."""
+
+
+def turned_at_once(rows: int, *, dim: int, launched: bool) -> bool:
+    """Whether so many rows are turned by one product with a table of their size, or by two with small tables.
+
+    Args:
+        rows: Of whole buckets.
+        dim: Channels of a row.
+        launched: For a device that has its kernels launched; a CPU reads small tables from its cache.
+    """
+    return launched and rows * dim <= TURNED_AT_ONCE
+
+
 class RunSizes(NamedTuple):
     """How much is computed at a time.
 

@@ -21,6 +21,7 @@ from lightning_amp.planning.plan.block_sizes import (
 )
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.sizes.bucket_runs import Band, RunSizes, run_sizes
+from lightning_amp.planning.sizes.kernel_calls import Calls, calls_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,11 @@ class RankSizes:
     def fused(self) -> bool:
         """Whether attention keeps nothing but what it is given."""
         return self.axes.attention == "fused"
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether attention is computed in torch's fused kernels."""
+        return self.axes.attention == "sdpa"
 
     @property
     def sparse(self) -> bool:
@@ -126,6 +132,11 @@ class RankSizes:
         return -(-self.anchors // self.decoder.window) * self.decoder.window
 
     @property
+    def ragged(self) -> bool:
+        """Whether anchors do not fill the last bucket, of some rank."""
+        return self.decoder.anchors % self.decoder.window > 0
+
+    @property
     def queries(self) -> int:
         """Queries that attention takes at a time: under S3 those of a chunk, else all p."""
         if not self.axes.attention.startswith("chunked"):
@@ -139,7 +150,9 @@ class RankSizes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attention multiplies: p 3 w; fused leaves out most that is masked."""
+        """Pairs of a query and a key that attention multiplies: p 3 w; fused and sdpa leave out what is masked."""
+        if self.in_kernels:
+            return self.decoder.window**2 * sum(run.slots for run in self.kernel_calls)
         if not self.fused:
             return 3 * self.decoder.window * self.padded
         return sum(run.n_pairs for band in self.bands for run in band.runs)
@@ -259,6 +272,11 @@ class RankSizes:
             return self.bands
         w, rest = self.decoder.window, -self.decoder.anchors % self.decoder.window
         return (Band(max(self.padded - w - rest, 0), self.padded - rest, w, w, self.run_sizes),)
+
+    @property
+    def kernel_calls(self) -> tuple[Calls, ...]:
+        """The calls of attention in torch's kernels: of all anchors; under nodes of every band."""
+        return tuple(map(calls_of, self.bands))
 
     @property
     def run_sizes(self) -> RunSizes:

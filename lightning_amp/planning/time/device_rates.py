@@ -3,7 +3,8 @@
 Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; A100, H100 and H200 in the SXM form):
 float32 products, or TF32 ones where asked for (dense), memory bandwidth, and NVLink in one direction, of the RTX 3090
 PCI Express 4.0 x16. Between nodes one 200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say
-nothing of attention, of an operator's overhead and of a message's latency; these are round estimates.
+nothing of attention, by products or in fused kernels, of an operator's overhead and of a message's latency; these are
+round estimates.
 The figures of "cpu core" are fitted to the measured steps of benchmarks/time_grid.jsonl, one thread of a server CPU:
 140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
 message by gloo between two of its processes takes 0.3 ms and 1 GB/s.
@@ -38,6 +39,7 @@ class Rates:
         links: To other devices.
         device: Whose rates they are, in words.
         launches: Whether operators are launched on it by a processor that goes on, as on a GPU.
+        sdpa_share: Of matmul_flops, what attention in torch's fused kernels reaches.
     """
 
     matmul_flops: float
@@ -47,6 +49,7 @@ class Rates:
     links: Links
     device: str = "a device without a name"
     launches: bool = False
+    sdpa_share: float = 0.5
 
     def __post_init__(self) -> None:
         """Refuse rates that cannot be.
@@ -54,10 +57,11 @@ class Rates:
         Raises:
             PlanError: A number is out of range.
         """
-        rates = (self.matmul_flops, self.memory_bytes, self.attention_share)
-        if not all(is_number(n) and 0 < n < inf for n in rates) or not self.attention_share <= 1:
+        shares = (self.attention_share, self.sdpa_share)
+        rates = (self.matmul_flops, self.memory_bytes, *shares)
+        if not all(is_number(n) and 0 < n < inf for n in rates) or not max(shares) <= 1:
             raise PlanError(
-                f"{self!r} was asked for; rates are above 0, and attention_share is no more than 1: correct them"
+                f"{self!r} was asked for; rates are above 0, and shares of them are no more than 1: correct them"
             )
         if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
             raise PlanError(f"{self!r} was asked for; overhead_seconds is 0 or more: correct it")
@@ -208,6 +212,7 @@ CPU_CORE = Rates(
     overhead_seconds=8e-6,
     links=Links(intra_bandwidth=1e9, inter_bandwidth=1e9, latency=3e-4, ranks_per_node=64),
     device="one CPU core",
+    sdpa_share=1.0,
 )
 DEVICES = {
     "cpu": CPU_CORE,

@@ -5,7 +5,13 @@ from dataclasses import replace
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.specs import FusedAttention, Spec, StrataParallel, StreamStrata
+from lightning_amp.planning.plan.specs import (
+    FusedAttention,
+    PipelineStages,
+    Spec,
+    StrataParallel,
+    StreamStrata,
+)
 from lightning_amp.planning.sizes.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.step_seconds import stratum_seconds
@@ -16,6 +22,8 @@ def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
     match spec:
         case StrataParallel(ends=""):
             return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
+        case PipelineStages(ends=""):
+            return with_even_stages(spec, shape, ranks=mesh.model)
         case FusedAttention() | StreamStrata():
             assert shape.decoder is not None, (
                 "a strategy with a choice needs a decoder, which the policy has checked"
@@ -41,3 +49,20 @@ def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
     return deal(stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks), ranks)
+
+
+def with_even_stages(spec: PipelineStages, shape: ModelShape, *, ranks: int) -> PipelineStages:
+    """Stages of as many blocks each, give or take one; the first ones have the more.
+
+    Raises:
+        PlanError: More stages than blocks.
+    """
+    stages = ranks * spec.stages_per_rank
+    name, blocks = shape.block_list or ("", 0)
+    if stages > blocks:
+        raise PlanError(
+            f"pipeline was asked for with {stages!r} stages, and {name!r}, the longest list of modules, has {blocks!r}"
+            f" blocks; choose model_parallel_size={blocks!r} at most, or leave 'pipeline' out"
+        )
+    ends = (sum(blocks // stages + (s < blocks % stages) for s in range(n + 1)) for n in range(stages))
+    return replace(spec, ends=",".join(map(str, ends)))

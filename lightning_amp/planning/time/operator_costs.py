@@ -4,7 +4,8 @@ Products, with a multiplication and an addition counted as two operations; backw
 gradients of both factors:
 
     linear       2 n D (D + D + 2 D)        qk, value, feed-forward: 8 n D d under S5
-    attention    2 units of 2 pairs a       scores, values; backward 4 units, under S3 5, and fused without kept weights
+    attention    2 units of 2 pairs a       scores, values; backward 4 units, 5 where scores are computed again: under
+                                            S3, sdpa, and fused without kept weights
     decode       2 B N D                    2 B F_k D with S4
     convolution  4 n D                      two taps per channel
 
@@ -19,10 +20,11 @@ ZINB.
 Legend: sizes/rank_sizes.py.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-from lightning_amp.planning.sizes.bucket_runs import Band
+from lightning_amp.planning.sizes.bucket_runs import Band, turned_at_once
+from lightning_amp.planning.sizes.kernel_calls import Calls
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
 
@@ -91,6 +93,8 @@ def _attention(s: RankSizes) -> Part:
     unit = 2.0 * s.pairs * s.attended
     if s.axes.attention == "fused":
         return _fused(s, unit)
+    if s.in_kernels:
+        return _in_kernels(s, unit)
     rows, bucketed = s.anchors * s.attended, s.padded * s.attended
     chunks, window, near = s.chunks, s.decoder.window, s.decoder.window * s.attended
     if s.axes.attention == "eager":
@@ -111,7 +115,7 @@ def _attention(s: RankSizes) -> Part:
 def _fused(s: RankSizes, unit: float) -> Part:
     rows, again = s.anchors * s.attended, not s.keeps_weights
     # the inner buckets under nodes; the outer ones are counted with what nodes adds
-    there, back = _fused_kernels(s.bands[0], again)
+    there, back = _fused_kernels(s.bands[0], again, s.attended, s.launched)
     # scores of a whole run do not stay in a cache
     passed = s.launched * s.pairs
     return (
@@ -121,23 +125,52 @@ def _fused(s: RankSizes, unit: float) -> Part:
 
 
 @lru_cache(maxsize=256)
-def _fused_kernels(band: Band, again: bool) -> tuple[int, int]:
+def _fused_kernels(band: Band, again: bool, dim: int, launched: bool) -> tuple[int, int]:
     """Operators forward and backward, with scores computed again or kept."""
+    turns = partial(_turns, band.window, dim, launched)
     around = sum(band.around)
-    slabs = -(-(band.n_key_buckets + around) // (band.largest + around))
-    # keys: filled up, paired, their norms, at least so much, divided by; turned twice
-    there = 4 + (around > 0 or band.keys % band.window > 0) + 2 * slabs
-    # gradients of keys: set to zero, of a slab ten operators; those of queries are added to them where both are one
-    back = there + 3 + 10 * slabs
+    places, most = band.n_key_buckets + around, band.largest + around
+    slabs = [min(most, places - first) for first in range(0, places, most)]
+    of_slabs = sum(map(turns, slabs))
+    # keys: filled up, paired, their norms, at least so much, divided by; turned
+    there = 4 + (around > 0 or band.keys % band.window > 0) + of_slabs
+    # gradients of keys: set to zero, of a slab five operators, by the last of which those of queries are added to
+    back = there + 2 + 5 * len(slabs) + of_slabs
     for run in band.runs:
         rows, keys = band.copies(run)
         chunks, met = -(-run.own[1] // band.sizes.rows), 1 if run.n_buckets == 1 else 3
-        missing = run.missing > 0
+        missing, turned = run.missing > 0, turns(run.n_buckets)
         masks = 1 + any(run.outside) + missing
-        # queries: paired and turned twice, there and back
-        there += 4 + rows + keys + chunks * (3 + masks)
-        back += 6 + 2 * rows + keys + chunks * (again * (2 + masks) + 4 + 2 * met + missing)
+        # queries: paired and turned, there and back
+        there += 2 + turned + rows + keys + chunks * (3 + masks)
+        back += 2 + 2 * turned + 2 * rows + keys + chunks * (again * (2 + masks) + 4 + 2 * met + missing)
     return there, back
+
+
+def _in_kernels(s: RankSizes, unit: float) -> Part:
+    """Attention in torch's kernels, of the inner buckets under nodes; they compute the scores again."""
+    run, size = s.kernel_calls[0], s.decoder.window * s.attended
+    rows, keys, slots = run.rows * size, run.keys * size, run.slots * size
+    turns = _turns(s.decoder.window, s.attended, s.launched, run.rows + run.keys)
+    there, back = _kernel_calls(run, ragged=s.ragged, alike=not s.by_nodes, turns=turns)
+    return (
+        Pass(2 * unit, 10 * rows + 8 * keys, there),
+        Pass(5 * unit, 11 * rows + 17 * keys + 8 * slots, back),
+    )
+
+
+def _kernel_calls(run: Calls, *, ragged: bool, alike: bool, turns: int) -> tuple[int, int]:
+    """Operators forward and backward; the rows of the last bucket may be filled up, the keys may be the rows."""
+    calls = len(run.calls)
+    # paired, divided by norms; values filled up; rows put in order
+    there = 2 * ragged + (1 if alike else 2) + 3 + turns + calls + (calls > 1)
+    # the gradient filled up; gradients of slots added up; along the keys, and paired
+    return there, ragged + calls + 3 + 5 - alike + turns + 1
+
+
+def _turns(window: int, dim: int, launched: bool, buckets: int) -> int:
+    """Products that turn so many buckets."""
+    return 1 if turned_at_once(buckets * window, dim=dim, launched=launched) else 2
 
 
 def _convolution(s: RankSizes) -> Part:

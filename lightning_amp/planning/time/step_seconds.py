@@ -36,7 +36,7 @@ from lightning_amp.planning.time.collectives import (
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
-PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sparse": 40}
+PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}
 """What a choice adds to a stratum beside its kernels, in kernels that take as long: views, and Python of its own.
 
 Fitted on a CPU. Where kernels are launched, operators of fused attention and of the sparse likelihood were counted to
@@ -134,7 +134,9 @@ def _elapsed(costs: Sequence[float], workers: int, alone: Sequence[float], own: 
 
 def _seconds(name: str, part: Part, s: TimedSizes, *, forwards: int = 1) -> float:
     done, rates = there_and_back(part, forwards=forwards), s.rates
-    share = rates.attention_share if name == "attention" else 1.0
+    share = 1.0
+    if name == "attention":
+        share = rates.sdpa_share if s.axes.attention == "sdpa" else rates.attention_share
     products = done.flops / (share * rates.matmul_flops)
     return products + s.element * done.numbers / rates.memory_bytes + done.kernels * rates.overhead_seconds
 

@@ -121,13 +121,17 @@ class Numbers(Dataset[Tensor]):
 
 
 class Model(LightningModule):
-    """Two layers, and faults."""
+    """Two layers, and faults; in a list where they are to be stages."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.case, self.folder = case, folder
-        self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+        layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)]
+        if case.settings.get("strategies") == "pipeline":
+            self.layers = torch.nn.Sequential(*layers)
+        else:
+            self.first, self.last = layers
         self.double()
 
     def fail(self, hook: str, step: int = AT) -> bool:
@@ -149,7 +153,8 @@ class Model(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.fail("training_step", self.global_step) and self.case.how == "nan":
             self.last.weight.data.fill_(torch.nan)
-        loss: Tensor = self.last(self.first(batch)).square().mean()
+        y = self.layers(batch) if hasattr(self, "layers") else self.last(self.first(batch))
+        loss: Tensor = y.square().mean()
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

@@ -38,11 +38,12 @@ SECONDS = {WINNER: 1.0, ("fused",): 1.1}
 KINDS = {
     "recompute": "RecomputedStrata",
     "stream": "StreamedStrata",
-    "fused": "FusedAttention",
+    "fused": "FusedAttentionproducts",
+    "sdpa": "FusedAttentionsdpa",
     "S4": "KeyFirstDecode",
     "sparse": "SparseLikelihood",
 }
-"""Class of a module that a strategy installs."""
+"""Class of a module that a strategy installs, with its kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ class Installed(Callback):
         self.wrong: list[tuple[str, ...]] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:  # type: ignore[override]
-        found = {type(part).__name__ for part in module.decoder.modules()}
+        parts = list(module.decoder.modules())
+        found = {f"{type(part).__name__}{getattr(part, 'kernel', '')}" for part in parts}
         strategies = trainer.strategy.plan.strategies
         if any((kind in found) != (strategy in strategies) for strategy, kind in KINDS.items()):
             self.wrong.append(strategies)
@@ -118,21 +120,23 @@ class Manual(Tiny):
 @contextmanager
 def known_times(strategies_now: Any, rank: int) -> Iterator[None]:
     """Let a step take the least time under the plan that is to win; ranks after the first are faster than that one."""
-    clock, real = [0.0], race_of_plans.now
+    real = race_of_plans.Moment
 
-    def known(device: torch.device) -> float:
-        strategies = raced(strategies_now())
-        if rank:
-            clock[0] += 0.1 if "stream" in strategies else 0.5
-        else:
-            clock[0] += SECONDS.get(strategies, 1.2)
-        return clock[0]
+    class Known:
+        def __init__(self, device: torch.device) -> None:
+            pass
 
-    race_of_plans.now = known
+        def seconds_since(self, earlier: "Known") -> float:
+            strategies = raced(strategies_now())
+            if rank:
+                return 0.1 if "stream" in strategies else 0.5
+            return SECONDS.get(strategies, 1.2)
+
+    race_of_plans.Moment = Known  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        race_of_plans.now = real
+        race_of_plans.Moment = real  # type: ignore[misc]
 
 
 def run(site: Racing, module: Tiny | None = None, **options: Any) -> Outcome:

@@ -28,31 +28,47 @@ Cells = tuple[int | None, str]
 def cells_per_step(trainer: "pl.Trainer") -> Cells:
     """Cells per rank and step.
 
-    An attribute `batch_size` of the data module, the module or the loader tells; else a fit's `train_dataloader` is
-    called, and the Trainer takes what it gave; only one that draws random numbers, which are to be drawn where a plain
-    run draws them, is called by the Trainer again. Every rank calls this, for the hook may communicate. Of several
-    loaders the largest counts. A hook that is to be called every few epochs may give other loaders each time: it is
-    not called, and neither is that of a module without a decoder, of which the cells would predict nothing.
+    An attribute `batch_size` of the data module, the module or the loader tells; else the training loaders are asked
+    for. Of several loaders the largest counts. Without a decoder in the module none are: the cells would predict
+    nothing, and the profile of its step counts them itself.
     """
     source = trainer.fit_loop._data_source
     # a data module may be given for its plan beside loaders
     for owner in (getattr(trainer, "datamodule", None), source.instance):
         if sizes := _sizes(owner):
             return max(sizes), ""
-    given = not (source.is_module() and source.is_defined())
-    reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
-    if given or reloaded or not trainer.training or not find_decoders(trainer.lightning_module):
+    if not source.is_module() or not trainer.training or not find_decoders(trainer.lightning_module):
         return None, UNKNOWN
+    loaders, why = training_loaders(trainer)
+    if sizes := _sizes(loaders):
+        return max(sizes), ""
+    return None, f"{UNKNOWN} ({why}, before training)" if why else UNKNOWN
+
+
+def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
+    """What the run will read in training; None and why, "" where nothing went wrong.
+
+    A fit's hook `train_dataloader` is called, and the Trainer takes what it gave; only one that draws random numbers,
+    which are to be drawn where a plain run draws them, is called by the Trainer again. Every rank calls this, for the
+    hook may communicate. A hook that is to be called every few epochs may give other loaders each time: it is not
+    called.
+    """
+    source = trainer.fit_loop._data_source
+    if not source.is_module():
+        return source.instance, ""
+    if not source.is_defined() or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
+        return None, ""
     try:
         loaders, drew = _loaders(source)
     except Exception as error:
         # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
-        why = f"{type(source.instance).__name__}.train_dataloader() gave {type(error).__name__}: {error}"
-        return None, f"{UNKNOWN} ({why}, before training)"
+        return (
+            None,
+            f"{type(source.instance).__name__}.train_dataloader() gave {type(error).__name__}: {error}",
+        )
     if not drew:
         _hand_over(source, loaders)
-    sizes = _sizes(loaders)
-    return (max(sizes), "") if sizes else (None, UNKNOWN)
+    return loaders, ""
 
 
 def _loaders(source: Any) -> tuple[object, bool]:

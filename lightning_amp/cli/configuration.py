@@ -1,0 +1,87 @@
+"""`plan --config` and `simulate --config`: a plan of any module that a configuration of `fit` trains; loads torch."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
+from lightning_amp.errors import DataError, PlanError
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.quantities import parse_bytes
+
+ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
+"""Options that a configuration has no use for."""
+
+
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Add the flag."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="of `lightning-amp fit`: plan its model, which may be any, by a profile of its step",
+    )
+
+
+def plan_of_configuration(arguments: argparse.Namespace) -> Plan:
+    """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices.
+
+    Raises:
+        AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
+    """
+    # late: torch takes seconds to load
+    from lightning_amp.parallel.describe_module import describe
+    from lightning_amp.planning.modules.plan_module import plan_module, told_apart
+    from lightning_amp.planning.modules.questions import answers
+    from lightning_amp.planning.plan.decoder_only import profile_of_module
+    from lightning_amp.planning.policies.make_plan import plan
+
+    refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
+    step_at, module, options = _step(arguments.config)
+    request = request_of(arguments)
+    for name in ("device_memory", "strategies"):
+        request[name] = request[name] or options.get(name)
+    asked, named = told_apart(request["strategies"], policy=request["policy"])
+    rates, memory = rates_asked(arguments), request["device_memory"]
+    step = step_at(arguments.batch_size)
+    seen = step.seen(rates)
+    size = seen.profile.batch_size or 1
+    shape = replace(describe(module, batch_size=size), profiled=True)
+    request |= {"batch_size": size, "strategies": asked}
+    base = plan(profile_of_module(shape), **request, shape=shape, rates=rates)
+    made = plan_module(base, seen, named=named, budget_named=memory is not None, count=step.count)
+    if memory is None:
+        return made
+    found = answers(lambda n: step_at(n).seen(rates), seen, ranks=made.mesh.data, budget=parse_bytes(memory))
+    return replace(made, notes=(*made.notes, *found))
+
+
+def _step(path: str) -> tuple[Callable[[int | None], Any], Any, dict[str, Any]]:
+    """What gives the step for a batch of some length, the module, and the options of its strategy."""
+    from lightning_amp.footprint.profile_module import Around
+    from lightning_amp.lightning.first_look.example_batch import example_batch
+    from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+    from lightning_amp.parallel.contract.protocol import find_decoders
+    from lightning_amp.verification.read_configuration import read_configuration
+
+    module, data, options = read_configuration(path)
+    if find_decoders(module):
+        raise PlanError(
+            f"--config {path!r} was asked for, whose model has a decoder of strata, which is planned by its data: name"
+            " their folder, lightning-amp plan DIR"
+        )
+    source = module if data is None else data
+    source.prepare_data()
+    source.setup("fit")
+    loader = source.train_dataloader()
+    try:
+        batch = example_batch(loader)
+    except DataError:
+        # nobody else reads it
+        batch = next(iter(loader))
+    around = Around(datamodule=data)
+
+    def at(batch_size: int | None) -> StepOfModule:
+        return StepOfModule(module, lambda: batch, around=around, batch_size=batch_size)
+
+    return at, module, options

@@ -1,0 +1,61 @@
+"""A training step that is counted while it runs, and refused where it needs more bytes than it may."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARIES
+from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.footprint.summarize import FORWARD
+from lightning_amp.quantities import format_bytes
+
+
+class OverBudget(MemoryError):
+    """A step needs more bytes than it may."""
+
+
+class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
+    """Counts a step with values from its beginning to its end, and stops it where it exceeds a budget.
+
+    Args:
+        module: Whose step it is.
+        budget_bytes: The most that may be alive: parameters, gradients, optimiser state, batch and what is made.
+
+    Raises:
+        OverBudget: By the operator whose result is too much; names it, its module, and what is held by kind.
+    """
+
+    def __init__(self, module: nn.Module, budget_bytes: int) -> None:
+        super().__init__(module)
+        self._budget, self._bounded = budget_bytes, False
+
+    def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Begin a step, with what is there already, which is not refused."""
+        super().start(batch, optimizers)
+        self._bounded = True
+
+    def unbound(self) -> None:
+        """Refuse nothing from here on."""
+        self._bounded = False
+
+    def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
+        super()._born(key, n_bytes, tensor)
+        life = self._of_key[key]
+        if self._bounded and self.current + n_bytes > self._budget:
+            # one refusal: what follows it is the caller's
+            self.unbound()
+            raise OverBudget(
+                f"{life.name} in {life.fqn or 'the module itself'} made a tensor {list(life.shape)} {life.dtype} of"
+                f" {format_bytes(n_bytes)} beside {self._held(key)}; allowed are {format_bytes(self._budget)}"
+            )
+
+    def _held(self, but: int) -> str:
+        """What is alive, by kind."""
+        held = dict.fromkeys(KINDS, 0)
+        for key, life in self._of_key.items():
+            if key != but:
+                made = ACTIVATIONS if self.work[life.birth][0] == FORWARD else TEMPORARIES
+                held[life.kind or made] += life.n_bytes
+        return ", ".join(f"{format_bytes(n)} of {kind}" for kind, n in held.items() if n)

@@ -1,0 +1,368 @@
+"""A recorded step -> Chain: which bytes of which block are there when, in each of its two forms.
+
+A storage is alive from its birth for as long as Python or an operator outside of blocks holds it, and beyond that while
+a block holds it. It is one of three:
+
+    private    made by a block, and held beyond its forward pass by that block alone, for its backward pass
+    shared     held by blocks otherwise: an entry of `Chain.tensors`
+    plain      all else, alive in every choice
+
+    form             forward pass of the block     its backward pass
+    not recomputed   private ones stay             each goes when it has been read for the last time
+    recomputed       private ones go as Python     once it asks for the first of them, the forward pass runs again up to
+                     lets go of them               the last one; from then on as above, and the inputs are alive
+
+What its own recomputation makes of a tensor that somebody else still holds is there twice.
+
+Known limit: where backward passes do not run in the reverse order of forward passes, more is counted than there is.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_amp.footprint.chain import BlockCost, Chain, Moment
+
+
+class Storage(Protocol):
+    """As in summarize.Life."""
+
+    n_bytes: int
+    birth: int
+    death: int | None
+
+
+class Step(Protocol):
+    """As in chain_recorder.ChainRecorder."""
+
+    lives: Any
+    work: Any
+    orders: Any
+    calls: Any
+    uses: Any
+    read_last: dict[int, int]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Span:
+    """A call of a block in time, and what is its own.
+
+    Attributes:
+        start: First operator of its forward pass; `end`, `back_start` and `back_end` likewise.
+        asks: Operator of its backward pass before which it is recomputed.
+        last_kept: Operator of its forward pass after which no more is kept.
+        kept: Bytes of private storages at every operator of the forward pass, not recomputed. While storages are
+            placed, this and the following are changes, which are added up afterwards.
+        dropped: The same, recomputed.
+        again: Bytes of all that the forward pass makes, when it is recomputed.
+        back: Bytes of private storages at every operator of the backward pass.
+        twice: Bytes of what is there twice after a recomputation.
+        saved_bytes: Of private storages between the passes.
+        keeps: Shared storages that it keeps, and until when.
+        inputs: Shared storages that it holds when recomputed.
+    """
+
+    start: int
+    end: int
+    back_start: int
+    back_end: int
+    asks: int
+    last_kept: int
+    kept: Any
+    dropped: Any
+    again: Any
+    back: Any
+    twice: Any
+    saved_bytes: int = 0
+    keeps: dict[int, int] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+
+
+def build_chain(step: Step, *, values: bool, backward: str = "backward") -> Chain:
+    """The chain of a step.
+
+    Args:
+        step: A recorded step.
+        values: Whether autograd kept what it saved, because the step had values.
+        backward: What `work` calls the backward pass.
+    """
+    return _Builder(step, values, backward).chain()
+
+
+class _Builder:
+    """One step."""
+
+    def __init__(self, step: Step, values: bool, backward: str) -> None:
+        self._step, self._values = step, values
+        self._length = len(step.work)
+        self._is_backward = np.array([phase == backward for phase, _ in step.work])
+        self._orders = np.asarray(step.orders)
+        self._plain = np.zeros(self._length + 1, dtype=np.int64)
+        self._born = np.zeros(self._length + 1, dtype=np.int64)
+        self._tensors: list[int] = []
+        self._covers: list[tuple[int, int]] = []
+        self._uses: dict[int, list[Any]] = defaultdict(list)
+        for use in step.uses:
+            self._uses[id(use.life)].append(use)
+        self._spans = [self._span(i, call) for i, call in enumerate(step.calls)]
+        self._read_by: dict[int, list[int]] = defaultdict(list)
+        self._made_by: dict[int, int] = {}
+        for i, call in enumerate(step.calls):
+            for life in call.inputs:
+                self._read_by[id(life)].append(i)
+            for life in call.outputs:
+                self._made_by[id(life)] = i
+
+    def chain(self) -> Chain:
+        """All blocks and moments."""
+        starts = np.array([span.start for span in self._spans])
+        for life in self._step.lives:
+            home = int(np.searchsorted(starts, life.birth, side="right")) - 1
+            if home >= 0 and life.birth > self._spans[home].end:
+                home = -1
+            self._place(life, home)
+        self._plain = self._plain.cumsum()[: self._length]
+        for span in self._spans:
+            for name in ("kept", "dropped", "again", "back", "twice"):
+                setattr(span, name, getattr(span, name).cumsum())
+        moments = self._moments()
+        blocks = tuple(self._cost(i, call) for i, call in enumerate(self._step.calls))
+        return Chain(blocks=blocks, tensors=tuple(self._tensors), moments=tuple(moments))
+
+    def _span(self, i: int, call: Any) -> _Span:
+        own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)
+        # what is differentiated within the forward pass is part of it
+        times = np.flatnonzero(own[call.end + 1 :]) + call.end + 1
+        back_start, back_end = (int(times[0]), int(times[-1])) if len(times) else (call.end + 1, call.end)
+        while 0 <= back_end < self._length - 1 and len(times) and self._accumulates(back_end + 1):
+            back_end += 1
+        uses = [use for use in self._step.uses if use.call == i]
+        reads = [use.read for use in uses if use.read is not None and use.read > call.end]
+        asks = min(reads, default=back_start)
+        forward, back = call.end - call.start + 2, max(back_end - back_start + 2, 1)
+        return _Span(
+            start=call.start,
+            end=call.end,
+            back_start=back_start,
+            back_end=back_end,
+            asks=min(max(asks, back_start), max(back_start, back_end)),
+            last_kept=max((use.start for use in uses), default=call.start - 1),
+            kept=_changes(forward),
+            dropped=_changes(forward),
+            again=_changes(forward),
+            back=_changes(back),
+            twice=_changes(back),
+        )
+
+    def _accumulates(self, t: int) -> bool:
+        return bool(self._is_backward[t]) and self._orders[t] == -1
+
+    def _place(self, life: Any, home: int) -> None:
+        """Count one storage where it belongs; `home` is the call that made it, -1 for none."""
+        own, outside, keepers = self._holders(life, home)
+        span = self._spans[home] if home >= 0 else None
+        if span is not None:
+            self._again(life, span, own, kept=home in keepers)
+        readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
+        named = id(life) in self._made_by or id(life) in self._read_by
+        if span is not None and not named and outside == own and span.end < own <= span.back_end:
+            # something that the backward pass reads holds it, and not by way of autograd
+            keepers[home] = max(own, keepers.get(home, 0))
+            own = outside = span.end
+        beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
+        if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
+            self._private(life, span, own, max(own, keepers.get(home, own)))
+            return
+        if beyond or readers:
+            self._shared(life, outside, beyond, readers)
+        else:
+            self._always(life, max([outside, *keepers.values()]))
+        if span is not None and home in keepers:
+            self._twice(life, span, keepers[home])
+
+    def _holders(self, life: Any, home: int) -> tuple[int, int, dict[int, int]]:
+        """The last operators at which a storage is held: by Python, by all outside of blocks, and by each call."""
+        uses, last = self._uses.get(id(life), []), self._length - 1
+        keepers: dict[int, int] = defaultdict(int)
+        own = outside = self._held_by_python(life, uses)
+        for use in uses:
+            end = last if use.end is None else use.end
+            if use.call is None:
+                outside = max(outside, end)
+            elif end > self._spans[use.call].end:
+                keepers[use.call] = max(keepers[use.call], end)
+            else:
+                # of a graph that was gone through within the forward pass
+                own, outside = max(own, end), max(outside, end)
+        return own, outside, keepers
+
+    def _held_by_python(self, life: Any, uses: Sequence[Any]) -> int:
+        """The last operator at which the storage is held by something else than autograd."""
+        death = self._length - 1 if life.death is None else life.death
+        if not (self._values and uses):
+            return int(death)
+        read = max(life.birth, self._step.read_last.get(id(life), 0))
+        made = self._made_by.get(id(life))
+        return int(min(death, read if made is None else max(read, self._spans[made].end)))
+
+    def _again(self, life: Any, span: _Span, own: int, *, kept: bool) -> None:
+        """In a recomputation: as long as Python holds it, or to the end if the backward pass needs it."""
+        end = span.last_kept if kept else min(own, span.last_kept)
+        if end >= life.birth:
+            span.again[life.birth - span.start] += life.n_bytes
+            span.again[end + 1 - span.start] -= life.n_bytes
+
+    def _private(self, life: Any, span: _Span, own: int, kept_until: int) -> None:
+        n, begin = life.n_bytes, life.birth - span.start
+        for found, end in ((span.kept, kept_until), (span.dropped, own)):
+            found[begin] += n
+            found[min(end, span.end) + 1 - span.start] -= n
+        if kept_until > span.end:
+            span.saved_bytes += n
+            if span.back_end >= span.back_start:
+                span.back[0] += n
+                span.back[min(max(kept_until, span.back_start), span.back_end) + 1 - span.back_start] -= n
+
+    def _shared(self, life: Any, outside: int, beyond: dict[int, int], readers: Iterable[int]) -> None:
+        k = len(self._tensors)
+        self._tensors.append(life.n_bytes)
+        self._covers.append((life.birth, outside))
+        for i, end in beyond.items():
+            self._spans[i].keeps[k] = end
+        for i in readers:
+            self._spans[i].inputs.add(k)
+
+    def _always(self, life: Any, until: int) -> None:
+        self._plain[life.birth] += life.n_bytes
+        self._plain[min(until, self._length - 1) + 1] -= life.n_bytes
+        self._born[life.birth] += life.n_bytes
+
+    def _twice(self, life: Any, span: _Span, kept_until: int) -> None:
+        """A second copy from the recomputation on."""
+        begin, end = span.asks, min(kept_until, span.back_end)
+        if begin <= end and span.back_start <= begin:
+            span.twice[begin - span.back_start] += life.n_bytes
+            span.twice[end + 1 - span.back_start] -= life.n_bytes
+
+    def _cost(self, i: int, call: Any) -> BlockCost:
+        span = self._spans[i]
+        fixed = call.fixed or ("" if span.back_end >= span.back_start else "it has no backward pass")
+        return BlockCost(
+            fqn=call.fqn,
+            forward_seconds=call.seconds,
+            saved_bytes=span.saved_bytes,
+            input_bytes=call.input_bytes,
+            work_bytes=self._work(span),
+            parameter_bytes=call.parameter_bytes,
+            keeps=tuple(sorted(span.keeps)),
+            inputs=tuple(sorted(span.inputs)),
+            fixed=fixed,
+        )
+
+    @staticmethod
+    def _work(span: _Span) -> int:
+        return int(span.again[: max(span.last_kept - span.start + 1, 1)].max())
+
+    def _moments(self) -> list[Moment]:
+        """All moments that no other one is always above."""
+        found: dict[Any, dict[frozenset[int], tuple[int, int]]] = defaultdict(dict)
+        alive, (after, first) = self._alive(), self._places()
+        inside = np.zeros(self._length, dtype=bool)
+        for i, span in enumerate(self._spans):
+            inside[span.start : span.end + 1] = inside[span.back_start : span.back_end + 1] = True
+            for t, recomputed, held, n_bytes in self._at_work(span, alive):
+                above = self._above(i, t) if after[t] > i + 1 else 0
+                _raise(found[first[i], i, i, recomputed], held, t, n_bytes + above)
+        for t in map(int, np.flatnonzero(~inside)):
+            hull = int(after[t])
+            _raise(found[first[hull - 1] if hull else 0, hull, None, False], alive[t], t, self._plain[t])
+        return [
+            Moment(
+                n_bytes=n_bytes,
+                first=place[0],
+                after=place[1],
+                alive=tuple(sorted(held)),
+                block=place[2],
+                recomputed=place[3],
+                where=" ".join(filter(None, self._step.work[t])),
+            )
+            for place, rows in found.items()
+            for held, (n_bytes, t) in _highest(rows)
+        ]
+
+    def _at_work(self, span: _Span, alive: Sequence[frozenset[int]]) -> Iterator[tuple[int, bool, Any, int]]:
+        """All moments of a block's own passes in both forms: (operator, recomputed, shared tensors alive, bytes)."""
+        for t in range(span.start, span.end + 1):
+            for again, own in ((False, span.kept), (True, span.dropped)):
+                yield t, again, alive[t], int(self._plain[t] + own[t - span.start])
+        if span.back_end < span.back_start:
+            return
+        t = span.asks
+        yield t, True, alive[t] | span.inputs, int(self._plain[t] - self._born[t]) + self._work(span)
+        for t in range(span.back_start, span.back_end + 1):
+            plain, own = int(self._plain[t]), int(span.back[t - span.back_start])
+            yield t, False, alive[t] | {k for k, end in span.keeps.items() if end >= t}, plain + own
+            own += int(span.twice[t - span.back_start])
+            yield t, True, alive[t] | span.inputs, plain + (own if t >= span.asks else 0)
+
+    def _above(self, i: int, t: int) -> int:
+        """What later blocks hold at a moment of an earlier one, where passes cross."""
+        later = [span for span in self._spans[i + 1 :] if span.end < t < span.back_start]
+        return sum(span.saved_bytes + sum(self._tensors[k] for k in span.keeps) for span in later)
+
+    def _alive(self) -> list[frozenset[int]]:
+        """Shared tensors that are alive whatever blocks hold, at every operator."""
+        changes: dict[int, list[int]] = defaultdict(list)
+        for k, (birth, end) in enumerate(self._covers):
+            changes[birth].append(k)
+            changes[end + 1].append(k)
+        found, now = [], frozenset[int]()
+        for t in range(self._length):
+            now = now.symmetric_difference(changes[t]) if t in changes else now
+            found.append(now)
+        return found
+
+    def _places(self) -> tuple[Any, list[int]]:
+        """One past the last block that is between its passes at every operator; for a block, the first to count with.
+
+        Where a backward pass has ended before a forward pass begins, blocks before it hold nothing any more.
+        """
+        n = len(self._spans)
+        after, low = np.zeros(self._length, dtype=np.int64), np.full(self._length, n)
+        for i, span in enumerate(self._spans):
+            after[span.end + 1 : span.back_start] = i + 1
+        for i, span in reversed(list(enumerate(self._spans))):
+            low[span.end + 1 : span.back_start] = i
+        high = after.copy()
+        for i, span in enumerate(self._spans):
+            for part in (slice(span.start, span.end + 1), slice(span.back_start, span.back_end + 1)):
+                low[part], high[part] = np.minimum(low[part], i), np.maximum(high[part], i + 1)
+        crossed = np.zeros(n + 2, dtype=bool)
+        for begin, end in {(int(a), int(b)) for a, b in zip(low, high, strict=True)}:
+            crossed[begin + 1 : end] = True
+        cuts = [p for p in range(n + 1) if not crossed[p]]
+        return after, [max(p for p in cuts if p <= i) for i in range(n)]
+
+
+def _changes(n: int) -> Any:
+    return np.zeros(n, dtype=np.int64)
+
+
+def _raise(rows: dict[frozenset[int], tuple[int, int]], held: frozenset[int], t: int, n_bytes: Any) -> None:
+    """Keep the most bytes for every set of tensors."""
+    if held not in rows or int(n_bytes) > rows[held][0]:
+        rows[held] = int(n_bytes), t
+
+
+def _highest(
+    rows: dict[frozenset[int], tuple[int, int]],
+) -> Iterator[tuple[frozenset[int], tuple[int, int]]]:
+    """Leave out what is below another one with the same tensors and more."""
+    kept: list[frozenset[int]] = []
+    for held, row in sorted(rows.items(), key=lambda item: -item[1][0]):
+        if not any(held <= other for other in kept):
+            kept.append(held)
+            yield held, row

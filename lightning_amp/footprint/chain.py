@@ -1,0 +1,93 @@
+"""What the bytes and the time of a training step follow from, for every choice of blocks that are computed again.
+
+A block is recomputed if nothing of its forward pass is kept but its inputs, and its forward pass runs again in the
+backward pass. Blocks stand in the order of their forward passes; backward passes run in reverse order, so that what is
+held between the two by the blocks before some place is a sum over these blocks.
+
+    held by a block     not recomputed   saved_bytes, and the tensors `keeps`
+                        recomputed       the tensors `inputs`
+    bytes at a moment   n_bytes + saved_bytes of the blocks first <= i < after that are not recomputed
+                        + every tensor of `alive`, or held by one of these blocks, once
+
+Here `keeps` and `inputs` are of tensors that more than one block holds, or that are alive for other reasons for a
+while: the residual stream, a mask, an activation that its own block and the next one save. They are counted once.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """One call of a block in a training step.
+
+    Attributes:
+        fqn: Name of the block; a block that is called twice has two calls, and one decision.
+        forward_seconds: Of its forward pass, which is what recomputing it costs.
+        saved_bytes: What it alone keeps from its forward to its backward pass if it is not recomputed.
+        input_bytes: Of its tensor arguments.
+        work_bytes: Most bytes at once of what its forward pass makes while all is kept that its backward pass needs.
+        parameter_bytes: Of its parameters.
+        keeps: Tensors (places in `Chain.tensors`) that it holds too if it is not recomputed.
+        inputs: Tensors that it holds if it is.
+        fixed: Why it cannot be recomputed, "" where it can.
+    """
+
+    fqn: str
+    forward_seconds: float
+    saved_bytes: int
+    input_bytes: int
+    work_bytes: int
+    parameter_bytes: int
+    keeps: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    fixed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A moment of the step at which memory may be at its peak.
+
+    Attributes:
+        n_bytes: Alive whatever the blocks first <= i < after hold, without the tensors of `Chain.tensors`.
+        first: Of the blocks whose forward pass has ended and whose backward pass has not begun.
+        after: One past the last of them.
+        alive: Tensors that are alive whatever those blocks hold.
+        block: Block that is at work, if the moment exists for one of its forms only; None if for both.
+        recomputed: Of these, the form.
+        where: Phase and module, for a person.
+    """
+
+    n_bytes: int
+    first: int = 0
+    after: int = 0
+    alive: tuple[int, ...] = ()
+    block: int | None = None
+    recomputed: bool = False
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """The blocks of a module in a training step.
+
+    Attributes:
+        blocks: Calls in the order of their forward passes.
+        tensors: Bytes of the tensors that blocks share.
+        moments: All at which memory may be at its peak.
+        seconds: Of the step with nothing recomputed.
+        measured: "fake tensors", or "a real step" where the step needs values.
+        reason: Why the step could not run on fake tensors, "" where it could.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    tensors: tuple[int, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    seconds: float = 0.0
+    measured: str = "fake tensors"
+    reason: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Blocks that can be recomputed, each once."""
+        fixed = {block.fqn for block in self.blocks if block.fixed}
+        return tuple(dict.fromkeys(b.fqn for b in self.blocks if b.fqn not in fixed))

@@ -1,0 +1,50 @@
+"""LightningModule + batch -> Chain: which blocks could be computed again, and what a step's peak and time follow from.
+
+Blocks are the children of the outermost lists and sequences of the module (find_blocks.py), in the order in which the
+step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part of the
+block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and says why.
+"""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_amp.footprint.build_chain import build_chain
+from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.chain_recorder import ChainRecorder, OperatorRates
+from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step
+
+CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
+"""Of one core of a server's processor (planning/time/device_rates.py)."""
+
+
+def chain_of(
+    module: LightningModule,
+    batch: Any,
+    *,
+    batch_size: int | None = None,
+    rates: OperatorRates = CPU_CORE,
+    around: Around = BY_ITSELF,
+) -> Chain:
+    """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
+
+    Args:
+        module: Any LightningModule; its parameters may be on the device "meta".
+        batch: An example of what its `training_step` gets.
+        batch_size: Count a batch of this length instead.
+        rates: Of the device whose time it is.
+        around: As of `profile_module`.
+
+    Raises:
+        ModelError: As `profile_module`.
+    """
+    step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
+    chain = build_chain(step, values=bool(reason))
+    return Chain(
+        blocks=chain.blocks,
+        tensors=chain.tensors,
+        moments=chain.moments,
+        seconds=step.seconds,
+        measured=REAL if reason else FAKE,
+        reason=reason,
+    )

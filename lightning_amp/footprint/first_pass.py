@@ -1,0 +1,250 @@
+"""What a block was like when its forward pass began, so that it can run a second time as if it were the first.
+
+A second pass is the same function only if it reads the same. It finds
+
+    parameters, arguments    as they are; that they have been changed in place since is noticed, by their versions
+    buffers                  those that the first pass changes (batch norm's) with their values from before it
+    attributes               of the block and its submodules, `training` among them, as they were before the first pass
+    random numbers           of Python and NumPy as they were; those of torch are the caller's part
+
+and what it changes of all this is undone, so that everything happens once. `self.log` does nothing in it.
+
+Lists and other objects that the block or its caller holds cannot be put back: that the first pass changes one, or an
+argument in place, is noticed, and then no second pass is exact.
+
+Known limits: what lies in global variables, in closures or behind an iterator is not seen, and neither is a change by
+way of `.data`.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_amp._torch import FakeTensor, is_compiled
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
+"""Attributes that every module has, or that are none of the user's."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+DEPTH = 5
+"""How many objects deep a change of an object is looked for."""
+Place = tuple[str, str]
+"""A module's name, and a name in it."""
+
+
+def unrepeatable(block: nn.Module) -> str:
+    """Why a block cannot run a second time, as far as that is seen without running it; "" if it can."""
+    if "forward" in vars(block):
+        return f"its `forward` was set by somebody else: {vars(block)['forward']!r}"
+    for name, child in block.named_modules():
+        place = f"its submodule {name!r}" if name else "it"
+        if is_compiled(child):
+            return f"{place} is compiled, and what a compiled forward keeps is its own choice"
+        if isinstance(child, torch.jit.ScriptModule):
+            return f"{place} is a script of torch.jit, whose attributes cannot be put back"
+        hooked = [hooks.strip("_") for hooks in HOOKS if getattr(child, hooks)]
+        if name and hooked:
+            return f"{place} has {hooked[0]}, which would run twice; register them on the block itself"
+    return ""
+
+
+class FirstPass:
+    """Made before a first pass of a block; `settle` is called after it.
+
+    Args:
+        block: The block.
+        arguments: What it is called with, without the containers around them.
+        changing: Buffers that first passes have changed so far, by the block's mode; `settle` adds to it.
+    """
+
+    def __init__(
+        self, block: nn.Module, arguments: Sequence[Any], changing: dict[Any, frozenset[Place]]
+    ) -> None:
+        self._modules, self._changing = dict(block.named_modules()), changing
+        self._mode = tuple(child.training for child in self._modules.values())
+        self._tables = _snapshot(self._modules)
+        self._tensors: dict[Place, Tensor] = {}
+        objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(arguments)}
+        for name, _, values in self._tables:
+            # torch keeps state of its own under names with two underscores, such as that of fully_shard
+            for key in (k for k in values if k not in OF_EVERY_MODULE and not k.startswith("__")):
+                value = values[key]
+                if isinstance(value, Tensor):
+                    self._tensors[name, key] = value
+                elif not isinstance(value, nn.Module):
+                    objects[name, key] = value
+        self._objects = {place: value for place, value in objects.items() if not _is_fixed(value)}
+        self._marks, self._loggers = self._marks_now()
+        self._loggers += [child for child in self._modules.values() if isinstance(child, LightningModule)]
+        self._arguments, self._versions = _versions(arguments), self._versions_now()
+        self._random: Any = _random_state()
+        self._known = changing.get(self._mode)
+        self._before = {
+            place: tensor.detach().clone()
+            for place, tensor in self._tensors.items()
+            if not isinstance(tensor, nn.Parameter) and (self._known is None or place in self._known)
+        }
+
+    def settle(self, arguments: Sequence[Any]) -> str:
+        """After the first pass: why there can be no second one, "" if there can."""
+        given = _difference(self._arguments, _versions(arguments))
+        if given:
+            return f"it changes its {given} in place"
+        versions, (marks, _) = self._versions_now(), self._marks_now()
+        objects = [place for place, mark in marks.items() if mark != self._marks[place]]
+        if objects:
+            return f"it changes what {_name(objects[0])} holds, which cannot be put back"
+        changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
+        # batch norm's kernels change its statistics without a new version: values are compared once, and then known
+        changed |= self._known if self._known is not None else self._compared()
+        if changed - self._before.keys():
+            return f"it changes {_name(min(changed - self._before.keys()))} in place"
+        self._changing[self._mode] = changed
+        self._before = {place: values for place, values in self._before.items() if place in changed}
+        if _same_random(self._random, _random_state()):
+            # the second pass draws none either
+            self._random = None
+        return ""
+
+    def stale(self, arguments: Sequence[Any]) -> str:
+        """What has been changed since the first pass and cannot be put back; "" if nothing."""
+        given = _difference(self._arguments, _versions(arguments))
+        versions, (marks, _) = self._versions_now(), self._marks_now()
+        changed = [p for p, v in versions.items() if v != self._versions[p] and p not in self._before]
+        changed += [place for place, mark in marks.items() if mark != self._marks[place]]
+        return given or (_name(changed[0]) if changed else "")
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything as it was before the first pass; afterwards it is as it is now."""
+        now = _snapshot(self._modules)
+        now += [("", vars(logger), dict(vars(logger))) for logger in self._loggers]
+        random_now = _random_state() if self._random else None
+        # a buffer in two places stays one
+        fresh = {id(self._tensors[place]): values.clone() for place, values in self._before.items()}
+        own = {place: fresh[id(self._tensors[place])] for place in self._before}
+        for name, table, values in self._tables:
+            _put(table, {k: own.get((name, k), v) for k, v in values.items()} if own else values)
+        for logger in self._loggers:
+            vars(logger).update(log=_no_log, log_dict=_no_log)
+        try:
+            _set_random(self._random)
+            yield
+        finally:
+            _set_random(random_now)
+            for _, table, values in now:
+                _put(table, values)
+
+    def _compared(self) -> set[Place]:
+        return {p for p, values in self._before.items() if _differ(values, self._tensors[p])}
+
+    def _versions_now(self) -> dict[Place, int]:
+        return {place: _version(tensor) for place, tensor in self._tensors.items()}
+
+    def _marks_now(self) -> tuple[dict[Place, Any], list[LightningModule]]:
+        """What all objects hold, and the LightningModules among them."""
+        seen: dict[int, Any] = {}
+        marks = {place: _mark(value, seen, DEPTH) for place, value in self._objects.items()}
+        return marks, [value for value in seen.values() if isinstance(value, LightningModule)]
+
+
+def _snapshot(modules: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Every table of names of every module, and what it holds."""
+    return [
+        (name, table, dict(table))
+        for name, child in modules.items()
+        for table in (vars(child), child._parameters, child._buffers, child._modules)
+    ]
+
+
+def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
+    """Let a table hold some values; most of the time it does."""
+    if [*table, *map(id, table.values())] != [*values, *map(id, values.values())]:
+        table.clear()
+        table.update(values)
+
+
+def _version(tensor: Tensor) -> int:
+    # a tensor made in inference mode has none
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have values, and other ones."""
+    return not (isinstance(one, FakeTensor) or one.is_meta) and not torch.equal(one, other)
+
+
+def _versions(arguments: Sequence[Any]) -> dict[str, int]:
+    return {f"argument {k}": _version(a) for k, a in enumerate(arguments) if isinstance(a, Tensor)}
+
+
+def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    return next((name for name in before if before[name] != now[name]), "")
+
+
+def _mark(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    """Something that is another if an object is changed."""
+    if isinstance(value, PLAIN):
+        return value if value == value else "nan"
+    if isinstance(value, Tensor):
+        return id(value), _version(value)
+    if id(value) in seen or depth == 0:
+        return id(value)
+    seen[id(value)] = value
+    if isinstance(value, nn.Module):
+        return id(value)
+    if isinstance(value, Mapping):
+        return [(_mark(k, seen, depth - 1), _mark(v, seen, depth - 1)) for k, v in value.items()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [_mark(part, seen, depth - 1) for part in value]
+    return id(value), _held(value, seen, depth)
+
+
+def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    """What an object holds that is no container."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.initial_seed(), bytes(value.get_state().tolist())
+    return _mark(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
+
+
+def _name(place: Place) -> str:
+    module, key = place
+    return repr(f"{module}.{key}" if module else key)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is a tensor, or cannot be changed."""
+    if isinstance(value, tuple):
+        return all(isinstance(part, PLAIN) for part in value)
+    return isinstance(value, (*PLAIN, Tensor))
+
+
+def _random_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
+
+
+def _set_random(states: tuple[Any, Any] | None) -> None:
+    if states is not None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _no_log(*_: Any, **__: Any) -> None:
+    """What is logged in the first pass, is logged."""

@@ -1,0 +1,131 @@
+"""A run's module without a decoder -> its training step, profiled on rank 0 before anything is installed.
+
+It takes a second or two, and is done in every fit: what holds the memory is said also where everything fits. It is not
+done to validate, test or predict. A step that cannot be profiled is trained as on a plain Trainer, and the plan says
+why.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.footprint.chain_recorder import OperatorRates
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.lightning.first_look.cells_per_step import training_loaders
+from lightning_amp.lightning.first_look.example_batch import example_batch
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.fsdp.units import units_of
+from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.planning.time.device_rates import Rates
+
+T = TypeVar("T")
+
+
+class StepOfModule:
+    """One training step of a module.
+
+    Args:
+        module: Without a decoder.
+        take_batch: Gives one batch, or raises an AmpError.
+        around: What is known of the run.
+        batch_size: Another length of the batch.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        take_batch: Callable[[], Any],
+        *,
+        around: Around,
+        batch_size: int | None = None,
+    ) -> None:
+        self._module, self._take_batch, self._around = module, take_batch, around
+        self._batch_size = batch_size
+        self._batch: Any = None
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "StepOfModule | None":
+        """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder.
+
+        All ranks call it, and rank 0 uses it.
+        """
+        module = trainer.lightning_module
+        if trainer.state.fn != TrainerFn.FITTING or find_decoders(module):
+            return None
+        clip = trainer.gradient_clip_algorithm
+        around = Around(
+            prepared=True,
+            precision=str(trainer.precision),
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
+            datamodule=getattr(trainer, "datamodule", None),
+        )
+        loaders, why = training_loaders(trainer)
+        return cls(module, partial(_batch_of, loaders, why), around=around)
+
+    def seen(self, rates: Rates) -> Seen:
+        """Take one batch and profile the step as it is.
+
+        Args:
+            rates: What the device reaches.
+
+        Raises:
+            AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
+        """
+        self._batch = self._take_batch()
+        return Seen(
+            profile=self._profiled(),
+            chain=self._counted(partial(chain_of, rates=operator_rates(rates))),
+            units=units_of(self._module),
+            rates=rates,
+        )
+
+    def count(self, rules: Sequence[Rule]) -> ModuleProfile:
+        """Profile the step once more with rules installed, and undo them; for after `seen`.
+
+        Raises:
+            AmpError: A technique refuses the module, or the step fails with it.
+        """
+        installed = install_rules(self._module, rules)
+        try:
+            return self._profiled()
+        finally:
+            installed.undo()
+
+    def _profiled(self) -> ModuleProfile:
+        return self._counted(profile_module)
+
+    def _counted(self, count: Callable[..., T]) -> T:
+        try:
+            return count(self._module, self._batch, batch_size=self._batch_size, around=self._around)
+        except AmpError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"a profile was asked for of {type(self._module).__name__!r}, which failed in a way that it should not:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+
+def operator_rates(rates: Rates) -> OperatorRates:
+    """What of a device's rates the time of an operator follows from."""
+    return OperatorRates(
+        matmul_flops=rates.matmul_flops,
+        memory_bytes=rates.memory_bytes,
+        overhead_seconds=rates.overhead_seconds,
+    )
+
+
+def _batch_of(loaders: object, why: str) -> Any:
+    if loaders is None:
+        raise DataError(why or "the training loader is made anew every few epochs, or there is none")
+    return example_batch(loaders)

@@ -1,0 +1,67 @@
+"""A rank's batch in micro-batches: runs of samples whose sizes differ by one at most."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, cast, get_args
+
+import numpy as np
+from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
+from torch import Tensor
+
+from lightning_amp.data.batch_parts import parts_in
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import DataError
+
+Samples = Tensor | SparseCounts | np.ndarray
+"""What has a first axis of samples."""
+SAME = (bool, int, float, complex, str, bytes, type(None))
+"""What every micro-batch gets as it is."""
+
+
+def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
+    """The micro-batches, and their samples; as many as there are samples where these are fewer than `parts`.
+
+    Raises:
+        DataError: Not all tensors of the batch have one first axis, or something else in it has its length.
+    """
+    if parts == 1:
+        return [batch], [1]
+    found = list(parts_in(batch))
+    shapes = [tuple(part.shape) for part in found if isinstance(part, get_args(Samples))]
+    strange = sorted(
+        {type(part).__name__ for part in found if not isinstance(part, (*get_args(Samples), *SAME))}
+    )
+    lengths = {shape[0] for shape in shapes if shape}
+    if len(lengths) != 1 or not all(lengths) or strange:
+        raise DataError(
+            f"a batch was to be cut into {parts!r} micro-batches, found tensors of the shapes {shapes!r} and"
+            f" {strange!r}; allowed are numbers, texts and tensors, of which all that have a dimension need the same"
+            " first one, that of the samples: bring the batch into that form, or take micro_batches=1"
+        )
+    n = lengths.pop()
+    _refuse_lists(batch, n)
+    parts = min(parts, n)
+    ends = [(j * n) // parts for j in range(parts + 1)]
+    runs = [slice(first, end) for first, end in pairwise(ends)]
+
+    def of(run: slice) -> Any:
+        return apply_to_collection(batch, get_args(Samples), lambda x: x[run] if x.shape else x)
+
+    return [of(run) for run in runs], [run.stop - run.start for run in runs]
+
+
+def _refuse_lists(batch: Any, n: int) -> None:
+    """A list of texts, one for each sample, would be given whole to every micro-batch."""
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            _refuse_lists(value, n)
+    elif isinstance(batch, list | tuple):
+        has_samples = any(isinstance(part, get_args(Samples)) for part in parts_in(batch))
+        if not has_samples and len(batch) == n:
+            raise DataError(
+                f"a batch was to be cut into micro-batches, and has a list of {n!r} values that are no tensors, such as"
+                f" {batch[0]!r}, one for each sample perhaps; make it a tensor, take it out of the batch, or take"
+                " micro_batches=1"
+            )
+        for value in cast(list[Any], batch):
+            _refuse_lists(value, n)

@@ -1,0 +1,291 @@
+"""The steps of a module whose blocks are stages of a pipeline, in place of its own; the Trainer calls them as ever.
+
+A training step cuts the batch into micro-batches and runs the user's step with each of them, forward and backward, in
+the order of the schedule. It returns the loss of the batch with its gradients ready, so that all that follows (scaling,
+hooks on parameters, averaging over the data axis, clipping) is what it is for any module.
+
+Under the schedule "gpipe" all micro-batches have passed the blocks before the first backward pass begins, and what
+follows the blocks is run once, for the whole batch: the loss may be any function of it. Under the others a micro-batch
+has its own loss, and a mean of these is the batch's only where that is a mean over samples. A masked mean is not: its
+parts have other weights. So in every step the last stage then runs what follows the blocks once more, without gradients
+and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
+step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
+outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
+compared in evaluation mode instead, and what is logged is of a draw of its own.
+
+Validation, test and prediction run the whole batch as one micro-batch.
+
+Known limit: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_amp._torch import tree_map
+from lightning_amp.errors import DataError, InstallError, ModelError
+from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers
+from lightning_amp.lightning.steps.micro_batches import cut
+from lightning_amp.lightning.steps.step_record import StepRecord, StepRecorder
+from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
+from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
+from lightning_amp.planning.pipeline.schedules import Order, Pass, schedule
+from lightning_amp.planning.plan.specs import PipelineStages
+
+EVALUATED = ("validation_step", "test_step", "predict_step")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+HALF = 1e-2
+"""Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
+
+Step = Callable[..., Any]
+
+
+class PipelinedSteps:
+    """The steps of one run, until `undo`.
+
+    Args:
+        module: The LightningModule.
+        stages: Of this rank.
+        parameters: Of all stages.
+        spec: The schedule, and how many micro-batches.
+        data_rank: Of the rank, for its random numbers.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        stages: Stages,
+        parameters: StageParameters,
+        spec: PipelineStages,
+        *,
+        data_rank: int,
+    ) -> None:
+        self._module, self._stages, self._parameters = module, stages, parameters
+        self._spec, self._data_rank = spec, data_rank
+        self._recorder = StepRecorder(module)
+        self._changed: list[str] = []
+        self._replace("training_step", self._train)
+        for name in EVALUATED:
+            self._replace(name, self._evaluate)
+
+    def undo(self) -> None:
+        """Let the module run its own steps again."""
+        for name in self._changed:
+            vars(self._module).pop(name, None)
+
+    def _replace(self, name: str, run: Callable[..., Any]) -> None:
+        plain = getattr(self._module, name)
+        if name in vars(self._module):
+            raise InstallError(
+                f"pipeline was asked for, and {name!r} of the module was set by somebody else: {plain!r}; leave it as"
+                " its class has it, or leave 'pipeline' out"
+            )
+
+        @wraps(plain)
+        def step(batch: Any, *rest: Any) -> Any:
+            return run(plain, name, batch, *rest)
+
+        setattr(self._module, name, step)
+        self._changed.append(name)
+
+    # --- training ---
+
+    def _train(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
+        parts, sizes = cut(batch, self._spec.micro_batches)
+        total, n, record = sum(sizes), len(parts), StepRecord()
+        whole, part = (lambda: plain(batch, *rest)), (lambda j: plain(parts[j], *rest))
+        seen, muted = partial(self._recorder.recording, record), self._recorder.muted
+        at_once = n > 1 and self._spec.schedule == "gpipe"
+        work = Work(
+            # a single micro-batch is the batch itself
+            step=within(part, muted if n > 1 else seen),
+            seeds=[self._seed(name, rest, j) for j in range(n)],
+            weights=[size / total for size in sizes],
+            rest=Rest(step=within(whole, seen), silently=within(whole, muted), seed=self._seed(name, rest, n))
+            if at_once
+            else None,
+        )
+        with self._gradients_aside() as parameters, self._same_buffers():
+            ran = self._stages.run(self._order(n), work)
+            self._parameters.settle()
+            grads = [parameter.grad for parameter in parameters]
+        if self._stages.is_last:
+            record.returned = ran.returned[0]
+            if n > 1 and not at_once:
+                self._whole(whole, part, ran, work, record)
+        record = self._share(record)
+        return _with_gradients(record.returned, parameters, grads)
+
+    def _order(self, micro_batches: int) -> Order:
+        orders = schedule(
+            self._spec.schedule,
+            self._stages.mesh.size(),
+            micro_batches,
+            stages_per_device=self._spec.stages_per_rank,
+        )
+        return orders[self._stages.mesh.get_local_rank()]
+
+    def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
+        trainer = self._module.trainer
+        return seed_of(
+            torch.initial_seed(), name, trainer.current_epoch, *rest[:2], self._data_rank, micro_batch
+        )
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of this rank, whose gradients of earlier steps are away as long as the block lasts."""
+        parameters = self._parameters.here
+        for parameter in parameters:
+            refuse_hooks(parameter)
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield parameters
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+
+    @contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Refuse, with a ModelError, a step that changes what a checkpoint has beside parameters and metrics."""
+        before = [
+            (name, b, b._version) for name, b in common_buffers(self._module).items() if not b.is_inference()
+        ]
+        yield
+        changed = [name for name, buffer, version in before if buffer._version != version]
+        if changed:
+            raise ModelError(
+                f"a training_step was run as stages of a pipeline, and has changed the buffers {changed!r}: every"
+                " micro-batch changes them, and on one rank only; change them in on_train_batch_end, or leave"
+                " 'pipeline' out"
+            )
+
+    @torch.no_grad()
+    def _whole(
+        self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord
+    ) -> None:
+        """On the last stage: what one run of the step does beside its gradients, if it has the same loss."""
+        state = torch.get_rng_state()
+        try:
+            with self._recorder.recording(record):
+                record.returned = _without_graph(self._stages.run_rest(whole, ran.results))
+            losses = [loss_of(returned) for returned in ran.returned]
+            loss = loss_of(record.returned)
+            if ran.drew:
+                with self._recorder.muted(), _evaluating(self._module):
+                    loss = loss_of(self._stages.run_rest(whole, ran.results))
+                    losses = [
+                        loss_of(self._stages.run_rest(partial(part, j), [own]))
+                        for j, own in enumerate(ran.results)
+                    ]
+            record.error = _compare(loss, losses, work.weights)
+        finally:
+            torch.set_rng_state(state)
+
+    # --- the rest ---
+
+    def _evaluate(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
+        record = StepRecord()
+        seen = partial(self._recorder.recording, record)
+        work = Work(step=within(lambda j: plain(batch, *rest), seen), seeds=[self._seed(name, rest, 0)])
+        stages, ranks = len(self._stages.spans), self._stages.mesh.size()
+        own = range(self._stages.mesh.get_local_rank(), stages, ranks)
+        ran = self._stages.run(tuple(Pass(False, stage, 0) for stage in own), work)
+        record.returned = ran.returned[0]
+        return self._share(record).returned
+
+    def _share(self, record: StepRecord) -> StepRecord:
+        """Of the last stage, on all ranks, which then log alike; a collective over the model axis."""
+        group, device = self._stages.mesh.get_group(), self._stages.device
+        record.returned = tree_map(lambda v: v.cpu() if isinstance(v, Tensor) else v, record.returned)
+        box = [record if self._stages.is_last else None]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
+        shared = box[0]
+        assert shared is not None, "sent by the last stage"
+        if shared.error is not None:
+            raise shared.error
+        self._recorder.play(shared, metrics=not self._stages.is_last)
+        shared.returned = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, shared.returned)
+        return shared
+
+
+def within(
+    call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """The same call inside of a context that is made anew every time."""
+
+    def called(*args: Any) -> Any:
+        with context():
+            return call(*args)
+
+    return called
+
+
+def seed_of(*told: object) -> int:
+    """A seed for the random numbers of a micro-batch: of the run's seed, the step, the data rank and its number."""
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "big")
+
+
+def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[Tensor | None]) -> Any:
+    """What the step has returned, with a loss that hands out the gradients."""
+    loss = loss_of(returned)
+    reached = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
+    # a stage may have nothing to train, and the Trainer calls backward all the same
+    always = torch.zeros((), requires_grad=True)
+    inputs = [always, *(parameter for parameter, _ in reached)]
+    ready: Gradients = [torch.zeros(()), *(grad for _, grad in reached)]
+    total = with_gradients(lambda needed: (loss.detach().clone(), ready), inputs)
+    return {**returned, "loss": total} if isinstance(returned, dict) else total
+
+
+def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | None:
+    mean = float(sum(weight * float(own) for weight, own in zip(weights, losses, strict=True)))
+    found = float(loss)
+    rounding = HALF if torch.is_autocast_enabled("cpu") else TOLERANCE.get(loss.dtype, HALF)
+    # written so that nan, which one process would train on too, passes where both are
+    if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):
+        return None
+    if found != found and mean != mean:
+        return None
+    return DataError(
+        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of {mean!r},"
+        f" and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries that are not masked"
+        " has other weights; a sum, a contrastive loss and one with random numbers of its own cannot be cut."
+        " Nothing was changed: take schedule='gpipe', which computes the loss of the whole batch at once, or"
+        " micro_batches=1, or leave 'pipeline' out"
+    )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _without_graph(returned: Any) -> Any:
+    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, returned)
+
+
+def refuse_hooks(parameter: nn.Parameter) -> None:
+    """Refuse, with an InstallError, a hook that would see the gradient of every micro-batch, and then the batch's."""
+    watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+    if parameter._backward_hooks or watched > 1:
+        raise InstallError(
+            f"pipeline was asked for, and a parameter of shape {tuple(parameter.shape)!r} has hooks on its gradient,"
+            " which would be called for every micro-batch and once more for the batch; do what they do in"
+            " on_after_backward, or leave 'pipeline' out"
+        )

@@ -1,0 +1,56 @@
+"""What a plan asks for over the data axis and modules themselves must follow: shared batch statistics, and fsdp."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FullyShard, ShareBatchStatistics
+
+Undo = list[Callable[[], None]]
+
+
+def share_statistics(
+    plan: Plan, model: nn.Module, mesh: DeviceMesh, layer_sync: LayerSync | None, undo: Undo
+) -> nn.Module:
+    """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm; returns the model.
+
+    Args:
+        mesh: With the axes "data" and "model".
+        undo: Gets what takes it back.
+    """
+    planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
+    if planned or isinstance(layer_sync, TorchSyncBatchNorm):
+        undo.append(share_batch_statistics(model, mesh["data"]))
+        return model
+    return model if layer_sync is None else layer_sync.apply(model)
+
+
+def shard_fully(
+    plan: Plan, model: nn.Module, mesh: DeviceMesh, shards: Shards, fn: TrainerFn | None, undo: Undo
+) -> Shards:
+    """Split all parameters over the data axis when the plan says so; returns the shards with these.
+
+    In prediction ranks may have unlike numbers of batches, and could not gather parameters together: there parameters
+    stay whole, and there are no gradients and no optimisers.
+
+    Args:
+        mesh: With the axes "data" and "model".
+        shards: What is split over the model axis.
+        fn: What the Trainer is doing.
+        undo: Gets what takes it back.
+    """
+    rules: list[Any] = [rule for rule in plan.rules if isinstance(rule.spec, FullyShard)]
+    if not rules or fn == TrainerFn.PREDICTING:
+        return shards
+    offload = any(rule.spec.offload for rule in rules)
+    units = FullySharded(model, [rule.fqn for rule in rules], mesh["data"], offload=offload)
+    undo.append(units.undo)
+    return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)

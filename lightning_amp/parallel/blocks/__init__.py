@@ -1,0 +1,1 @@
+"""Techniques for blocks of any module, which keep their class, their names and their parameters."""

@@ -1,0 +1,135 @@
+"""recompute: nothing of a block is kept for the backward pass but its inputs, and there its forward runs again.
+
+Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
+mode, and with what the block reads as it was (footprint/first_pass.py). What a forward pass does to buffers, attributes
+and logs happens once. What shrinks: all that the block keeps, to its inputs. The price: its forward pass a second time,
+up to the last tensor that the backward pass needs.
+
+A block that cannot be computed twice exactly is refused: when the technique is installed, or in its first forward pass.
+After the first recomputation of a block its results are compared with those of the first pass.
+
+Without gradients, as in validation, the block runs as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.planning.plan.specs import RecomputeBlock
+
+ROUNDING = 1e-4
+"""Relative difference of a sum that other devices than the CPU may give in two equal computations."""
+
+
+def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:
+    """Compute a block again in the backward pass.
+
+    Raises:
+        InstallError: The block has something that cannot run twice.
+    """
+    reason = unrepeatable(module)
+    if reason:
+        raise InstallError(_refusal(type(module).__name__, reason))
+    return Change({}, forwards={"": RecomputedForward()})
+
+
+@dataclass
+class RecomputedForward:
+    """What a block runs in place of its class's forward; made by `recompute_block`.
+
+    Attributes:
+        fqn: Name of the block, for messages; `install` sets it.
+        changing: Buffers that the block changes, by its mode.
+        compared: Whether a second pass has been compared with its first.
+    """
+
+    fqn: str = ""
+    changing: dict[Any, frozenset[Place]] = field(default_factory=dict)
+    compared: bool = False
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The block's result.
+
+        Raises:
+            InstallError: The block changes what cannot be put back before its second pass.
+        """
+        forward = type(block).forward
+        if not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        name = f"{self.fqn or 'a block'} ({type(block).__name__})"
+        first, passes, compare = FirstPass(block, leaves, self.changing), iter(("first",)), not self.compared
+        expected: list[Any] = []
+
+        def run(*leaves: Any) -> Any:
+            given_args, given_kwargs = tree_unflatten(list(leaves), spec)
+            if next(passes, None):
+                return forward(block, *given_args, **given_kwargs)
+            stale = first.stale(leaves)
+            if stale:
+                raise InstallError(_stale(name, stale))
+            with first.again():
+                found = forward(block, *given_args, **given_kwargs)
+            if compare and expected:
+                self._compare(name, expected.pop(), _digests(found))
+            return found
+
+        result = checkpoint(run, *leaves, use_reentrant=False, early_stop=not compare)
+        reason = first.settle(leaves)
+        if reason:
+            raise InstallError(_refusal(name, reason))
+        if compare:
+            expected.append(_digests(result))
+        return result
+
+    def _compare(self, name: str, expected: Sequence[Any], found: Sequence[Any]) -> None:
+        """Refuse a block whose second pass is another function, for a reason that nobody has seen."""
+        rtol = 0.0 if all(device == "cpu" for device, *_ in expected) else ROUNDING
+        pairs = zip(expected, found, strict=False)
+        same = len(expected) == len(found) and all(
+            torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
+            for a, b in pairs
+        )
+        if not same:
+            raise InstallError(
+                _refusal(
+                    name,
+                    "its second pass gives other numbers than its first, so that it depends on something that"
+                    " is neither an argument nor an attribute of it, such as a generator of random numbers",
+                )
+            )
+        self.compared = True
+
+
+def _digests(result: Any) -> list[tuple[str, float, float]]:
+    """Two sums over every tensor of a result; none of tensors without values."""
+    tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.layout is torch.strided]
+    with torch.no_grad():
+        return [
+            (t.device.type, float(t.sum(dtype=torch.float64)), float(t.norm(dtype=torch.float64)))
+            for t in tensors
+            if t.is_floating_point() and not isinstance(t, FakeTensor) and not t.is_meta
+        ]
+
+
+def _refusal(name: str, reason: str) -> str:
+    return (
+        f"recompute was asked for on {name}, which cannot be computed a second time exactly: {reason}; leave the block"
+        " out of the plan's rules of recompute, or change it"
+    )
+
+
+def _stale(name: str, what: str) -> str:
+    return (
+        f"{name} was to be computed again in the backward pass, and {what} has been changed in place since the first"
+        " time; it would be another function: change it after the backward pass, or leave the block out of the plan's"
+        " rules of recompute"
+    )

@@ -1,0 +1,133 @@
+"""Regions for one graph under a budget, and the bytes that the generated forward then takes."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp._torch import FakeTensorMode
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.graph.capture import HOOKS, Capture
+from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
+from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.planning.chunks.region import ChunkPlan, Region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleChunks:
+    """How a module keeps within a budget, for one signature.
+
+    Attributes:
+        budget_bytes: Asked for.
+        peak_bytes: Most bytes alive in one forward pass without gradients, beyond parameters, buffers and arguments.
+        whole_bytes: The same without chunks.
+        regions: What runs in chunks, by block; the whole module is the block "".
+        code: The forward that was generated, by block.
+        reasons: Why the module, or a block of it, is no graph.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    whole_bytes: int
+    regions: Mapping[str, tuple[Region, ...]]
+    code: Mapping[str, str] = field(repr=False)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
+
+    chunks: ModuleChunks
+    run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module with its class's forward: the same children, parameters and settings.
+
+    Hooks on the module itself are left out: they run around whatever the forward is.
+    """
+    found = object.__new__(type(module))
+    vars(found).update(
+        (name, OrderedDict() if name in HOOKS else value)
+        for name, value in vars(module).items()
+        if name != "forward" and not isinstance(value, ModuleChunks)
+    )
+    return found
+
+
+def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> Planned:
+    """The plan of a module that is one graph; with `train` the budget is for forward and backward pass.
+
+    Raises:
+        PlanError: The budget cannot be met.
+    """
+    if train:
+        table = table_of(capture)
+        found = choose_chunks(table, budget_bytes, train=True)
+        lowered, peak_bytes = lower(capture, table, found.regions), found.peak_bytes
+    else:
+        lowered, found = lower_within(capture, budget_bytes)
+        peak_bytes = forward_bytes(lowered)
+    chunks = ModuleChunks(
+        budget_bytes=budget_bytes,
+        peak_bytes=peak_bytes,
+        whole_bytes=found.whole_bytes,
+        regions={"": found.regions},
+        code={"": lowered.code},
+    )
+    return Planned(chunks=chunks, run=lambda module, args, kwargs: lowered(module, *args, **kwargs))
+
+
+def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, ChunkPlan]:
+    """The generated forward that takes the least time within a budget for inference, and its plan.
+
+    Raises:
+        OverBudget: The budget cannot be met.
+    """
+    with torch.no_grad():
+        # what an operator makes for the backward pass is made and dropped, which a row with gradients does not show
+        inference = table_of(capture)
+    table = table_of(capture) if torch.is_grad_enabled() else inference
+    asked = budget_bytes
+    while True:
+        try:
+            found = choose_chunks(inference, asked)
+        except OverBudget as error:
+            if asked == budget_bytes:
+                raise
+            least = error.least_bytes + budget_bytes - asked
+            raise OverBudget(
+                f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which was predicted"
+                f" to need less than it does, and needs {least!r} at least, in pieces; allow that much",
+                least,
+            ) from error
+        lowered = lower(capture, table, found.regions)
+        measured = forward_bytes(lowered)
+        if measured <= budget_bytes:
+            return lowered, found
+        # a prediction that is too small costs another search, never the promise
+        asked = min(asked, found.peak_bytes) - (measured - budget_bytes)
+
+
+def forward_bytes(lowered: Lowered) -> int:
+    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors.
+
+    Of every region the first two chunks and the last one are run: all others are like the second.
+    """
+    some = {
+        name: replace(region, bounds=tuple(dict.fromkeys((*region.bounds[:2], region.bounds[-1]))))
+        for name, region in lowered.regions.items()
+    }
+    forward: Any = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
+    assert lowered.capture.graph is not None, "what was lowered has a graph"
+    given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
+        with LiveBytes() as live:
+            forward(*tensors)
+    return int(live.peak)

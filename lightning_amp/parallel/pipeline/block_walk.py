@@ -1,0 +1,210 @@
+"""The blocks of an unedited step, walked once and in order, of which a rank runs those of one stage.
+
+    blocks before the stage    give placeholders of what they would return
+    the last one of these      gives what the stage before has sent
+    blocks of the stage        run
+    the last one of these      ends the step (`Leave`), unless it is the last of all
+
+so that what lies between two blocks is run by the later one's rank. What passes from stage to stage is all that the
+block at the cut returns; a block of the stage that is handed anything else of earlier blocks is refused, and so is a
+step that calls a block twice, out of order, or not at all.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp._torch import tree_leaves, tree_map
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.pipeline.placeholders import Placeholders, without_values
+
+Receive = Callable[[Any], Any]
+"""What a block would return, as placeholders -> what it has returned on another rank."""
+
+
+class Leave(BaseException):
+    """A stage has computed its last block; no `Exception`, which a user's step may catch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The blocks of one stage, and how many there are in all."""
+
+    first: int
+    end: int
+    blocks: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step goes on to its end."""
+        return self.end == self.blocks
+
+
+@dataclass(eq=False)
+class _Pass:
+    span: Span
+    receive: Receive
+    leaves: bool
+    placeholders: ExitStack = field(default_factory=ExitStack)
+    next: int = 0
+    result: Any = None
+
+
+class BlockWalk:
+    """What blocks do when they are called: `run` says it for one pass, and outside of one they do as their class does.
+
+    Args:
+        name: Of the list of blocks, for messages.
+        blocks: How many.
+
+    Attributes:
+        random_state_before, random_state_after: Where random numbers were when the first of all blocks was called, and
+            when the last one had returned.
+    """
+
+    def __init__(self, name: str, blocks: int) -> None:
+        self.name, self.blocks = name, blocks
+        self._pass: _Pass | None = None
+        self._shapes: dict[Any, Any] = {}
+        self._mode: Placeholders | None = None
+        self.random_state_before = self.random_state_after = torch.empty(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockWalk":
+        """Of a copied module: no pass is under way in it."""
+        return type(self)(self.name, self.blocks)
+
+    def __reduce__(self) -> Any:
+        """As a copy."""
+        return type(self), (self.name, self.blocks)
+
+    def run(
+        self,
+        span: Span,
+        step: Callable[[], Any],
+        *,
+        receive: Receive,
+        device: torch.device,
+        leave: bool = False,
+    ) -> tuple[Any, Any]:
+        """One pass through the step.
+
+        Args:
+            span: The blocks to run; an empty one at the end runs none, and goes on from what is received.
+            step: Calls the user's step.
+            receive: Gives what the block before the span has returned; not called where it begins with the first.
+            device: Of the run.
+            leave: End the step after the last of all blocks too.
+
+        Returns:
+            What the span's last block has returned, and, of the last stage, what the step has.
+
+        Raises:
+            InstallError: The step does not walk the blocks once and in order.
+        """
+        now = self._pass = _Pass(span, receive, leave or not span.is_last)
+        try:
+            with now.placeholders:
+                if span.first:
+                    # made once: it knows the parameters that are not here
+                    self._mode = self._mode or Placeholders(device)
+                    now.placeholders.enter_context(self._mode)
+                returned = step()
+        except Leave:
+            return now.result, None
+        except Exception as error:
+            if "FakeTensor" not in str(error) or isinstance(error, InstallError):
+                raise
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and reads beside the blocks of {self.name!r} what an"
+                f" earlier stage has computed and no block hands on: {error}. Let blocks hand it on, or leave"
+                " 'pipeline' out"
+            ) from error
+        finally:
+            self._pass = None
+        if now.next < self.blocks:
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and called {now.next!r} of the {self.blocks!r} blocks"
+                f" of {self.name!r}; it has to walk all of them, in order: leave 'pipeline' out"
+            )
+        return now.result, returned
+
+    def call(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Block `index` is called."""
+        now = self._pass
+        if now is None:
+            return type(block).forward(block, *args, **kwargs)
+        if index != now.next:
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and called block {index!r} of {self.name!r} where block"
+                f" {now.next!r} was next; a step has to walk its blocks once, in order: leave 'pipeline' out"
+            )
+        now.next += 1
+        if index == 0:
+            self.random_state_before = torch.get_rng_state()
+        if index < now.span.first:
+            made = self._placeholder(index, block, args, kwargs)
+            if index < now.span.first - 1:
+                return made
+            now.placeholders.close()
+            result = now.receive(made)
+            # an empty span: nothing of it is run
+            now.result = result
+            return result
+        self._refuse_others(index, (args, kwargs))
+        now.result = type(block).forward(block, *args, **kwargs)
+        if index == now.span.end - 1 and now.leaves:
+            raise Leave
+        if index == self.blocks - 1:
+            self.random_state_after = torch.get_rng_state()
+        return now.result
+
+    def _placeholder(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the block would return, computed once for inputs of the same shapes."""
+        key = (index, block.training, *map(_print_of, tree_leaves((args, kwargs))))
+        if key not in self._shapes:
+            assert self._mode is not None, "on since the pass began"
+            with torch.no_grad():
+                inputs = tree_map(self._mode.of, (args, kwargs))
+                made = type(block).forward(block, *inputs[0], **inputs[1])
+            if None in key:
+                return made
+            self._shapes[key] = made
+        return self._shapes[key]
+
+    def _refuse_others(self, index: int, inputs: Any) -> None:
+        for found in without_values(inputs):
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and block {index!r} of {self.name!r} reads a tensor of"
+                f" shape {tuple(found.shape)!r} that an earlier stage has computed and that is not what the block"
+                " before it returns; only that passes from stage to stage: let blocks hand it on, or leave 'pipeline'"
+                " out"
+            )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockCall:
+    """What one block runs in place of its class's forward."""
+
+    walk: BlockWalk
+    index: int
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """See `BlockWalk.call`."""
+        return self.walk.call(self.index, block, args, kwargs)
+
+
+def _print_of(leaf: Any) -> Any:
+    """What of an input the shape of a result can depend on; None where that cannot be told."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return (type(leaf), leaf) if isinstance(leaf, int | float | str | bool | torch.dtype | None) else None
+
+
+def spans(ends: Iterable[int]) -> tuple[Span, ...]:
+    """The stages of a pipeline from one past the last block of each."""
+    listed = list(ends)
+    return tuple(Span(first, end, listed[-1]) for first, end in zip([0, *listed], listed, strict=False))

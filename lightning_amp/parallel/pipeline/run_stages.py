@@ -1,0 +1,282 @@
+"""The micro-batches of one step through the stages of this rank, forward and backward, in the order of a schedule.
+
+    loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
+
+Gradients are left in `.grad`. Where all forward passes come before the first backward pass, what follows the blocks can
+be run for the whole batch at once (`Rest`), from what they have returned for the micro-batches: then the loss is any
+function of the batch.
+
+Random numbers: a micro-batch begins with its own seed, and every stage goes on with them
+where the one before left off. So a draw depends on the seed of the step and on the micro-batch, and neither on the
+number of stages nor on the schedule: it is that of one process that sets the seed before every micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_amp.errors import ModelError
+from lightning_amp.parallel.pipeline.block_walk import BlockWalk, Span
+from lightning_amp.parallel.pipeline.messages import Messages
+from lightning_amp.parallel.pipeline.placeholders import without_values
+from lightning_amp.planning.pipeline.schedules import Order, Pass
+
+Step = Callable[[int], Any]
+"""Calls the user's step with a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """What follows the blocks, for the whole batch.
+
+    Attributes:
+        step: Calls the user's step with the batch.
+        silently: The same without what it does beside its loss.
+        seed: Of its random numbers.
+    """
+
+    step: Callable[[], Any]
+    silently: Callable[[], Any]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The micro-batches of one step.
+
+    Attributes:
+        step: Calls the user's step with one of them.
+        seeds: Of the random numbers of each.
+        weights: Of the loss of each; empty where there is no backward pass.
+        rest: Run for all of them at once, after the last forward pass; None lets every micro-batch have a loss.
+    """
+
+    step: Step
+    seeds: Sequence[int]
+    weights: Sequence[float] = ()
+    rest: Rest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Of one micro-batch, with its weight: where its backward pass starts."""
+
+    value: Tensor
+
+
+class Ran:
+    """What the last stage knows after a step; on other ranks nothing is filled in.
+
+    Attributes:
+        results: What the last block has returned, of every micro-batch.
+        returned: What the step has, of every micro-batch; of a `Rest` the only one.
+        drew: Whether random numbers were drawn after the last block.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self.results: list[Any] = [None] * micro_batches
+        self.returned: list[Any] = [None] * micro_batches
+        self.drew = False
+
+
+class Stages:
+    """The stages of this rank.
+
+    Args:
+        walk: Of the module's blocks.
+        spans: Of all stages of the pipeline, in order; stage s is on rank s mod the ranks of the mesh.
+        mesh: The model axis.
+        device: Of the run.
+    """
+
+    def __init__(
+        self, walk: BlockWalk, spans: Sequence[Span], mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        self.walk, self.spans, self.mesh, self.device = walk, tuple(spans), mesh, device
+        self.last_rank = (len(self.spans) - 1) % mesh.size()
+        self.is_last = self.last_rank == mesh.get_local_rank()
+
+    def run(self, order: Order, work: Work) -> Ran:
+        """Run this rank's passes of one step, in their order; the random numbers of the rank stay where they are."""
+        messages = Messages(self.mesh, len(self.spans), self.device)
+        state, ran = torch.get_rng_state(), Ran(len(work.seeds))
+        alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
+        try:
+            for now in order:
+                if (
+                    now.backward
+                    and now.stage == len(self.spans) - 1
+                    and work.rest
+                    and ran.returned[0] is None
+                ):
+                    self._run_rest(work.rest, alive, ran)
+                if now.backward:
+                    self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages, ran)
+                else:
+                    alive[now.stage, now.micro_batch] = self._forward(now, work, messages, ran)
+            messages.wait()
+        finally:
+            torch.set_rng_state(state)
+        return ran
+
+    def run_rest(self, step: Callable[[], Any], results: Sequence[Any], *, seed: int | None = None) -> Any:
+        """What the step returns for a whole batch whose blocks have returned this for its micro-batches.
+
+        With a seed it is set where the blocks end.
+        """
+        after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
+
+        def receive(placeholders: Any) -> Any:
+            if seed is not None:
+                torch.manual_seed(seed)
+            return joined(results, placeholders)
+
+        return self.walk.run(after_all, step, receive=receive, device=self.device)[1]
+
+    def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
+        """What the backward pass starts from, and the leaves at which it ends."""
+        span, j, leaves = self.spans[now.stage], now.micro_batch, list[Tensor]()
+        torch.manual_seed(work.seeds[j])
+
+        def receive(placeholders: Any) -> Any:
+            found, own = messages.receive(now.stage, j, placeholders)
+            leaves.extend(own)
+            return found
+
+        step = lambda: work.step(j)  # noqa: E731
+        whole = work.rest is not None
+        result, returned = self.walk.run(span, step, receive=receive, device=self.device, leave=whole)
+        if not span.is_last:
+            messages.send_on(now.stage, j, result)
+        if whole or not span.is_last:
+            return result, leaves
+        _refuse_placeholders(returned)
+        ran.results[j], ran.returned[j] = _detached(result), _detached(returned)
+        ran.drew |= not torch.equal(self.walk.random_state_after, torch.get_rng_state())
+        return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves
+
+    def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
+        """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
+        last = len(self.spans) - 1
+        cut_off = [_as_leaves(alive[last, j][0]) for j in range(len(ran.results))]
+        torch.manual_seed(rest.seed)
+        before = torch.get_rng_state()
+        returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
+        _refuse_placeholders(returned)
+        loss = loss_of(returned)
+        if not torch.equal(before, self.walk.random_state_before):
+            self._refuse_drawn(rest, cut_off, loss)
+        with torch.autocast(self.device.type, enabled=False):
+            loss.backward()  # type: ignore[no-untyped-call]
+        ran.results = cut_off
+        ran.returned = [_detached(returned)]
+
+    @torch.no_grad()
+    def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
+        """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
+        torch.manual_seed(rest.seed + 1)
+        again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
+        if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
+            raise ModelError(
+                "a step was to be run as stages of a pipeline, and its loss depends on random numbers that are drawn"
+                " before the blocks (a mask of the inputs, perhaps), which every micro-batch has drawn for itself; draw"
+                " them where the batch is made, or leave 'pipeline' out"
+            )
+
+    def _backward(self, now: Pass, result: Any, leaves: list[Tensor], messages: Messages, ran: Ran) -> None:
+        last = self.spans[now.stage].is_last
+        # the backward pass of a loss under autocast runs outside of it too
+        with torch.autocast(self.device.type, enabled=False):
+            if last and isinstance(result, Loss):
+                result.value.backward()  # type: ignore[no-untyped-call]
+            else:
+                outputs, grads = (
+                    _of_rest(result, ran.results[now.micro_batch])
+                    if last
+                    else messages.receive_back(now.stage, now.micro_batch, result)
+                )
+                if outputs:
+                    torch.autograd.backward(outputs, grads)
+        if now.stage:
+            messages.send_back(now.stage, now.micro_batch, leaves)
+
+
+def _refuse_placeholders(returned: Any) -> None:
+    for found in without_values(returned):
+        raise ModelError(
+            f"a step was to be run as stages of a pipeline, and what it returns, of shape {tuple(found.shape)!r}, is"
+            " computed from what an earlier stage has and no block hands on; leave 'pipeline' out"
+        )
+
+
+def loss_of(returned: Any) -> Tensor:
+    """The loss in what a training step returns.
+
+    Raises:
+        ModelError: There is none.
+    """
+    loss = returned.get("loss") if isinstance(returned, dict) else returned
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError(
+            f"a training_step was to be run as stages of a pipeline, and returned {type(returned).__name__!r}; allowed"
+            " are a loss of one number, and a dictionary with a 'loss'"
+        )
+    return loss
+
+
+def joined(results: Sequence[Any], placeholders: Any) -> Any:
+    """What a block returns for a batch, from what it has returned for its micro-batches.
+
+    Tensors are joined along the dimension in which they differ from that of the batch.
+
+    Raises:
+        ModelError: There is no such dimension, or more than one.
+    """
+    flat, form = tree_flatten(placeholders)
+    parts = [tree_leaves(result) for result in results]
+    return tree_unflatten(
+        [_join(whole, own) for whole, own in zip(flat, zip(*parts, strict=True), strict=True)], form
+    )
+
+
+def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
+    if not isinstance(whole, Tensor) or whole.shape == parts[0].shape:
+        return parts[0]
+    unlike = [dim for dim, n in enumerate(whole.shape) if n != parts[0].shape[dim]]
+    if len(unlike) != 1 or sum(part.shape[unlike[0]] for part in parts) != whole.shape[unlike[0]]:
+        raise ModelError(
+            f"a batch was cut into micro-batches, for which the last block returns tensors of shapes"
+            f" {[tuple(part.shape) for part in parts]!r}, and {tuple(whole.shape)!r} for the batch; allowed is one"
+            " dimension, that of the samples, in which they add up: leave 'pipeline' out, or take micro_batches=1"
+        )
+    return torch.cat(parts, dim=unlike[0])
+
+
+def _as_leaves(result: Any) -> Any:
+    """The same values as the beginning of another graph."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point())
+
+    return tree_map(leaf, result)
+
+
+def _of_rest(result: Any, cut_off: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Those tensors that a block has returned which need gradients, and their gradients."""
+    outputs, grads = [], []
+    for value, leaf in zip(tree_leaves(result), tree_leaves(cut_off), strict=True):
+        if isinstance(value, Tensor) and value.requires_grad and leaf.grad is not None:
+            outputs.append(value)
+            grads.append(leaf.grad)
+    return outputs, grads
+
+
+def _detached(values: Any) -> Any:
+    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)

@@ -1,0 +1,246 @@
+"""All plans of a module's step that the techniques of the table give, and the fastest of them that fits.
+
+    1. every set of techniques, each added in the order of the table with as much of it as the budget asks for
+    2. without the sets in which one of them cannot be added
+    3. without those whose predicted peak exceeds the budget
+    4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
+
+If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from types import MappingProxyType
+
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.module_profile import KINDS
+from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
+from lightning_amp.planning.plan.plan import Candidate
+from lightning_amp.planning.plan.strategies import in_order
+from lightning_amp.planning.time.link_seconds import collective_seconds
+from lightning_amp.quantities import format_bytes
+
+TIE = 1.02
+"""Times this much apart count as the same."""
+WORTH = 0.05
+"""Of the peak: a technique helps that takes as much away."""
+LEAST = "the least that"
+"""Begins the sentence that says what is missing."""
+MOSTLY = 0.6
+"""Of the peak: what stands in the way of a technique that leaves as much as it is."""
+MOST_RANKS = 1024
+"""That are tried where a step does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """The plan that was chosen, the first of `candidates`; sets of techniques that cannot be, with why."""
+
+    best: Draft
+    candidates: tuple[Candidate, ...]
+    dropped: dict[tuple[str, ...], str]
+
+
+def as_it_is(seen: Seen, ranks: int) -> Draft:
+    """The step without any technique, its gradients averaged over the ranks."""
+    gradients = seen.profile.by_kind["gradients"]
+    sent = collective_seconds("all_reduce", gradients, ranks, seen.rates.links)
+    return Draft(ranks=ranks, peak_bytes=seen.peak_bytes(ranks), seconds=seen.seconds + sent)
+
+
+def compare(
+    seen: Seen,
+    *,
+    ranks: int,
+    budget: int | None,
+    limit: int | None = None,
+    base: tuple[str, ...] = (),
+    batch_size: int = 1,
+    refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+) -> Compared:
+    """Draft every plan, and choose.
+
+    Args:
+        seen: The step.
+        ranks: Of the data axis.
+        budget: Bytes of one device, None when unknown.
+        limit: Bytes to stay below, where predictions were found to be too low; None for the budget.
+        base: Strategies that every plan has.
+        batch_size: Of one rank, for the time of a sample.
+        refused: Sets that the module was found to refuse, and why.
+    """
+    found, dropped, limit = [], dict(refused), budget if limit is None else limit
+    for names in _sets():
+        if names in refused:
+            continue
+        made = draft(seen, names, ranks=ranks, budget=limit)
+        if isinstance(made, str):
+            dropped[names] = made
+        else:
+            found.append(made)
+    fitting = [one for one in found if limit is None or one.peak_bytes <= limit]
+    best = _fastest(fitting) if fitting else min(found, key=lambda one: (one.peak_bytes, *_merit(one)))
+    rows = sorted(found, key=lambda one: (one is not best, one not in fitting, *_merit(one)))
+    return Compared(
+        best=best,
+        candidates=tuple(_candidate(one, best, budget, base=base, batch_size=batch_size) for one in rows),
+        dropped=dropped,
+    )
+
+
+def asked_for(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft:
+    """The plan with techniques that a person has named.
+
+    Raises:
+        PlanError: One of them cannot be added.
+    """
+    made = draft(seen, tuple(name for name in TECHNIQUES if name in names), ranks=ranks, budget=budget)
+    if isinstance(made, str):
+        raise PlanError(
+            f"strategies {', '.join(names)} were asked for, but {made}; leave out what cannot be, or let policy 'auto'"
+            " choose"
+        )
+    return made
+
+
+def draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
+    """The plan with these techniques, or why one of them cannot be added."""
+    made: Draft | str = as_it_is(seen, ranks)
+    for name in names:
+        assert isinstance(made, Draft), "the loop ends where it is none"
+        if ranks < TECHNIQUES[name].fewest:
+            return f"{name} needs {TECHNIQUES[name].fewest} ranks of the data axis, and there is {ranks}"
+        made = TECHNIQUES[name].add(seen, made, budget)
+        if isinstance(made, str):
+            return f"{name} cannot be: {made}"
+    return made
+
+
+def advice(seen: Seen, *, ranks: int) -> tuple[dict[str, str], dict[str, str]]:
+    """What each technique by itself would make of the peak, or why it would not help; those that help most first."""
+    helps: dict[str, tuple[int, str]] = {}
+    does_not: dict[str, str] = {}
+    for name, technique in TECHNIQUES.items():
+        n = max(ranks, technique.fewest)
+        whole, made = as_it_is(seen, n), draft(seen, (name,), ranks=n, budget=None)
+        if isinstance(made, str):
+            does_not[name] = f"{name} would not: {made.partition(': ')[2] or made}"
+        elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
+            helps[name] = made.peak_bytes, _gain(name, whole, made)
+        else:
+            does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
+    ordered = sorted(helps, key=lambda name: helps[name][0])
+    return {name: helps[name][1] for name in ordered}, does_not
+
+
+def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str:
+    """What is most of the peak and stays, or what else stands in the way."""
+    left = [kind for kind in KINDS if kind not in technique.kinds]
+    share = sum(seen.profile.by_kind[kind] for kind in left) / seen.profile.peak_bytes
+    if share >= MOSTLY:
+        most = sorted(left, key=seen.profile.by_kind.__getitem__, reverse=True)
+        return f"{100 * share:.0f} % of the peak are {_and(most)}, which it leaves as they are"
+    peaks = f"the peak would be {format_bytes(made.peak_bytes)} instead of {format_bytes(whole.peak_bytes)}"
+    return f"{peaks}, for {technique.limit}"
+
+
+def missing(seen: Seen, *, ranks: int, budget: int) -> str:
+    """For a step that fits with nothing: the least bytes, and what would make it fit."""
+    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(leanest(seen, ranks))}"
+    more = fewest_ranks(seen, budget, above=ranks)
+    if more is None:
+        return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
+    return f"{said}; {on_ranks(more.ranks)} with {' and '.join(more.strategies) or 'nothing else'} would fit"
+
+
+def leanest(seen: Seen, ranks: int) -> Draft:
+    """The plan that needs the least memory."""
+    made = [draft(seen, names, ranks=ranks, budget=0) for names in _sets()]
+    return min(
+        (one for one in made if isinstance(one, Draft)), key=lambda one: (one.peak_bytes, *_merit(one))
+    )
+
+
+def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:
+    """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
+    low, high = above, above + 1
+    while leanest(seen, high).peak_bytes > budget:
+        if high >= MOST_RANKS:
+            return None
+        low, high = high, min(2 * high, MOST_RANKS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if leanest(seen, middle).peak_bytes <= budget else (middle, high)
+    return leanest(seen, high)
+
+
+def _sets() -> Iterator[tuple[str, ...]]:
+    """Every set of techniques, the empty one first."""
+    return chain.from_iterable(combinations(TECHNIQUES, n) for n in range(len(TECHNIQUES) + 1))
+
+
+def _fastest(fitting: list[Draft]) -> Draft:
+    least = min(one.seconds for one in fitting)
+    level = [one for one in fitting if one.seconds <= TIE * least]
+    return min(level, key=lambda one: (len(one.strategies), one.peak_bytes))
+
+
+def _merit(one: Draft) -> tuple[float, int, int]:
+    return one.seconds, len(one.strategies), one.peak_bytes
+
+
+def _candidate(
+    one: Draft, best: Draft, budget: int | None, *, base: tuple[str, ...], batch_size: int
+) -> Candidate:
+    if one is best:
+        verdict = "chosen"
+    elif budget is not None and one.peak_bytes > budget:
+        verdict = f"exceeds {format_bytes(budget)}"
+    else:
+        ratio = one.seconds / best.seconds
+        verdict = f"within {100 * (TIE - 1):.0f} %, no simpler" if ratio < TIE else f"{ratio:.2f} x the time"
+    return Candidate(
+        strategies=in_order({*base, *one.strategies}),
+        data=one.ranks,
+        model=1,
+        peak_bytes=one.peak_bytes,
+        step_seconds=one.seconds,
+        cell_seconds=one.seconds / (one.ranks * batch_size),
+        verdict=verdict,
+    )
+
+
+def replaced_peak(compared: Compared, peak_bytes: int) -> Compared:
+    """The same choice with a peak that was counted instead of predicted."""
+    rows = tuple(
+        replace(row, peak_bytes=peak_bytes) if row.verdict == "chosen" else row for row in compared.candidates
+    )
+    return replace(compared, best=replace(compared.best, peak_bytes=peak_bytes), candidates=rows)
+
+
+def _gain(name: str, whole: Draft, made: Draft) -> str:
+    less = 100 * (1 - made.peak_bytes / whole.peak_bytes)
+    slower = 100 * (made.seconds / whole.seconds - 1)
+    at = f" on {on_ranks(made.ranks)}" if made.ranks > 1 else ""
+    return (
+        f"{name} would make the peak {format_bytes(made.peak_bytes)} instead of"
+        f" {format_bytes(whole.peak_bytes)}{at} ({less:.0f} % less), for about {max(0.0, slower):.0f} % more time"
+    )
+
+
+def spelled(one: Draft) -> str:
+    """Its peak, and its techniques."""
+    with_what = f" with {' and '.join(one.strategies)}" if one.strategies else ""
+    return f"{format_bytes(one.peak_bytes)}{with_what}"
+
+
+def on_ranks(ranks: int) -> str:
+    """As "2 ranks"."""
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _and(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,75 @@
+"""Two questions about a module's step under a budget: the largest batch that fits, and the fewest devices."""
+
+from collections.abc import Callable
+
+from lightning_amp.planning.modules.candidates import as_it_is, fewest_ranks, leanest, on_ranks, spelled
+from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.quantities import format_bytes
+
+MOST_STEPS = 12
+"""Steps that are profiled for one answer."""
+MOST_BATCH = 2**24
+
+SeenAt = Callable[[int], Seen]
+"""Length of a rank's batch -> its step."""
+
+
+def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int) -> list[str]:
+    """Both answers, as sentences for a plan."""
+    start = seen.profile.batch_size
+    found = [_devices(seen, budget)]
+    if start is None:
+        return [*found, "the largest batch is not known: the tensors of a batch have no length in common"]
+    known = {start: seen}
+
+    def at(n: int) -> Seen:
+        if n not in known:
+            known[n] = seen_at(n)
+        return known[n]
+
+    plain = largest_batch(lambda n: as_it_is(at(n), ranks).peak_bytes, budget, start)
+    lean = largest_batch(lambda n: leanest(at(n), ranks).peak_bytes, budget, start)
+    within = f"the largest batch of a rank that fits {format_bytes(budget)}"
+    if not lean:
+        return [*found, f"{within}: none, not even one of 1"]
+    best = leanest(at(lean), ranks)
+    more = f", {lean:,} with {' and '.join(best.strategies)}" if lean > plain else ""
+    return [*found, f"{within} on {on_ranks(ranks)}: {plain or 'none'} with the step as it is{more}"]
+
+
+def largest_batch(peak_of: Callable[[int], int], budget: int, start: int) -> int:
+    """The largest length whose peak is within the budget, 0 where that of 1 is not; peaks grow with the length.
+
+    A step's bytes are nearly a straight line over the length: a line through two known points says where to look next.
+    After `MOST_STEPS` looks the largest that is known to fit is returned.
+    """
+    peaks: dict[int, int] = {}
+    n, low, high = start, 0, MOST_BATCH
+    for _ in range(MOST_STEPS):
+        peaks[n] = peak_of(n)
+        low, high = (max(low, n), high) if peaks[n] <= budget else (low, min(high, n))
+        if high - low <= 1:
+            break
+        n = _next(peaks, budget, low, high)
+    return low
+
+
+def _next(peaks: dict[int, int], budget: int, low: int, high: int) -> int:
+    if len(peaks) == 1:
+        guess = 2 * low if low else high // 2
+    else:
+        # the two whose peaks are nearest to the budget
+        (a, p), (b, q) = sorted(peaks.items(), key=lambda item: abs(item[1] - budget))[:2]
+        guess = int(a + (budget - p) * (b - a) / (q - p)) if q != p else (low + high) // 2
+        # a guess next to a bound that was right is not made again and again from the same side
+        guess += 1 if guess == low else 0
+    return min(max(guess, low + 1), high - 1)
+
+
+def _devices(seen: Seen, budget: int) -> str:
+    found: Draft | None = fewest_ranks(seen, budget)
+    length = seen.profile.batch_size
+    each = "" if length is None else f" with a batch of {length:,} on each"
+    if found is None:
+        return f"no number of devices has the memory for this step{each}: take a smaller batch"
+    return f"the fewest devices for this step{each}: {found.ranks}, {spelled(found)}"

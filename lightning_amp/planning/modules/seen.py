@@ -1,0 +1,87 @@
+"""What is known of a module's training step before a plan is made, and a plan in the making.
+
+Legend: bytes are of one rank; D ranks of the data axis.
+"""
+
+from dataclasses import dataclass
+
+from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.planning.modules.fsdp_bytes import Unit
+from lightning_amp.planning.plan.specs import Spec
+from lightning_amp.planning.time.device_rates import Rates
+
+HELD = (PARAMETERS, GRADIENTS, STATE)
+LEAST_SECONDS = 1e-9
+ALONE = 2**20
+"""Bytes of a gradient from which on it is averaged where it is; smaller ones are put together
+(parallel/s1_data/gradient_sync.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A module's step as it is, on one device.
+
+    Attributes:
+        profile: Its bytes.
+        chain: Its blocks, and what a choice of recomputed ones costs.
+        units: Parameters that can be gathered together.
+        rates: What the device reaches.
+    """
+
+    profile: ModuleProfile
+    chain: Chain
+    units: tuple[Unit, ...]
+    rates: Rates
+
+    @property
+    def seconds(self) -> float:
+        """Of the step on one device."""
+        return max(self.chain.seconds, LEAST_SECONDS)
+
+    @property
+    def held_bytes(self) -> int:
+        """What a step keeps for the next one."""
+        return sum(self.profile.by_kind[kind] for kind in HELD)
+
+    def peak_bytes(self, ranks: int) -> int:
+        """The peak on D ranks that average gradients: small ones are copied into one buffer when backward ends."""
+        if ranks == 1:
+            return self.profile.peak_bytes
+        small = sum(
+            row.n_bytes for row in self.profile.tensors if row.kind == GRADIENTS and row.n_bytes < ALONE
+        )
+        return max(self.profile.peak_bytes, self.held_bytes + small)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What a technique changes: the rule that a plan will have."""
+
+    strategy: str
+    fqn: str
+    spec: Spec
+    why: str
+    saves_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A plan in the making: techniques are added to it one after the other, in the order of the library.
+
+    Attributes:
+        ranks: D.
+        peak_bytes: Predicted peak with what has been added so far.
+        seconds: Predicted time of a step.
+        targets: What has been added.
+    """
+
+    ranks: int
+    peak_bytes: int
+    seconds: float
+    targets: tuple[Target, ...] = ()
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Ids of what has been added."""
+        return tuple(dict.fromkeys(target.strategy for target in self.targets))

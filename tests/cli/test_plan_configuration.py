@@ -1,0 +1,108 @@
+"""Claim: `plan --config` plans any module of a configuration: what holds the peak, what helps, the largest batch that
+fits and the fewest devices; `simulate --config` does so for any number of devices.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_amp.cli.main import main
+from lightning_amp.planning.plan.plan import Plan
+
+FILE = """
+import lightning.pytorch as pl
+import torch
+
+
+class Deep(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        nn = torch.nn
+        blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(8)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Rows(pl.LightningDataModule):
+    def setup(self, stage):
+        self.rows = torch.randn(1200, 64)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(self.rows, batch_size=600)
+"""
+IGNORED = pytest.mark.filterwarnings(
+    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning", "ignore::DeprecationWarning"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "deep_model.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "deep.yaml"
+    path.write_text(
+        "seed_everything: 1\nmodel:\n  class_path: deep_model.Deep\ndata:\n  class_path: deep_model.Rows\n"
+    )
+    return str(path)
+
+
+def planned(words: list[str], capsys: Any) -> Plan:
+    assert main([*words, "--format", "json"]) in (0, 3)
+    return Plan.from_json(capsys.readouterr().out)
+
+
+@IGNORED
+def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
+    whole = planned(["plan", "--config", config], capsys)
+    assert whole.batch_size == 600
+    assert whole.diagnosis is not None
+    assert whole.diagnosis.largest == "saved"
+    assert "recompute" in whole.diagnosis.helps
+    assert whole.diagnosis.does_not_help["fsdp"].startswith("fsdp would not:")
+    memory = whole.predicted_peak_bytes // 2
+    lean = planned(["plan", "--config", config, "--device-memory", str(memory + 2**20)], capsys)
+    assert lean.strategies == ("recompute",)
+    assert lean.fits
+    assert next(rule.fqn for rule in lean.rules).startswith("blocks.")
+    assert main(["plan", "--config", config, "--device-memory", f"{memory + 2**20}"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "the fewest devices for this step" in text
+    assert "the largest batch of a rank that fits" in text
+
+
+@IGNORED
+def test_the_largest_batch_fits_and_one_more_does_not(config: str, capsys: Any) -> None:
+    memory = 5 * 2**20
+    found = planned(["plan", "--config", config, "--device-memory", str(memory)], capsys)
+    (said,) = (note for note in found.notes if note.startswith("the largest batch"))
+    n = int(said.partition("1 rank: ")[2].split(" ")[0].rstrip(",").replace(",", ""))
+    peaks = [
+        planned(["plan", "--config", config, "--batch-size", str(k)], capsys).predicted_peak_bytes
+        for k in (n, n + 1)
+    ]
+    assert peaks[0] <= memory < peaks[1]
+
+
+@IGNORED
+def test_other_models_options_are_refused(config: str, capsys: Any) -> None:
+    assert main(["plan", "data", "--config", config]) == 2
+    assert "was asked for together with DIR" in capsys.readouterr().err
+    assert main(["plan", "--config", config, "--what-if"]) == 2
+    assert "was asked for together with --what-if" in capsys.readouterr().err
+
+
+@IGNORED
+def test_any_number_of_devices(config: str, capsys: Any) -> None:
+    found = planned(["simulate", "--config", config, "--devices", "512"], capsys)
+    assert found.mesh.data == 512
+    assert json.loads(found.to_json())["diagnosis"]["largest"] == "saved"

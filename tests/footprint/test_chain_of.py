@@ -1,0 +1,186 @@
+"""Claim: a chain counted once says the peak of every choice of recomputed blocks; the judge is the meter on a real step
+of the module with that choice installed."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.planning.modules.chain import peak_bytes, peak_moment
+from tests.footprint.test_profile_module import Small, measured
+from tests.parallel.blocks import nasty
+from tests.parallel.blocks.test_recompute import recompute
+
+
+def choices(chain: Chain) -> list[tuple[str, ...]]:
+    """None, all, every second, and some at random."""
+    draw = random.Random(0)
+    some = tuple(n for n in chain.names if draw.random() < 0.5)
+    return list(dict.fromkeys([(), chain.names, chain.names[::2], some]))
+
+
+def real_peak(module: Any, batch: Any, names: Sequence[str]) -> int:
+    installed = recompute(module, names)
+    try:
+        return measured(module, batch)
+    finally:
+        installed.undo()
+
+
+class Chained(Small):
+    """Blocks one after the other, or as `order` says."""
+
+    order: Sequence[int] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for k in self.order or range(len(self.net)):
+            x = self.net[k](x)
+        return F.cross_entropy(x, batch[1])
+
+
+def chained(*blocks: nn.Module, order: Sequence[int] = ()) -> Chained:
+    torch.manual_seed(0)
+    module = Chained(nn.ModuleList(blocks))
+    module.order = order
+    return module
+
+
+def batch_of(rows: int = 300, classes: int = nasty.DIM) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, nasty.DIM), torch.randint(classes, (rows,))
+
+
+class Two(nn.Module):
+    """A branch of its own beside the stream, whose result is saved here and by the next block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(nasty.DIM, nasty.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.a(x))
+
+
+def ways() -> dict[str, Chained]:
+    p = nasty.Plain
+    return {
+        "residual": chained(p(), p(), p(), p()),
+        "shared with the next": chained(Two(), Two(), nn.Dropout(0.2), Two()),
+        "in place": chained(p(), nn.ReLU(inplace=True), p()),
+        "views": chained(nn.Flatten(), p(), nn.Identity(), nn.Unflatten(1, (nasty.DIM,)), p()),
+        "frozen": chained(p().requires_grad_(False), p(), p()),
+        "called twice": chained(p(), p(), order=(0, 1, 0)),
+        "a custom Function": chained(p(), nasty.Custom(), p()),
+        "a gradient inside": chained(p(), nasty.GradientInside(), p()),
+        "inner memory": chained(nasty.SideLoss(), nasty.BatchNorm(), nasty.SideLoss()),
+    }
+
+
+@pytest.mark.parametrize("name", ways())
+def test_the_peak_of_every_choice_in_small_chains(name: str) -> None:
+    chain = chain_of(ways()[name], batch_of())
+    assert chain.measured == "fake tensors", chain.reason
+    for names in choices(chain):
+        expected = real_peak(ways()[name], batch_of(), names)
+        assert peak_bytes(chain, names) == pytest.approx(expected, rel=0.02), names
+
+
+class Manual(Small):
+    """Two networks, two optimisers, one backward pass after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.ModuleList(nasty.Plain() for _ in range(3))
+        self.other = nn.ModuleList(nasty.Plain() for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for blocks, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):
+            x = batch[0]
+            for block in blocks:
+                x = block(x)
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(x, batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(blocks.parameters()) for blocks in (self.net, self.other)]
+
+
+def test_two_backward_passes_do_not_add_up() -> None:
+    chain = chain_of(Manual(), batch_of())
+    assert {moment.first for moment in chain.moments} == {0, 3}
+    for names in choices(chain):
+        assert peak_bytes(chain, names) == pytest.approx(real_peak(Manual(), batch_of(), names), rel=0.02)
+
+
+class Looks(Chained):
+    """Looks at a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss.item() > 0 else loss
+
+
+def test_a_step_that_needs_values_is_counted_with_values() -> None:
+    def make_one() -> Looks:
+        return Looks(nn.ModuleList(nasty.Plain() for _ in range(4)))
+
+    chain = chain_of(make_one(), batch_of())
+    assert chain.measured == "a real step"
+    assert "DataDependent" in chain.reason
+    for names in choices(chain):
+        assert peak_bytes(chain, names) == pytest.approx(real_peak(make_one(), batch_of(), names), rel=0.05)
+
+
+def test_what_cannot_run_twice_stays_and_says_why() -> None:
+    module = chained(nasty.Plain(), nasty.Remembers(), nasty.Hooked(), nn.ReLU(inplace=True), nasty.Plain())
+    chain = chain_of(module, batch_of())
+    found = {block.fqn: block.fixed for block in chain.blocks}
+    assert found["net.0"] == found["net.4"] == ""
+    assert "argument 0 in place" in found["net.3"]
+    assert "forward_hooks, which would run twice" in found["net.2"]
+    assert chain.names == ("net.0", "net.4")
+
+
+def test_bytes_and_names_by_hand() -> None:
+    """Two blocks of [300, 6] floats; each keeps its input and tanh's result of twice the width."""
+    module = chained(nasty.Plain(), nasty.Plain())
+    chain = chain_of(module, batch_of())
+    row = 300 * nasty.DIM * 4
+    for block in chain.blocks:
+        assert block.saved_bytes == 2 * row
+        assert block.input_bytes == row
+        assert block.parameter_bytes == 4 * (2 * nasty.DIM * nasty.DIM * 2 + 3 * nasty.DIM)
+        assert block.work_bytes == 4 * row, "what goes into tanh and comes out of it"
+    # the batch is there anyway; what lies between the blocks is held by the second one, in both forms
+    assert chain.tensors == (row,)
+    assert chain.blocks[1].keeps == chain.blocks[1].inputs == (0,)
+    moment = peak_moment(chain, ())
+    assert moment is not None
+    assert moment.where.startswith(("forward", "backward"))
+
+
+def test_any_batch_size_and_no_memory() -> None:
+    with torch.device("meta"):
+        module = chained(*(nasty.Plain() for _ in range(3)))
+    large = chain_of(module, batch_of(4), batch_size=10**6)
+    assert large.blocks[0].saved_bytes == 2 * 10**6 * nasty.DIM * 4
+    with pytest.raises(ModelError, match="'Linear' was found"):
+        chain_of(nn.Linear(2, 2), batch_of())  # type: ignore[arg-type]
+
+
+def test_the_module_stays_as_it_is() -> None:
+    module = chained(nasty.BatchNorm(), nasty.Counter())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    chain_of(module, batch_of())
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert module.net[1].calls == 0
+    assert not any("forward" in vars(block) for block in module.net)

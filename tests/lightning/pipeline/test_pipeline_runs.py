@@ -1,0 +1,185 @@
+"""Claim: of a pipeline, checkpoints are whole and resume on any number of stages, a mesh of data and stages trains as
+one process does, draws do not depend on the stages, every rank evaluates, and holds its own stage only.
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_amp.lightning.steps.micro_batches import cut
+from lightning_amp.lightning.steps.pipelined_steps import seed_of
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import PipelineStages
+from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens, trainer_of
+from tests.lightning.pipeline.test_pipeline import close
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+Run = dict[str, Any]
+UNEVEN = {2: "1,6", 4: "1,3,5,6"}
+UNEVEN_CNN = {2: "7,10", 4: "1,2,9,10"}
+MICRO = {"micro_batches": 3}
+
+
+def cut_by_hand(plan: Plan, ends: str) -> Plan:
+    rules = tuple(
+        replace(rule, spec=replace(rule.spec, ends=ends)) if isinstance(rule.spec, PipelineStages) else rule
+        for rule in plan.rules
+    )
+    return replace(plan, rules=rules)
+
+
+def evaluate(trainer: Any, module: LightningModule) -> Run:
+    loader = DataLoader(tokens(3), batch_size=None)  # type: ignore[arg-type]
+    found = {
+        "val": trainer.validate(module, loader, verbose=False),
+        "test": trainer.test(module, loader, verbose=False),
+    }
+    return found | {"predicted": trainer.predict(module, loader)}
+
+
+def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    me = rank, ranks
+    found = {"dropout": fit(me, GPT(0.3, 0.2), MICRO, {})}
+    found["validated"] = fit(me, GPT(), MICRO, {}, validate=True)
+    for kind, ends in ((GPT, UNEVEN), (CNN, UNEVEN_CNN)):
+        plan = found["validated"]["plan"] if kind is GPT else fit(me, CNN(), MICRO, {})["plan"]
+        found[f"uneven {kind.__name__}"] = fit(me, kind(), {"plan": cut_by_hand(plan, ends[ranks])}, {})
+    first = {"max_steps": 2}
+    module = GPT()
+    found["first"] = fit(me, module, MICRO, first, save=folder / f"after{ranks}.ckpt")
+    found["resumed"] = fit(me, GPT(), MICRO, {}, ckpt_path=str(folder / "plain.ckpt"))
+    if ranks == 2:
+        found["resumed again"] = fit(me, GPT(), MICRO, {}, ckpt_path=str(folder / "after4.ckpt"))
+    if ranks == 4:
+        settings = MICRO | {"model_parallel_size": 2}
+        found["2 x 2"] = fit(me, GPT(), settings, {"gradient_clip_val": 0.05}, data_ranks=2)
+    found["evaluated"] = evaluate(trainer_of(me, MICRO, {}), GPT())
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[int, list[dict[str, Run]]]:
+    fit(None, GPT(), {}, {"max_steps": 2}, save=folder / "plain.ckpt")
+    both = {}
+    for ranks in (4, 2):
+        meet = folder / f"meet{ranks}"
+        meet.mkdir()
+        both[ranks] = run_ranks(runs, ranks, meet, folder, timeout=300)
+    return both
+
+
+def each(found: dict[int, list[dict[str, Run]]], name: str) -> list[Run]:
+    return [run[name] for ranks in found for run in found[ranks] if name in run]
+
+
+def test_draws_are_those_of_one_process_that_seeds_every_micro_batch(found: Any) -> None:
+    seed_everything(1, verbose=False)
+    module = GPT(0.3, 0.2)
+    optimizer = module.configure_optimizers()
+    for step, batch in enumerate(tokens()):
+        parts, sizes = cut(batch, 3)
+        optimizer.zero_grad()
+        for j, part in enumerate(parts):
+            torch.manual_seed(seed_of(1, "training_step", 0, step, 0, j))
+            (module.loss(part) * sizes[j] / sum(sizes)).backward()
+        optimizer.step()
+    for run in each(found, "dropout"):
+        for name, value in module.state_dict().items():
+            assert torch.allclose(run["state"][name], value, rtol=0, atol=1e-10), name
+
+
+def test_a_validation_between_steps_changes_nothing_and_is_logged_on_all_ranks(found: Any) -> None:
+    expected = fit(None, GPT(), {}, {}, validate=True)
+    assert "val_loss" in expected["logged"]
+    for run in each(found, "validated"):
+        close(run, expected)
+
+
+@pytest.mark.parametrize("kind", [GPT, CNN])
+def test_stages_may_be_uneven_and_planned_by_hand(found: Any, kind: type[LightningModule]) -> None:
+    for run in each(found, f"uneven {kind.__name__}"):
+        close(run, fit(None, kind(), {}, {}))
+        assert "pipeline" in run["plan"].strategies
+        assert Plan.from_json(run["plan"].to_json()) == run["plan"]
+
+
+def test_a_run_goes_on_from_one_process_and_from_other_stages(found: Any, folder: Path) -> None:
+    expected = fit(None, GPT(), {}, {}, ckpt_path=str(folder / "plain.ckpt"))
+    resumed = each(found, "resumed") + each(found, "resumed again")
+    assert len(resumed) == 8
+    for run in resumed:
+        close(run, expected)
+
+
+def test_a_checkpoint_is_that_of_one_process(found: Any, folder: Path) -> None:
+    plain = torch.load(folder / "plain.ckpt", weights_only=False)
+    for ranks in (2, 4):
+        saved = torch.load(folder / f"after{ranks}.ckpt", weights_only=False)
+        assert list(saved["state_dict"]) == list(plain["state_dict"])
+        ours, theirs = (c["optimizer_states"][0]["state"] for c in (saved, plain))
+        assert ours.keys() == theirs.keys()
+        for index, values in theirs.items():
+            for key, value in values.items():
+                assert torch.allclose(ours[index][key], value, rtol=0, atol=1e-10)
+        # one process goes on from it, unaware
+        ended = fit(None, GPT(), {}, {}, ckpt_path=str(folder / f"after{ranks}.ckpt"))
+        close(ended, fit(None, GPT(), {}, {}, ckpt_path=str(folder / "plain.ckpt")))
+
+
+def test_stages_over_a_data_axis_train_on_the_union_of_the_batches(found: Any) -> None:
+    expected = fit(None, GPT(), {}, {"gradient_clip_val": 0.05}, data_ranks=2)
+    for run in each(found, "2 x 2"):
+        for name, value in expected["state"].items():
+            if "right" not in name:
+                assert torch.allclose(run["state"][name], value, rtol=0, atol=1e-10), name
+        assert run["norms"] == pytest.approx(expected["norms"], abs=1e-10)
+
+
+def test_every_rank_evaluates_and_predicts(found: Any) -> None:
+    expected = evaluate(trainer_of(None, {}, {}), GPT())
+    for run in each(found, "evaluated"):
+        assert run["val"][0] == pytest.approx(expected["val"][0], abs=1e-10)
+        assert run["test"][0] == pytest.approx(expected["test"][0], abs=1e-10)
+        assert all(torch.equal(a, b) for a, b in zip(run["predicted"], expected["predicted"], strict=True))
+
+
+def test_a_rank_holds_its_own_stage(found: Any) -> None:
+    module = GPT()
+    block = sum(p.nbytes for p in module.blocks[0].parameters())
+    frozen = module.blocks[2].up.bias.nbytes
+    beside = {
+        "first": module.tokens.weight.nbytes + module.places.nbytes,
+        "last": module.tokens.weight.nbytes + sum(p.nbytes for p in module.norm.parameters()),
+    }
+    for ranks in (2, 4):
+        runs = [run["first"]["bytes"] for run in found[ranks]]
+        per = [len(r) for r in torch.arange(LAYERS).tensor_split(ranks)]
+        for rank, (held, grads, state) in enumerate(runs):
+            own = per[rank] * block + (rank == 0) * beside["first"] + (rank == ranks - 1) * beside["last"]
+            trained = own - frozen * (rank == {2: 0, 4: 1}[ranks])
+            assert (held, grads) == (own, trained)
+            assert trained * 2 <= state <= trained * 2 + 8 * 100, (
+                "two moments, and a count for every parameter"
+            )
+
+
+def test_the_module_is_whole_after_a_run(found: Any) -> None:
+    plain = fit(None, GPT(), {}, {"max_steps": 2})
+    for run in each(found, "first"):
+        close(run, plain)
+        assert all(not value.is_meta for value in run["state"].values())
+        assert run["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
+    assert STEPS == 5

@@ -1,0 +1,373 @@
+"""What fsdp must do beside plain steps: ways to optimise, modules that are hard to split, checkpoints, refusals.
+
+Two ranks run all of it once, one process what they are compared with.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.planning.policies.make_plan import plan
+from tests.lightning.strategy.fsdp_cases import QUIET, Found
+from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
+
+WAYS = (
+    "automatic", "accumulated", "clipped_by_norm", "clipped_by_value", "normalised", "unfrozen", "adversarial",
+    "adversarial_accumulating",
+)  # fmt: skip
+
+
+class Blocks(Regression):
+    """Blocks of a list, a weight that two layers share, a parameter without a dimension, and a block of no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.last.weight = nn.Parameter(self.last.weight.detach())
+        self.back = nn.Linear(3, 5, bias=False)
+        self.back.weight = self.first.weight
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.zeros(1, 1))
+        self.idle = nn.ModuleList([nn.Linear(4, 4)])
+        self.register_buffer("steps", torch.zeros(()))
+        self.double()
+
+    def on_after_backward(self) -> None:
+        """Nothing."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def loss(self, batch: Batch) -> Tensor:
+        x = self.through(batch["rna"]["x"])
+        x = self.scale * self.back(self.last(x)).sum(1, keepdim=True) + self.shift
+        return (x - batch["rna"]["y"]).square().mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        # as Lightning itself does where the backend is not gloo
+        with torch.inference_mode():
+            loss = self.loss(batch)
+        self.log("val_loss", loss.clone(), sync_dist=True, batch_size=1)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.through(batch["rna"]["x"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+
+
+class SharedBlock(Blocks):
+    """One block, called three times."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.blocks[0](x)
+        return x
+
+
+class Frozen(Blocks):
+    """One block and the shared weight do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.first.weight.requires_grad_(False)
+
+
+class Several(Blocks):
+    """Manual optimisation: two updates in a step, the second of what the first has left, and sums of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        one, other = self.optimizers()
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch) * 2)
+        one.step()
+        # of what the update has left, and nothing but it has come in between
+        self.manual_backward(self.loss(batch))
+        one.step()
+        self.toggle_optimizer(other)
+        other.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(other, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        other.step()
+        self.untoggle_optimizer(other)
+
+    def configure_optimizers(self) -> Any:
+        inner = [*self.blocks.parameters(), self.scale]
+        outer = [*self.first.parameters(), *self.last.parameters(), self.shift]
+        return [torch.optim.SGD(outer, lr=0.02, momentum=0.5), torch.optim.Adam(inner, lr=0.01)]
+
+
+class Skips(Blocks):
+    """A rank leaves a block out."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        skipped = 1 if self.trainer.global_rank == 1 else None
+        for k, block in enumerate(self.blocks):
+            x = x if k == skipped else x + block(x)
+        return x
+
+
+class SkipsBackward(Blocks):
+    """A rank runs a block, whose output its loss does not read."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for k, block in enumerate(self.blocks):
+            made = block(x)
+            x = x + (made.detach() if k == 1 and self.trainer.global_rank == 1 else made)
+        return x
+
+
+class ReadsElsewhere(Blocks):
+    """A block's weight is read outside of its forward."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + (self.blocks[0][0].weight * torch.ones(7, 5, dtype=torch.float64)).sum()
+
+
+class Stray(Blocks):
+    """A backward pass of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        self.optimizers().step()
+
+
+class StrayRoot(Stray):
+    """The same, with parameters of no block alone."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return (self.last(self.first(batch["rna"]["x"])) - batch["rna"]["y"]).square().mean()
+
+
+class Quasinewton(Blocks):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Hooked(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda grad: grad * 2)
+
+
+class Mixed(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].float()
+
+
+MODULES: dict[str, type[Blocks]] = {kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several)}
+REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
+    "a block that a rank skips": (Skips, {}, "rank 1 gathers the parameters of 'blocks.2'"),
+    "gradients that a rank has not": (SkipsBackward, {}, "all ranks use the same blocks in the same order"),
+    "parameters read elsewhere": (ReadsElsewhere, {}, "code outside of it has read some"),
+    "a backward pass of one's own": (Stray, {}, "call self.manual_backward(loss)"),
+    "one of the root's parameters alone": (StrayRoot, {}, "call self.manual_backward(loss)"),
+    "an optimiser that mixes entries": (Quasinewton, {}, "parameters that fsdp splits over ranks"),
+    "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks of its own"),
+    "two types in a block": (Mixed, {}, "have the types ['float32', 'float64']"),
+    "averaged weights": (
+        Blocks,
+        {"callbacks": [lambda: StochasticWeightAveraging(swa_lrs=0.1)]},
+        "averages whole parameters, together with fsdp",
+    ),
+}
+
+
+def loader(batches: list[Any]) -> Any:
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> Trainer:
+    """Plain on one process."""
+    own: dict[str, Any] = {}
+    if ranks > 1:
+        strategy = AMPStrategy(strategies="fsdp") if strategy is None else strategy
+        own = {"strategy": strategy, "plugins": [RunningRanks(rank, ranks)], "use_distributed_sampler": False}
+    defaults = {"max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
+    return Trainer(accelerator="cpu", devices=ranks, **{**defaults, **own, **options})
+
+
+def trained(module: LightningModule) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def ways(rank: int | None, ranks: int) -> Found:
+    """All ways to optimise, and all modules."""
+    cases = {name: AGAINST_UNION[name] for name in WAYS}
+    cases |= {name: Case(kind) for name, kind in MODULES.items()}
+    found = {}
+    for name, case in cases.items():
+        module = case.module()
+        vars(module)["on_after_backward"] = lambda: None
+        trainer_of(rank or 0, ranks, **case.trainer).fit(module, loader(case.batches(rank)))
+        del vars(module)["on_after_backward"]
+        found[name] = trained(module)
+    return found
+
+
+def offloaded(rank: int) -> dict[str, Tensor]:
+    """By a plan given as JSON, whose rules ask for rows in the host's memory."""
+    module = Blocks()
+    shape = describe(module, batch_size=4)
+    made = plan(profile_of_module(shape), devices=2, strategies="fsdp", shape=shape)
+    text = made.to_json().replace('"offload": false', '"offload": true')
+    strategy = AMPStrategy(plan=Plan.from_json(text))
+    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
+    assert strategy.plan is not None
+    assert any(rule.spec == FullyShard(offload=True) for rule in strategy.plan.rules)
+    return trained(module)
+
+
+def checked(rank: int) -> dict[str, Tensor]:
+    """With a look at every loss and gradient."""
+    module = Blocks()
+    strategy = AMPStrategy(strategies="fsdp", check_finite=True)
+    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
+    return trained(module)
+
+
+def mixed(rank: int) -> Found:
+    """Half precision, under ddp and under fsdp."""
+    found = {}
+    data = Case(Blocks, cells=EVEN).batches(rank)
+    for name in ("ddp", "fsdp"):
+        for precision in ("bf16-mixed", "32-true"):
+            module = Blocks().float()
+            single = [{"rna": {key: value.float() for key, value in b["rna"].items()}} for b in data]
+            strategy = DDPStrategy(find_unused_parameters=True) if name == "ddp" else None
+            trainer_of(rank, 2, strategy, precision=precision).fit(module, loader(single))
+            found[f"{name}, {precision}"] = trained(module)
+    return found
+
+
+def refusals(rank: int) -> dict[str, tuple[str, bool]]:
+    """What is refused, without an end that one rank waits for; and whether the module is a plain one again.
+
+    With all its values where nothing was trained, else with the rank's rows.
+    """
+    found = {}
+    for name, (kind, options, _) in REFUSED.items():
+        module, data = kind(), loader(Case(kind, cells=EVEN).batches(rank))
+        callbacks = [make() for make in options.get("callbacks", ())]
+        try:
+            trainer_of(rank, 2, callbacks=callbacks).fit(module, data)
+            told = ""
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        plain = all(type(p) is nn.Parameter for p in module.parameters())
+        plain &= type(module) is kind and "training_step" not in vars(module)
+        # 5 rows on 2 ranks are 3 and 2; what an ended run has of the other rank's is nan
+        rows = module.first.weight[:3] if rank == 0 else module.first.weight[3:]
+        kept = (
+            rows if told.startswith("ModelError") else torch.cat([p.flatten() for p in module.parameters()])
+        )
+        found[name] = told, plain and bool(kept.isfinite().all())
+        dist.barrier()
+    return found
+
+
+def saved(rank: int, ranks: int, folder: Path, strategy: Any = None, *, resume: Path | None = None) -> Found:
+    """Two epochs, each saved; or the second from a checkpoint of the first. Then validated, tested and predicted."""
+    module = Blocks()
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, monitor="val_loss")
+    options: dict[str, Any] = {"enable_checkpointing": True, "num_sanity_val_steps": 1}
+    trainer = trainer_of(rank, ranks, strategy, callbacks=[saver], **options)
+    data = Case(Blocks, cells=EVEN).batches(rank if ranks > 1 else None)
+    if ranks == 4:
+        data = [{"rna": {k: v.chunk(2)[rank % 2] for k, v in b["rna"].items()}} for b in
+                Case(Blocks, cells=EVEN).batches(rank // 2)]  # fmt: skip
+    trainer.fit(module, loader(data), loader(data[:2]), ckpt_path=resume)
+    (validated,) = trainer.validate(module, loader(data), verbose=False, ckpt_path=folder / "epoch=1.ckpt")
+    (tested,) = trainer.test(module, loader(data), verbose=False)
+    predicted = trainer.predict(module, loader(data[: 3 + rank]))
+    assert predicted is not None
+    return {
+        "state": trained(module),
+        "val_loss": validated["val_loss"],
+        "test_loss": tested["val_loss"],
+        "predicted": [p.clone() for p in predicted],
+        "whole": all(type(p) is nn.Parameter for p in module.parameters()),
+    }
+
+
+def plain(rank: int, ranks: int, folder: Path) -> Found:
+    """Everything on one process with plain Lightning."""
+    warnings.simplefilter("ignore")
+    first = saved(rank, 1, folder / "plain")
+    return {"ways": ways(None, 1), "saved": first}
+
+
+def pair(rank: int, ranks: int, folder: Path) -> Found:
+    """Everything on two ranks; after `plain`."""
+    warnings.simplefilter("ignore")
+    parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
+    found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank), "offloaded": offloaded(rank)}
+    found["checked"] = checked(rank)
+    found["saved"] = saved(rank, 2, folder / "fsdp")
+    found["in parts"] = saved(rank, 2, folder / "parts", parts)
+    if rank == 0:
+        convert_checkpoint(folder / "parts" / "epoch=0.ckpt", folder / "converted.ckpt")
+    dist.barrier()
+    one = "epoch=0.ckpt"
+    found["from plain"] = saved(rank, 2, folder / "fsdp2", resume=folder / "plain" / one)
+    found["from parts"] = saved(rank, 2, folder / "fsdp3", resume=folder / "parts" / one)
+    s1 = AMPStrategy(strategies="S1")
+    found["S1 from fsdp"] = saved(rank, 2, folder / "s1", s1, resume=folder / "fsdp" / one)
+    found["refused"] = refusals(rank)
+    return found
+
+
+def four(rank: int, ranks: int, folder: Path) -> Found:
+    """On with other ranks than those that have saved."""
+    warnings.simplefilter("ignore")
+    return {"from fsdp": saved(rank, 4, folder / "four", resume=folder / "fsdp" / "epoch=0.ckpt")}
+
+
+def resumed(rank: int, ranks: int, folder: Path) -> Found:
+    """On with plain Lightning."""
+    warnings.simplefilter("ignore")
+    return {
+        "from fsdp": saved(rank, 1, folder / "again", resume=folder / "fsdp" / "epoch=0.ckpt"),
+        "from converted": saved(rank, 1, folder / "again2", resume=folder / "converted.ckpt"),
+    }

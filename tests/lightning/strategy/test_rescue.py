@@ -1,0 +1,96 @@
+"""Claim: a batch for which there was no memory runs again with a leaner plan, on all ranks, and leaves the numbers of
+a run in which memory did not end; where that cannot be, the error is raised, or a rescue is refused beforehand.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import make
+from tests.lightning.strategy.any_module_cases import Meter, of_example, same
+from tests.lightning.strategy.rescue_cases import Deep, fit, on_rank
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:predicted to run out", "ignore:It is recommended to use .self.log"),
+]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) -> None:
+    plain = fit(Deep(), "auto")
+    with pytest.warns(UserWarning, match=r"which now runs again: .*recompute.*tried to allocate 3 GiB"):
+        found = fit(Deep((where, batch)), AMPStrategy(rescue=True))
+    assert "recompute" in found["strategies"]
+    for name in ("random", "progress", "steps"):
+        assert same(found[name], plain[name]), name
+    assert found["logged"] == pytest.approx(plain["logged"], rel=1e-12)
+    for name, value in plain["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_a_budget_on_a_cpu_is_held_by_counting() -> None:
+    eager, lean = Meter(), Meter()
+    plain = of_example("gene_transformer", "auto", eager)
+    budget = int(0.75 * eager.live.peak)
+    asked = AMPStrategy(strategies="S1", device_memory=budget, unfit="train", rescue=True)
+    with pytest.warns(UserWarning, match=r"OverBudget: .* in blocks\.\d.* made a tensor \[.* of activations"):
+        found = of_example("gene_transformer", asked, lean)
+    assert found["plan"].strategies == ("S1", "recompute")
+    assert lean.live.peak <= budget
+    assert same(found["random"], plain["random"])
+    for name, value in plain["parameters"].items():
+        torch.testing.assert_close(found["parameters"][name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_in_the_update_the_error_is_raised() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
+        fit(Deep(("update", 1)), AMPStrategy(rescue=True))
+
+
+def test_where_there_is_no_leaner_plan_the_error_is_raised_once() -> None:
+    module = Deep(("forward", 1), times=9)
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
+        fit(module, AMPStrategy(rescue=True))
+    assert module.times == 7
+
+
+def test_without_rescue_the_error_is_raised() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
+        fit(Deep(("forward", 1)), AMPStrategy())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0,), "backward"), ((0, 1), "forward")])
+def test_ranks_run_a_batch_again_together(ends_on: tuple[int, ...], where: str, tmp_path: Path) -> None:
+    for name in ("plain", "found"):
+        (tmp_path / name).mkdir()
+    plain = run_ranks(on_rank, 2, tmp_path / "plain", (), where)
+    found = run_ranks(on_rank, 2, tmp_path / "found", ends_on, where)
+    for one, other in zip(found, plain, strict=True):
+        assert "recompute" in one["strategies"]
+        assert "recompute" not in other["strategies"]
+        assert same(one["random"], other["random"])
+        for name, value in other["state"].items():
+            torch.testing.assert_close(one["state"][name], value, rtol=1e-12, atol=1e-14)
+
+
+def refused(**options: Any) -> Any:
+    module, _ = make("unet") if options.pop("by_hand", False) else (Deep(), None)
+    if options.pop("lbfgs", False):
+        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(PlanError, match=r"rescue=True was asked for, .* cannot run again") as error:
+        fit(module, AMPStrategy(rescue=True), **options)
+    return str(error.value)
+
+
+def test_what_cannot_run_again_is_refused() -> None:
+    assert "accumulate_grad_batches" in refused(accumulate_grad_batches=2)
+    assert "optimises by hand" in refused(by_hand=True)
+    assert "LBFGS" in refused(lbfgs=True)

@@ -1,0 +1,68 @@
+"""Claim: the bytes of a chunked module are those of its plan, and never above its budget."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import lightning_amp
+from lightning_amp.errors import PlanError
+from tests.any_module import make
+from tests.graph.calls import calls_of
+from tests.parallel.chunk.small_blocks import Attention, FeedForward
+from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.long
+def test_fifty_random_budgets_are_held() -> None:
+    """Prediction and meter agree to 2 %, and neither is above the budget."""
+    random.seed(0)
+    examples = [net(), (Attention(8, 2).eval(), torch.randn(2, 96, 8)), (FeedForward(8), torch.randn(512, 8))]
+    wholes = [bytes_of(module, x)[0] for module, x in examples]
+    met = 0
+    for k in range(50):
+        (module, x), whole = examples[k % 3], wholes[k % 3]
+        budget = int(whole * random.uniform(0.05, 1.1))
+        try:
+            small = lightning_amp.chunk(module, x, budget=budget)
+        except PlanError:
+            continue
+        found, y = bytes_of(small, x)
+        assert found <= budget
+        assert abs(found - small.plan.peak_bytes) <= 0.02 * found
+        torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-5)
+        met += 1
+    assert met > 30
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_blocks_of_the_example_modules(name: str) -> None:
+    """At half of eager's bytes where that can be, else at the least that can."""
+    for call in calls_of(name):
+        block = copy.deepcopy(call.block).double().eval()
+        args = tuple(a.detach().double() if a.is_floating_point() else a for a in call.args)
+        whole, right = bytes_of(block, *args)
+        if not whole:
+            continue
+        try:
+            small = lightning_amp.chunk(block, *args, budget=whole // 2)
+        except PlanError as error:
+            least = int(str(error).split(" at least")[0].split()[-1])
+            small = lightning_amp.chunk(block, *args, budget=least)
+        found, y = bytes_of(small, *args)
+        assert found <= small.plan.budget_bytes, call.fqn
+        close(y, right)
+
+
+def test_a_whole_example_module() -> None:
+    module, batch = make("gene_transformer")
+    module.eval()
+    whole, right = bytes_of(module, batch["genes"], batch["values"])
+    small = lightning_amp.chunk(module, batch["genes"], batch["values"], budget=whole // 2)
+    found, y = bytes_of(small, batch["genes"], batch["values"])
+    assert found <= whole // 2
+    torch.testing.assert_close(y, right)

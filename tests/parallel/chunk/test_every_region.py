@@ -1,0 +1,47 @@
+"""Claim: every legal region computes in chunks what it computes whole: results, loss and all gradients in float64."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.graph.calls import calls_of
+from tests.parallel.chunk.case import Case, case, numbers
+from tests.parallel.chunk.small_blocks import BLOCKS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_region_of_small_blocks_is_exact(name: str) -> None:
+    """Results, loss and all gradients in float64, to 1e-10."""
+    found = case(name)
+    assert found.regions
+    for region in found.regions:
+        for some in numbers(region):
+            assert found.error(some) == "", some
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_every_region_of_the_example_modules_is_exact(name: str) -> None:
+    for call in calls_of(name):
+        found = Case(call.block, call.args, call.kwargs)
+        for region in found.regions:
+            for some in numbers(region):
+                if some.n_chunks <= 8:
+                    assert found.error(some) == "", (call.fqn, some)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_regions_of_the_example_modules_are_exact(name: str) -> None:
+    """The longest region of every last row and dim, in three chunks; dropout is on, and in none of them."""
+    n_regions = 0
+    for call in calls_of(name):
+        found = Case(call.block, call.args, call.kwargs)
+        longest = {(r.last, r.dims.get(r.last)): r for r in found.regions}
+        for region in longest.values():
+            assert found.error(replace(region, n_chunks=min(3, region.units))) == "", (call.fqn, region)
+        n_regions += len(longest)
+    assert n_regions

@@ -1,0 +1,187 @@
+"""Claim: a stage runs its own blocks of a step on what it receives, computes from the batch what it needs, and nothing
+that another stage should have computed is ever taken for a number: it is refused with the reason.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.parallel.pipeline.block_walk import BlockCall, BlockWalk, Span, spans
+from lightning_amp.parallel.pipeline.placeholders import Placeholders, has_no_values
+from lightning_amp.parallel.pipeline.run_stages import joined
+
+CPU = torch.device("cpu")
+X = torch.arange(6.0).view(3, 2)
+
+
+class Net(nn.Module):
+    """Four layers; `walk` is how a step calls them."""
+
+    def __init__(self, walk: Callable[["Net", Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.walk = walk
+
+    def forward(self, x: Tensor) -> Any:
+        return self.walk(self, x)
+
+
+def plain(net: Net, x: Tensor) -> Tensor:
+    h = net.embed(x)
+    for block in net.blocks:
+        h = block(h).tanh()
+    return h + torch.ones(3, 2, device=h.device)
+
+
+def staged(net: Net) -> BlockWalk:
+    walk = BlockWalk("blocks", len(net.blocks))
+    for i, block in enumerate(net.blocks):
+        block.forward = lambda *args, i=i, block=block, **kwargs: BlockCall(walk, i)(block, *args, **kwargs)
+    return walk
+
+
+def without(net: Net, span: Span) -> None:
+    """What other stages hold."""
+    kept = list(net.blocks)[span.first : span.end]
+    for module in [net.embed, *net.blocks]:
+        if module not in kept and not (module is net.embed and span.first == 0):
+            module._parameters = {n: nn.Parameter(p.to("meta")) for n, p in module._parameters.items()}
+
+
+def through(walk_of: Callable[[Net, Tensor], Any], ends: tuple[int, ...] = (1, 3, 4)) -> Any:
+    """What the last of three stages returns, one after the other in one process."""
+    sent: Any = None
+    for span in spans(ends):
+        net = Net(walk_of)
+        walk = staged(net)
+        without(net, span)
+
+        def receive(placeholders: Tensor, sent: Any = sent) -> Any:
+            assert has_no_values(placeholders)
+            assert placeholders.shape == sent.shape
+            return sent
+
+        sent, returned = walk.run(span, lambda net=net: net(X), receive=receive, device=CPU)
+    return returned
+
+
+@pytest.mark.parametrize("ends", [(1, 3, 4), (2, 4), (1, 2, 3, 4), (4,)])
+def test_stages_compute_what_the_step_does(ends: tuple[int, ...]) -> None:
+    assert torch.equal(through(plain, ends), Net(plain)(X))
+
+
+def skips(net: Net, x: Tensor) -> Tensor:
+    first = h = net.blocks[0](net.embed(x))
+    for block in list(net.blocks)[1:]:
+        h = block(h)
+    return h + first
+
+
+def adds(net: Net, x: Tensor) -> Tensor:
+    first = h = net.blocks[0](net.embed(x))
+    for block in list(net.blocks)[1:]:
+        h = block(h)
+    h += first
+    return h
+
+
+def reads_other(net: Net, x: Tensor) -> Tensor:
+    first = h = net.blocks[0](net.embed(x))
+    for block in list(net.blocks)[1:3]:
+        h = block(h)
+        first = first * 2
+    return net.blocks[3](first)
+
+
+def backwards(net: Net, x: Tensor) -> Tensor:
+    for block in reversed(net.blocks):
+        x = block(x)
+    return x
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(block(x))
+    return x
+
+
+def too_few(net: Net, x: Tensor) -> Tensor:
+    for block in list(net.blocks)[:2]:
+        x = block(x)
+    return x
+
+
+def writes(net: Net, x: Tensor) -> Tensor:
+    made = torch.zeros(3, 2)
+    made[:, :1] = net.embed(x)[:, :1]
+    for block in net.blocks:
+        made = block(made)
+    return made
+
+
+def asks(net: Net, x: Tensor) -> Tensor:
+    h = net.embed(x)
+    if h.sum() > 0:
+        h = h * 2
+    for block in net.blocks:
+        h = block(h)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("walk", "told"),
+    [
+        (reads_other, "not what the block before it returns"),
+        (backwards, "block 3 of 'blocks' where block 0 was next"),
+        (twice, "block 0 of 'blocks' where block 1 was next"),
+        (too_few, "called 2 of the 4 blocks"),
+        (writes, "writes what another rank computes"),
+        (asks, "needs values that another rank has computed"),
+    ],
+)
+def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
+    with pytest.raises(InstallError, match=told):
+        through(walk, (3, 4))
+
+
+def test_what_no_block_hands_on_cannot_be_read_after_the_blocks() -> None:
+    for walk in (skips, adds):
+        with pytest.raises(InstallError, match="what an earlier stage has computed and no block hands on"):
+            through(walk, (3, 4))
+
+
+def test_a_placeholder_reports_the_device_of_the_run_and_poisons_what_reads_it() -> None:
+    absent = nn.Parameter(torch.zeros(2, 2, device="meta"))
+    with Placeholders(CPU):
+        h = X @ absent
+        mask = torch.ones(3, 3, device=h.device)
+        assert has_no_values(h + X)
+        assert h.device == CPU
+    assert not has_no_values(mask)
+
+
+def test_outside_of_a_pass_blocks_are_as_they_are_and_can_be_copied() -> None:
+    net = Net(plain)
+    expected = net(X)
+    walk = staged(net)
+    assert torch.equal(net(X), expected)
+    for twin in (copy.deepcopy(walk), pickle.loads(pickle.dumps(walk))):
+        assert (twin.name, twin.blocks) == ("blocks", 4)
+
+
+def test_results_of_micro_batches_are_joined_where_they_differ_from_the_batch() -> None:
+    whole = {"h": torch.empty(2, 5), "bias": torch.empty(3), "n": 1}
+    parts = [{"h": torch.ones(2, n), "bias": torch.zeros(3), "n": 1} for n in (2, 3)]
+    found = joined(parts, whole)
+    assert torch.equal(found["h"], torch.ones(2, 5))
+    assert found["n"] == 1
+    with pytest.raises(ModelError, match="one dimension"):
+        joined([torch.ones(2, 2), torch.ones(2, 2)], torch.empty(2, 5))

@@ -1,0 +1,274 @@
+"""Claim: of a module's step the largest part is named with its numbers, a technique that cannot help is named with the
+reason, the fastest plan that fits is taken and counted once more, and what is missing is said where none fits.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
+from lightning_amp.footprint.module_profile import Moment as Stretch
+from lightning_amp.planning.modules.candidates import compare, fewest_ranks
+from lightning_amp.planning.modules.chain import BlockCost, Chain, Moment
+from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
+from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, told_apart
+from lightning_amp.planning.modules.questions import largest_batch
+from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import RecomputeBlock
+from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.planning.reports.plan_report import plan_report, shortfall
+from lightning_amp.planning.time.device_rates import CPU_CORE
+
+BLOCKS, SAVED = 4, 1000
+NAMES = tuple(f"blocks.{k}" for k in range(BLOCKS))
+
+
+def chain(n: int = BLOCKS, *, fixed: int = 0, work: int = 50, rest: int = 200) -> Chain:
+    """Blocks that keep SAVED bytes each, and `rest` that is alive whatever they keep."""
+    blocks = tuple(
+        BlockCost(
+            fqn=f"blocks.{k}",
+            forward_seconds=1.0,
+            saved_bytes=SAVED,
+            input_bytes=0,
+            work_bytes=work,
+            parameter_bytes=0,
+            fixed="it changes its argument 0 in place" if k < fixed else "",
+        )
+        for k in range(n)
+    )
+    moments = [Moment(n_bytes=rest, after=n)]
+    moments += [Moment(n_bytes=rest + work + SAVED, after=k, block=k, recomputed=True) for k in range(n)]
+    return Chain(blocks=blocks, moments=tuple(moments), seconds=12.0)
+
+
+def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any) -> ModuleProfile:
+    """The profile of a step with so many bytes held and saved."""
+    third = held // 4
+    by_kind = dict.fromkeys(KINDS, 0) | {"parameters": held - 3 * third, "gradients": third}
+    by_kind |= {"optimiser state": 2 * third, "activations": saved}
+    parts = dict.fromkeys(PARTS, 0) | {"parameters": held, "saved": saved}
+    rows = [ModuleBytes(fqn=f"blocks.{k}", n_bytes=SAVED, by_kind=dict.fromkeys(KINDS, 0)) for k in range(3)]
+    tensor = TensorBytes(
+        name="gelu", fqn="blocks.0", kind="activations", shape=(5, 50), dtype="float32", n_bytes=SAVED
+    )
+    values = {
+        "peak_bytes": held + saved,
+        "largest": max(parts, key=parts.__getitem__),
+        "parts": parts,
+        "by_kind": by_kind,
+        "peak_phase": "backward",
+        "peak_module": "blocks.3",
+        "modules": tuple(rows),
+        "tensors": (tensor,),
+        "timeline": tuple(
+            Stretch(phase=phase, fqn=fqn, by_kind=by_kind)
+            for phase, names in (("forward", NAMES), ("backward", NAMES[::-1]), ("optimiser", ("",)))
+            for fqn in names
+        ),
+        "measured": "fake tensors",
+        "batch_size": 8,
+    }
+    return ModuleProfile(**{**values, **more})  # type: ignore[arg-type]
+
+
+def seen(profile: ModuleProfile | None = None, blocks: Chain | None = None, weights: int = 25) -> Seen:
+    shape = ParameterShape(name="weight", shape=(weights // BLOCKS,), item_bytes=1)
+    profile = profile or profiled()
+    return Seen(
+        profile=profile,
+        chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED),
+        units=(*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=())),
+        rates=CPU_CORE,
+    )
+
+
+def base(budget: int | None, *, devices: int = 1, **options: Any) -> Plan:
+    shape = ModelShape(decoder=None, batch_size=8, parameter_bytes=25, base_activation_bytes=0, profiled=True)
+    return make_plan(
+        profile_of_module(shape), devices=devices, device_memory=budget, shape=shape, batch_size=8, **options
+    )
+
+
+def test_the_largest_part_is_a_signal_with_its_numbers() -> None:
+    found = plan_module(base(10_000), seen())
+    assert found.signals == ("MANY_SAVED_TENSORS",)
+    (said,) = (text for text in found.evidence if text.startswith("MANY_SAVED_TENSORS"))
+    assert "4.00 KiB, 98 % of the peak" in said
+    assert "(the largest part)" in said
+    assert found.diagnosis is not None
+    assert found.diagnosis.largest == "saved"
+    assert "the largest tensor is gelu of blocks.0, [5, 50] float32: 0.98 KiB, 24 % of the peak" in (
+        found.diagnosis.evidence
+    )
+
+
+def test_what_cannot_help_is_named_with_the_reason() -> None:
+    saved, held = (
+        diagnose_module(seen()),
+        diagnose_module(seen(profiled(held=90_000, saved=4100), weights=22_500)),
+    )
+    assert list(saved.helps) == ["recompute"]
+    assert saved.does_not_help["fsdp"].startswith(
+        "fsdp would not: 98 % of the peak are activations and temporaries"
+    )
+    assert held.largest == "parameters"
+    assert list(held.helps) == ["fsdp"]
+    assert (
+        held.does_not_help["recompute"].startswith(
+            "recompute would not: 96 % of the peak are optimiser state, gradients and parameters"
+        )
+        or "96 % of the peak are optimiser state, parameters and gradients" in held.does_not_help["recompute"]
+    )
+    stuck = diagnose_module(seen(blocks=chain(fixed=BLOCKS)))
+    assert "of 'blocks.0' it changes its argument 0 in place" in stuck.does_not_help["recompute"]
+    alone = diagnose_module(seen(blocks=chain(0)))
+    assert "the step calls no block" in alone.does_not_help["recompute"]
+    wide = chain(work=5 * SAVED)
+    assert (
+        "for the blocks keep little beside their inputs"
+        in (diagnose_module(seen(blocks=wide)).does_not_help["recompute"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "strategies", "blocks"),
+    [(None, (), 0), (4200, (), 0), (4199, ("recompute",), 1), (3199, ("recompute",), 2)],
+)
+def test_the_fastest_plan_that_fits_is_taken(budget: int | None, strategies: Any, blocks: int) -> None:
+    found = plan_module(base(budget), seen())
+    assert found.strategies == strategies
+    assert len(found.rules) == blocks
+    assert all(rule.spec == RecomputeBlock() for rule in found.rules)
+    assert all(rule.saves_bytes == SAVED and rule.why for rule in found.rules)
+    assert found.fits is (None if budget is None else True)
+    assert found.candidates[0].strategies == strategies
+    assert found.candidates[0].peak_bytes == found.predicted_peak_bytes
+    assert found.predicted_step_seconds == pytest.approx(12.0 + blocks)
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_a_choice_is_counted_and_made_leaner_where_it_does_not_fit() -> None:
+    counted: list[int] = []
+
+    def count(rules: Any) -> ModuleProfile:
+        counted.append(len(rules))
+        return profiled(saved=BLOCKS * SAVED + 100 - (len(rules) - 1) * SAVED)
+
+    found = plan_module(base(3300), seen(), count=count)
+    assert counted == [1, 2]
+    assert found.predicted_peak_bytes == 3200
+    assert found.fits
+    assert found.candidates[0].peak_bytes == 3200
+    exact = plan_module(base(3300), seen(), count=lambda rules: profiled(saved=3100))
+    assert (len(exact.rules), exact.predicted_peak_bytes) == (1, 3200)
+
+
+def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
+    def count(rules: Any) -> ModuleProfile:
+        raise InstallError("its forward was set by somebody else")
+
+    found = plan_module(base(3300), seen(), count=count)
+    assert found.strategies == ()
+    assert found.fits is False
+    with pytest.raises(InstallError, match="somebody else"):
+        plan_module(base(3300), seen(), named=("recompute",), count=count)
+
+
+def test_what_is_asked_for_by_name_is_honoured() -> None:
+    asked = plan_module(base(10_000, strategies="S1"), seen(), named=("recompute",), budget_named=False)
+    assert asked.strategies == ("S1", "recompute")
+    assert [rule.fqn for rule in asked.rules] == ["", *(f"blocks.{k}" for k in range(BLOCKS))]
+    assert all(rule.why.startswith("asked for by the user") for rule in asked.rules[1:])
+    least = plan_module(base(3300, strategies="S1"), seen(), named=("recompute",))
+    assert len(least.rules) == 2
+    with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1"):
+        plan_module(base(None), seen(), named=("fsdp",))
+    with pytest.raises(PlanError, match="recompute cannot be: the step calls no block"):
+        plan_module(base(None), seen(blocks=chain(0)), named=("recompute",))
+    assert told_apart("S1,fsdp,recompute", policy="auto") == (["S1"], ("recompute", "fsdp"))
+    assert told_apart(None, policy="auto") == (None, None)
+    assert told_apart(None, policy="paper") == (None, ())
+    paper = plan_module(base(3300), seen(), named=())
+    assert paper.strategies == ()
+    assert paper.diagnosis is not None
+
+
+def test_what_is_missing_is_said() -> None:
+    heavy = seen(profiled(held=8000), weights=2000)
+    found = plan_module(base(7000), heavy)
+    assert found.fits is False
+    text = shortfall(found)
+    assert "the least that 1 rank can do with is" in text
+    more = fewest_ranks(heavy, 7000)
+    assert more is not None
+    assert more.ranks > 1
+    assert f"{more.ranks} ranks with {' and '.join(more.strategies)} would fit" in text
+    assert text in plan_report(found).replace("\n  ", " ")
+    hopeless = plan_module(base(10), heavy)
+    assert "no number of ranks up to 1024 would make it fit: take a smaller batch" in shortfall(hopeless)
+
+
+def test_every_plan_is_compared_on_several_ranks() -> None:
+    heavy = seen(profiled(held=8000), weights=2000)
+    found = compare(heavy, ranks=2, budget=None)
+    assert {row.strategies for row in found.candidates} == {
+        (),
+        ("fsdp",),
+        ("recompute",),
+        ("recompute", "fsdp"),
+    }
+    assert found.candidates[0].strategies == ()
+    leanest = min(found.candidates, key=lambda row: row.peak_bytes)
+    assert leanest.strategies == ("recompute", "fsdp")
+
+
+def test_small_gradients_are_copied_on_several_ranks() -> None:
+    grads = tuple(
+        TensorBytes(name=f"{k}.grad", fqn="", kind="gradients", shape=(1,), dtype="float32", n_bytes=n)
+        for k, n in enumerate((300, 2**21))
+    )
+    step = seen(profiled(held=2**22, saved=100, tensors=grads))
+    assert step.peak_bytes(1) == 2**22 + 100
+    assert step.peak_bytes(2) == 2**22 + 300
+
+
+def test_a_plan_that_was_given_is_predicted_anew() -> None:
+    given = plan_module(base(3300), seen())
+    again = plan_again(given, seen(), count=lambda rules: profiled(saved=1900))
+    assert again.predicted_peak_bytes == 2000
+    assert again.rules == given.rules
+
+
+def test_reports_have_80_columns() -> None:
+    for budget in (None, 3300, 10):
+        text = plan_report(plan_module(base(budget), seen()))
+        assert max(map(len, text.splitlines())) <= 80
+        assert "recompute" in text
+
+
+def test_the_largest_batch_is_found_in_few_looks() -> None:
+    for budget, rest in ((10**6, 1234), (999, 990), (10**8, 5)):
+        looks: list[int] = []
+
+        def peak(n: int, rest: int = rest, looks: list[int] = looks) -> int:
+            looks.append(n)
+            return rest + 7 * n + n // 10
+
+        found = largest_batch(peak, budget, 8)
+        assert peak(found) <= budget < peak(found + 1) if found else peak(1) > budget
+        assert len(looks) <= 14
+
+
+def test_a_diagnosis_that_is_none_is_refused() -> None:
+    found = diagnose_module(seen())
+    for wrong in ({"largest": "all"}, {"peak_bytes": -1}, {"helps": {"fsdp": 1}}, {"parts": {}}):
+        with pytest.raises(PlanError, match="a diagnosis was asked for that is none"):
+            replace(found, **wrong)
+    assert isinstance(found, ModuleDiagnosis)

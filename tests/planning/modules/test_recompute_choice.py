@@ -1,0 +1,131 @@
+"""Claim: the choice is the fastest of all that fit, on random chains of every kind, and never slower with more."""
+
+import random
+import time
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.modules.chain import BlockCost, Chain, Moment, extra_seconds, peak_bytes
+from lightning_amp.planning.modules.recompute_choice import choose
+
+
+def cost(fqn: str, seconds: float = 1.0, saved: int = 0, **more: object) -> BlockCost:
+    return BlockCost(
+        fqn=fqn, forward_seconds=seconds, saved_bytes=saved, input_bytes=0, work_bytes=0, parameter_bytes=0, **more
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def random_chain(draw: random.Random, n: int) -> Chain:
+    """Shared tensors, blocks that are called again, blocks that stay, and sometimes two backward passes."""
+    n_tensors, some = draw.randint(0, 4), lambda: tuple(k for k in range(n_tensors) if draw.random() < 0.3)
+    names = [f"b.{draw.randrange(i + 1) if draw.random() < 0.15 else i}" for i in range(n)]
+    blocks = tuple(
+        cost(
+            name, draw.randint(1, 9) / 2, draw.randint(0, 30), keeps=some(), inputs=some(),
+            fixed="it is compiled" if draw.random() < 0.1 else "",
+        )
+        for name in names
+    )  # fmt: skip
+    cut = draw.randrange(1, n) if draw.random() < 0.3 and n > 1 else 0
+    moments = [Moment(n_bytes=draw.randint(0, 40), after=0)]
+    for i in range(n):
+        first = cut if i >= cut else 0
+        for again in (False, True):
+            moments.append(
+                Moment(
+                    n_bytes=draw.randint(0, 40), first=first, after=i, alive=some(), block=i, recomputed=again
+                )
+            )
+        if i + 1 != cut:
+            moments.append(Moment(n_bytes=draw.randint(0, 40), first=first, after=i + 1, alive=some()))
+    return Chain(
+        blocks=blocks, tensors=tuple(draw.randint(1, 20) for _ in range(n_tensors)), moments=tuple(moments)
+    )
+
+
+def every_choice(chain: Chain) -> list[tuple[str, ...]]:
+    return [c for n in range(len(chain.names) + 1) for c in combinations(chain.names, n)]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_choice_is_that_of_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    chain = random_chain(draw, draw.randint(1, 9 if seed % 10 else 12))
+    rows = [(peak_bytes(chain, c), extra_seconds(chain, c)) for c in every_choice(chain)]
+    least, most = min(rows)[0], max(rows)[0]
+    for budget in {0, least - 1, least, (least + most) // 2, (3 * least + most) // 4, most - 1, most}:
+        found = choose(chain, max(0, budget))
+        fitting = [seconds for n_bytes, seconds in rows if n_bytes <= budget]
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert found.extra_seconds == pytest.approx(min(fitting))
+            assert found.peak_bytes == peak_bytes(chain, found.recomputed) <= budget
+            assert found.extra_seconds == extra_seconds(chain, found.recomputed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_bytes_are_never_slower(seed: int) -> None:
+    chain = random_chain(random.Random(1000 + seed), 10)
+    seconds = [
+        found.extra_seconds for budget in range(0, 400, 3) if (found := choose(chain, budget)) is not None
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
+    """Blocks one after the other, each of which is handed what the one before has made."""
+    blocks, moments = [], []
+    for i in range(n):
+        saved = 100 + (draw.randrange(10**9) if draw else 0)
+        # time as bytes, but not quite: the hardest case
+        seconds = saved * (draw.uniform(0.9, 1.1) if draw else 1.0)
+        keeps = (i - 1,) if i else ()
+        blocks.append(cost(f"b.{i}", seconds, saved, keeps=keeps, inputs=keeps))
+        moments.append(Moment(n_bytes=saved, after=i, alive=keeps, block=i))
+        moments.append(Moment(n_bytes=saved + 5, after=i, alive=keeps, block=i, recomputed=True))
+    return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, Moment(n_bytes=0, after=n)))
+
+
+def test_by_hand() -> None:
+    """Four blocks of 100 bytes that are handed 10: one is alive with all before it while it is recomputed."""
+    chain = plain_chain(4)
+    assert peak_bytes(chain, ()) == 400 + 30
+    assert peak_bytes(chain, chain.names) == 30 + 105
+    assert peak_bytes(chain, ("b.0",)) == 300 + 30
+    assert peak_bytes(chain, ("b.3",)) == 300 + 30 + 105
+    found = choose(chain, 330)
+    assert found is not None
+    assert found.recomputed in {("b.0",), ("b.1",), ("b.2",)}
+    assert choose(chain, 129) is None
+    # the last one gains nothing
+    assert choose(chain, 130).recomputed == chain.names[:3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_two_hundred_blocks_take_no_second(hard: bool) -> None:
+    chain = plain_chain(200, random.Random(1) if hard else None)
+    all_bytes, least = peak_bytes(chain, ()), peak_bytes(chain, chain.names)
+    start = time.process_time()
+    found = choose(chain, (all_bytes + least) // 2)
+    assert time.process_time() - start < 5, "a hang, not a target"
+    assert found is not None
+    # of the bytes that have to go, hardly more time than their share
+    share = sum(b.forward_seconds for b in chain.blocks) * (all_bytes - found.peak_bytes) / all_bytes
+    assert 0.85 * share < found.extra_seconds < 1.15 * share
+
+
+def test_what_is_asked_wrongly_is_refused() -> None:
+    chain = Chain(blocks=(cost("a"), cost("b", fixed="it is compiled")), moments=(Moment(n_bytes=3),))
+    with pytest.raises(PlanError, match=r"recomputing 'b' was asked for.*it is compiled; allowed are a"):
+        peak_bytes(chain, ["b"])
+    with pytest.raises(PlanError, match=r"recomputing 'c' was asked for.*no block of that name"):
+        peak_bytes(chain, ["c"])
+    for budget in (-1, True, 1.5):
+        with pytest.raises(PlanError, match="budget_bytes=.* was asked for"):
+            choose(chain, budget)  # type: ignore[arg-type]
+    assert choose(chain, 2) is None
+    assert choose(chain, 3).recomputed == ()  # type: ignore[union-attr]
+    assert choose(replace(chain, blocks=(), moments=()), 0).recomputed == ()  # type: ignore[union-attr]
