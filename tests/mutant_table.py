@@ -1613,8 +1613,8 @@ MUTANTS = [
         "chunk choice",
         "a row over the budget",
         f"{CHUNKS}/line.py",
-        "            if budget is None or whole.peak_bytes <= budget:",
-        "            if True:",
+        "        if budget is None or whole.peak_bytes <= budget:",
+        "        if True:",
         CHOOSE,
     ),
     Mutant(
@@ -1653,8 +1653,8 @@ MUTANTS = [
         "chunk choice",
         "the least is not the least",
         f"{CHUNKS}/choose_chunks.py",
-        "        if found.peak_bytes > guess:",
-        "        if found.peak_bytes <= guess:",
+        "        guess = found.peak_bytes - 1",
+        "        return found",
         CHOOSE,
     ),
     Mutant(

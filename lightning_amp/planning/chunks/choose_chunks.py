@@ -75,15 +75,13 @@ def choose_chunks(
 def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes: int) -> ChunkPlan | None:
     """The plan of the least cost; None if none is found."""
     candidates, aim = _candidates(table, line, cost, budget_bytes), budget_bytes
-    while True:
-        label = line.search(candidates, aim)
-        if label is None:
-            return None
+    while aim > 0 and (label := line.search(candidates, aim)) is not None:
         plan = _plan(table, label, line, seconds)
         if plan.peak_bytes <= budget_bytes:
             return plan
         # the line's bytes of a backward pass are not exact: aim as much lower as it went wrong
         aim -= plan.peak_bytes - budget_bytes
+    return None
 
 
 def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:
