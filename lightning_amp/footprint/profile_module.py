@@ -262,7 +262,7 @@ class _Here(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Only take the values away of what the module has made in `setup` and `configure_model`."""
         if self._fake is not None:
-            assert self.lightning_module is not None
+            assert self.lightning_module is not None, "the Trainer sets the module before its device"
             make_fake(self.lightning_module, self._fake)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,4 +37,4 @@ def shortened(names: Sequence[str]) -> str:
 
 def _alone(name: str, text: str) -> str:
     """A sentence without the technique's name, which stands before it."""
-    return text.removeprefix(f"{name} would not: ").removeprefix(f"{name} would ")
+    return text.removeprefix(f"{name} would not: ").removeprefix(f"{name} would make ")
