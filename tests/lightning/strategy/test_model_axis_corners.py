@@ -220,7 +220,7 @@ REFUSED: dict[type[Corner], str] = {
     TiedInput: f".bias', which it {OUTSIDE}",
     LearnedLibrary: ", which it reads inside of the decoder that is split over the model axis",
     OwnReference: "'weight' of a layer that S2 or nodes has replaced, which it still reads",
-    EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that S2 has replaced by the rank's shard",
+    EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that the plan has replaced by the rank's shard",
     TiedEncoders: "but another layer that is to be split has it too",
     HookedAttention: "'decoder.strata.1.key.attention' was to be replaced and has forward_hooks",
     HookedNorm: "'decoder.strata.1.key.prenorm' was to be replaced and has forward_hooks",
