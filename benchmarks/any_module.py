@@ -357,8 +357,9 @@ def tables(names: list[str], *, quick: bool) -> Iterator[list[str]]:
     lines = [*paragraph(f"{origin(command)} Bytes of the second step; the most of any rank.")]
     with tempfile.TemporaryDirectory() as folder:
         for title, header, rows in (
-            ("Budgets", BUDGETS, budget_rows),
+            # times first, for what is exact may be counted while the machine does something else
             ("Beside peers, two ranks", PEERS_HEADER, peer_rows),
+            ("Budgets", BUDGETS, budget_rows),
         ):
             done: list[list[str]] = []
             for row in rows(names, Path(folder), quick=quick):
