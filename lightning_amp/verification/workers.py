@@ -7,6 +7,7 @@ each, for its pool of threads does not survive a fork.
 Known limits: one node, CPU; a script that is spawned from needs `if __name__ == "__main__":` around its work.
 """
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -32,6 +33,10 @@ START_S = 300.0
 """For importing torch and the user's code, on a busy machine."""
 GRACE_S = 5.0
 """How long other ranks may still report once one has failed; they may wait for it in a collective."""
+STACK_AT = 0.9
+"""Share of the time of a task after which a process writes where it stands."""
+FRAMES = 12
+"""How many of a silent process's functions are told, innermost first."""
 SINGLE = -1
 """Rank of the single process."""
 
@@ -108,17 +113,22 @@ class Workers:
         if self._broken:
             raise AmpError("a rank has not answered before, so no more can be tried")
         before = multiprocessing.active_children()
-        runs = {self._pools[rank].submit(_carry_out, task, rank, self.folder, args): rank for rank in ranks}
+        runs = {
+            self._pools[rank].submit(_carry_out, task, rank, self.folder, args, timeout): rank
+            for rank in ranks
+        }
         self._processes += [child for child in multiprocessing.active_children() if child not in before]
         first = [run for run in wait(runs, timeout, FIRST_EXCEPTION).done if _error(run)]
         if first:
             wait(runs, GRACE_S)
         self._broken = any(not run.done() or isinstance(_error(run), BrokenProcessPool) for run in runs)
-        _raise_failure(first, runs, timeout)
+        _raise_failure(first, runs, timeout, self.folder)
         return [run.result() for run in runs]
 
 
-def _raise_failure(first: "list[Future[Any]]", runs: "dict[Future[Any], int]", timeout: float) -> None:
+def _raise_failure(
+    first: "list[Future[Any]]", runs: "dict[Future[Any], int]", timeout: float, folder: Path
+) -> None:
     """Raise what came first, if anything has failed."""
     # what another rank has raised says why one has ended
     for error in map(_error, (*first, *runs)):
@@ -126,11 +136,12 @@ def _raise_failure(first: "list[Future[Any]]", runs: "dict[Future[Any], int]", t
             raise error
     if first:
         raise AmpError(f"{_named(runs[first[0]])} ended without a word; {ENDED}")
-    silent = [_named(rank) for run, rank in runs.items() if not run.done()]
+    silent = [rank for run, rank in runs.items() if not run.done()]
     if silent:
+        stood = "".join(f"\n{_named(rank)} stood in\n{_stack(folder, rank)}" for rank in silent)
         raise AmpError(
-            f"{', '.join(silent)} gave no answer within {timeout:.0f} s; a step that takes long needs a larger"
-            " timeout, and ranks that wait for each other were made to communicate unequally often"
+            f"{', '.join(map(_named, silent))} gave no answer within {timeout:.0f} s; a step that takes long needs a"
+            f" larger timeout, and ranks that wait for each other were made to communicate unequally often{stood}"
         )
 
 
@@ -172,16 +183,31 @@ def _end_with_caller() -> None:
     os._exit(1)
 
 
+def _stack(folder: Path, rank: int) -> str:
+    """What a rank's main thread was doing shortly before its time was over."""
+    try:
+        threads = (folder / f"{rank}.stack").read_text().split("\n\n")
+    except OSError:  # it has not come to begin
+        return "no function yet"
+    frames = threads[-1].strip().splitlines()[1:]
+    return "\n".join(frames[:FRAMES])
+
+
 def _nothing(rank: int, folder: Path) -> None:
     """The task by which a process shows that it is there."""
 
 
-def _carry_out(task: Task, rank: int, folder: Path, args: tuple[Any, ...]) -> Any:
+def _carry_out(task: Task, rank: int, folder: Path, args: tuple[Any, ...], timeout: float) -> Any:
+    stack = (folder / f"{rank}.stack").open("w")
+    # by the interpreter's own thread: a rank that hangs in a collective does not come to write it
+    faulthandler.dump_traceback_later(timeout * STACK_AT, file=stack)
     try:
         return task(rank, folder, *args)
     except BaseException as error:
         raise _told(error, rank) from None
     finally:
+        faulthandler.cancel_dump_traceback_later()
+        stack.close()
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -364,3 +364,15 @@ def test_a_row_is_as_good_as_its_worst_tensor() -> None:
     )
     assert found.to_dict()["rows"][1]["error"] == "nan"
     assert "an unknown number of cells" in " ".join(str(found).split())
+
+
+@pytest.mark.ranks
+def test_a_rank_that_gives_no_answer_is_told_with_where_it_stood(tmp_path: Path) -> None:
+    with Workers(2, tmp_path, timeout=2) as pool:
+        with pytest.raises(AmpError, match=r"^rank 1 gave no answer within 2 s") as told:
+            pool.ranks(cases.waits_for_nobody)
+        assert "rank 1 stood in" in str(told.value)
+        assert "in waits_for_nobody" in str(told.value)
+        assert "rank 0 stood in" not in str(told.value)
+        with pytest.raises(AmpError, match="has not answered before"):
+            pool.single(cases.waits_for_nobody)

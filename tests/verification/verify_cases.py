@@ -1,5 +1,7 @@
 """Small modules for test_verify.py: clean ones, and one for each thing that breaks equivalence."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -255,3 +257,9 @@ class RaisesOnRank(Clean):
         if self.trainer.world_size > 1:
             raise ArithmeticError("on purpose")
         return self.loss(batch)
+
+
+def waits_for_nobody(rank: int, folder: Path) -> None:
+    """A rank that is not come to: the other one has returned."""
+    if rank == 1:
+        threading.Event().wait()
