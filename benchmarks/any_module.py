@@ -67,13 +67,14 @@ def checkpoint_by_hand(module: Any) -> None:
 
 def shard_by_hand(module: Any) -> None:
     """FSDP2: every block, then the whole module."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     def configure_model() -> None:
         mesh = module.device_mesh["data_parallel"]
         for block in blocks_of(module):
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
+        register_fsdp_forward_method(module, "training_step")
 
     module.configure_model = configure_model
 
