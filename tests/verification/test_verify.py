@@ -77,7 +77,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    with Workers(2, tmp_path_factory.mktemp("workers"), timeout=100) as pool:
+    with Workers(2, tmp_path_factory.mktemp("workers"), timeout=240) as pool:
         yield pool
 
 
