@@ -1,10 +1,11 @@
-"""Every picture: memory per stratum, embedding of cells, contact maps.
+"""Every picture: memory per stratum and over a step, embedding of cells, contact maps.
 
 Drawn through matplotlib's object interface: no window system, no global state, so it is safe on any rank and
 in any notebook. Pictures are PNG at 150 dots per inch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -28,6 +29,8 @@ COLOUR_RANGE = 1_000
 MAP_TICKS = 6
 LEGEND_ROWS = 18
 LEGEND_LETTERS = 24
+HOLDERS = 10
+NAME_LETTERS = 26
 
 
 def memory_curve(
@@ -95,6 +98,84 @@ def simulated_memory(
         last = (len(simulated_bytes) - 0.5, peak_bytes / size)
         axes.plot(*last, "X", color=RED, markersize=9, linestyle="none", label=label, clip_on=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    _save(figure, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCurve:
+    """Memory over one training step.
+
+    Attributes:
+        phases: [stretch], what the step does.
+        lengths: [stretch], operators.
+        by_kind: kind -> [stretch] bytes.
+        holders: module -> kind -> bytes at the peak, largest module first.
+    """
+
+    phases: Sequence[str]
+    lengths: Sequence[int]
+    by_kind: Mapping[str, Sequence[int]]
+    holders: Mapping[str, Mapping[str, int]]
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """[stretch] bytes of all kinds."""
+        found: NDArray[np.int64] = np.array(list(self.by_kind.values()), dtype=np.int64).sum(0)
+        return found
+
+    @property
+    def edges(self) -> NDArray[np.float64]:
+        """[stretch + 1], where each begins, as a share of the step."""
+        found: NDArray[np.float64] = np.cumsum([0, *self.lengths]) / sum(self.lengths)
+        return found
+
+
+def step_memory(
+    path: Path,
+    step: StepCurve,
+    *,
+    predicted: StepCurve | None,
+    at: str,
+    budget_bytes: float | None,
+    title: str,
+) -> None:
+    """Draw memory over a training step as an area by kind, and beside it the modules that hold most at the peak.
+
+    Args:
+        path: PNG to write
+        step: what is drawn as areas and bars
+        predicted: the same step before it was run, drawn as a line and as marks
+        at: where in the step the peak is
+        budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
+        title: above all
+    """
+    top = max(int(one.total.max()) for one in (step, predicted) if one is not None)
+    unit, size = _unit(top)
+    figure = _new_figure(10.5, 4.4)
+    over_time, beside = figure.subplots(1, 2, width_ratios=[2, 1])
+    _draw_kinds(over_time, step, size)
+    if predicted is not None:
+        over_time.stairs(
+            predicted.total / size, predicted.edges, color=INK, ls="--", lw=1.2, label="predicted"
+        )
+    if budget_bytes is not None:
+        _draw_budget(over_time, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, size=size)
+    over_time.set(xlabel="operators of one step, one after the other", ylabel=f"memory ({unit})", xlim=(0, 1))
+    over_time.set_ylim(0, max(1.16 * top / size, over_time.get_ylim()[1]))
+    peak, where = float(step.total.max()) / size, int(step.total.argmax())
+    place = (step.edges[where] + step.edges[where + 1]) / 2
+    words = {
+        "ha": "left" if place < 0.3 else "right" if place > 0.7 else "center",
+        "va": "bottom",
+        "fontsize": 9,
+    }
+    over_time.plot(place, peak, "v", color=INK, markersize=6)
+    over_time.annotate(
+        f"{peak:.3g} {unit}: {at}", (place, peak), xytext=(0, 6), textcoords="offset points", **words
+    )
+    _draw_holders(beside, step, predicted, unit=unit, size=size)
+    figure.legend(*over_time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title)
     _save(figure, path)
 
 
@@ -189,6 +270,36 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
     for outer in (below, beside):
         outer.tick_params(length=0)
         outer.spines[:].set_visible(False)
+
+
+def _draw_kinds(axes: Axes, step: StepCurve, size: float) -> None:
+    """Areas by kind, and where the phases of the step begin."""
+    areas = [np.r_[values, values[-1]] / size for values in map(list, step.by_kind.values())]
+    axes.stackplot(step.edges, areas, labels=list(step.by_kind), colors=PALETTE, step="post", alpha=0.85)
+    begins = [k for k, phase in enumerate(step.phases) if k == 0 or phase != step.phases[k - 1]]
+    for k in begins[1:]:
+        axes.axvline(step.edges[k], color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xticks([float(step.edges[k]) for k in begins], [step.phases[k] for k in begins], ha="left")
+
+
+def _draw_holders(
+    axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float
+) -> None:
+    """Bars by kind of the modules that hold most at the peak; of those that were predicted to, a mark."""
+    names = list(step.holders)[:HOLDERS]
+    left = np.zeros(len(names))
+    for kind, colour in zip(step.by_kind, PALETTE, strict=False):
+        values = np.array([step.holders[name][kind] for name in names]) / size
+        axes.barh(range(len(names)), values, left=left, color=colour, alpha=0.85)
+        left += values
+    if predicted is not None:
+        marks = [sum(predicted.holders.get(name, {}).values()) / size for name in names]
+        axes.plot(marks, range(len(names)), "|", color=INK, markersize=12, markeredgewidth=1.6)
+    short = [name if len(name) <= NAME_LETTERS else f"...{name[3 - NAME_LETTERS :]}" for name in names]
+    axes.set_yticks(range(len(names)), [name or "(the module itself)" for name in short], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"at the peak ({unit})")
+    axes.set_title("modules that hold most", fontsize=10)
 
 
 def _draw_strata(

@@ -55,6 +55,8 @@ CHUNKS, PIECES = "lightning_amp/planning/chunks", "tests/planning/chunks"
 SEARCH = f"{PIECES}/test_region.py {PIECES}/test_find_regions.py"
 CHOOSE = f"{PIECES}/test_chunk_bytes.py {PIECES}/test_choose_chunks.py"
 EXACT = "tests/graph/test_pieces_are_exact.py"
+RESCUE, SAVED = f"{L}/steps/rescue.py", "tests/lightning/strategy/test_rescue.py"
+ENDED = "tests/lightning/strategy/test_end_of_memory.py"
 
 MUTANTS = [
     Mutant(
@@ -1664,5 +1666,82 @@ MUTANTS = [
         "        forward = (n - 1) * again + copies",
         "        forward = copies",
         CHOOSE,
+    ),
+    Mutant("rescue", "state lost: buffers", RESCUE, "buffer.copy_(before)", "pass", SAVED),
+    Mutant("rescue", "state lost: metrics", RESCUE, "vars(metric).update(state)", "pass", SAVED),
+    Mutant(
+        "rescue",
+        "state lost: counters of the loop",
+        RESCUE,
+        "self._loop.optim_progress.load_state_dict(self._progress)",
+        "pass",
+        SAVED,
+    ),
+    Mutant("rescue", "random streams go on", RESCUE, "set_random_streams(self._random)", "pass", SAVED),
+    Mutant("rescue", "gradients of the failed pass stay", RESCUE, "parameter.grad = None", "pass", SAVED),
+    Mutant(
+        "rescue",
+        "one rank only",
+        RESCUE,
+        "if largest(0.0, self._device):",
+        "if largest(0.0, self._device) > 1:",
+        SAVED,
+    ),
+    Mutant("rescue", "plans without number", RESCUE, "self._left -= 1", "self._left -= 0", SAVED),
+    Mutant(
+        "rescue",
+        "a changed parameter is forgotten",
+        RESCUE,
+        "self._updating = True",
+        "self._updating = False",
+        SAVED,
+    ),
+    Mutant(
+        "rescue",
+        "budget not checked",
+        "lightning_amp/footprint/bounded_step.py",
+        "if self._bounded and self.current + n_bytes > self._budget:",
+        "if False:",
+        SAVED,
+    ),
+    Mutant(
+        "rescue",
+        "a new plan is not counted",
+        f"{L}/steps/counted_batches.py",
+        "self._left = COUNTED",
+        "self._left = 0",
+        SAVED,
+    ),
+    Mutant(
+        "rescue",
+        "no budget without a rescue",
+        f"{L}/steps/counted_batches.py",
+        "loop.run = run",
+        "pass",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "an outer module is named",
+        f"{L}/steps/end_of_memory.py",
+        "for k in range(len(frames) - 1, -1, -1):",
+        "for k in range(len(frames)):",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "kinds add up wrong",
+        f"{L}/steps/end_of_memory.py",
+        "before = meter.current",
+        "before = 0",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "streams are not put back",
+        f"{L}/first_look/example_batch.py",
+        "with isolated_random_streams():",
+        "if True:",
+        "tests/lightning/first_look",
     ),
 ]

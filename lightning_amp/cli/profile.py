@@ -2,9 +2,12 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
+from lightning_amp.cli.calibrate import check_target
 from lightning_amp.cli.request import add_data, read
+from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import PlanError
 
 
@@ -15,6 +18,11 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE.yaml", help="of `lightning-amp fit`: profile its model's step instead"
     )
     parser.add_argument("--batch-size", type=int, help="with --config: cells or samples of the batch")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="with --config: draw the step by kind and module; replaces the file",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -27,12 +35,22 @@ def _run(arguments: argparse.Namespace) -> None:
             f"a profile was asked for of DIR={arguments.data_dir!r} and --config {arguments.config!r}; give one of"
             " them: a data directory, or a configuration of `lightning-amp fit`"
         )
+    if arguments.plot is not None and arguments.config is None:
+        raise PlanError(
+            f"--plot {arguments.plot!r} was asked for of a data directory, which has no training step to draw; give"
+            " --config, or leave --plot out"
+        )
+    if arguments.plot is not None:
+        check_target("--plot", arguments.plot, "step.png", overwrite=True)
     if arguments.config is None:
         found: Any = read(arguments)
         text = profile_report(found)
     else:
         found = _of_configuration(arguments.config, arguments.batch_size)
         text = module_report(found)
+        if arguments.plot is not None:
+            with written_aside(Path(arguments.plot)) as aside:
+                found.plot(aside)
     print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else text)
 
 

@@ -59,6 +59,8 @@ def _print_results(cli: CommandLine) -> None:
     for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StratumMemoryMonitor) and callback.written:
             print(f"\n{memory_table(callback.table())}")
+            if callback.modules():
+                print(f"\n{memory_table(callback.modules(), of='module')}")
         for path in getattr(callback, "written", []):
             print(f"wrote {_short(path)}")
         for remark in getattr(callback, "remarks", []):
@@ -68,18 +70,18 @@ def _print_results(cli: CommandLine) -> None:
             print(f"wrote {_short(path)}")
 
 
-def memory_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Predicted beside measured memory, one row per stratum."""
+def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
+    """Predicted beside measured memory, one row per stratum, or of what else the rows are."""
     cells = [
         [
-            str(row["stratum"]),
+            str(row[of]) or "(the module itself)",
             "-" if row["predicted"] is None else format_bytes(row["predicted"]),
             format_bytes(row["measured"]),
             "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
         ]
         for row in rows
     ]
-    return table(["stratum", "predicted", "measured", "measured / predicted"], cells)
+    return table([of, "predicted", "measured", "measured / predicted"], cells)
 
 
 def _checkpoints(cli: CommandLine) -> list[Path]:

@@ -4,12 +4,14 @@ Legend: sizes end in `_bytes`; a module is named as `named_modules` names it, th
 """
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 SCHEMA = 1
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
+PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
 Part = Literal["parameters", "tensor", "saved", "head"]
 PARTS: tuple[Part, ...] = ("parameters", "tensor", "saved", "head")
 
@@ -43,11 +45,16 @@ class TensorBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A stretch of the step in which one module worked: the bytes alive by kind when there were most."""
+    """A stretch of the step in which one module worked: the bytes alive by kind when there were most.
+
+    Attributes:
+        n_operators: Length of the stretch.
+    """
 
     phase: str
     fqn: str
     by_kind: dict[str, int]
+    n_operators: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,3 +97,41 @@ class ModuleProfile:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+    def plot(
+        self,
+        path: str | Path,
+        *,
+        predicted: "ModuleProfile | None" = None,
+        budget_bytes: int | None = None,
+        title: str = "memory of a training step",
+    ) -> Path:
+        """Draw the step as an area by kind over its operators, with the modules that hold most at the peak.
+
+        Args:
+            path: PNG to write; returned.
+            predicted: The same step as it was predicted, drawn as a line, and beside the modules of this one.
+            budget_bytes: Memory that may be used.
+            title: What was run.
+        """
+        # matplotlib is slow to load, and only needed where a picture is drawn
+        from lightning_amp.figures import StepCurve, step_memory
+
+        def curve(profile: ModuleProfile) -> StepCurve:
+            return StepCurve(
+                phases=[moment.phase for moment in profile.timeline],
+                lengths=[moment.n_operators for moment in profile.timeline],
+                by_kind={kind: [m.by_kind[kind] for m in profile.timeline] for kind in KINDS},
+                holders={row.fqn: row.by_kind for row in profile.modules},
+            )
+
+        at = f"{PHASES[self.peak_phase]} of {self.peak_module or 'the module itself'}"
+        step_memory(
+            Path(path),
+            curve(self),
+            predicted=None if predicted is None else curve(predicted),
+            at=at,
+            budget_bytes=budget_bytes,
+            title=title,
+        )
+        return Path(path)

@@ -311,9 +311,6 @@ class _Count(Callback):
     ) -> None:
         """Enter the mode, and begin to count."""
         if batch_idx == 0:
-            for optimizer in trainer.optimizers:
-                optimizer.register_step_pre_hook(self._before_step)
-                optimizer.register_step_post_hook(self._after_step)
             if self._fake is not None:
                 self._entered.enter_context(self._fake)
                 self._entered.enter_context(CopyFakes())
@@ -323,7 +320,8 @@ class _Count(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Gradients are whole."""
-        self._begin_optimiser()
+        if self._counting:
+            self.recorder.begin_optimiser()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -332,19 +330,6 @@ class _Count(Callback):
         if self._counting:
             self.recorder.hold_gradients()
             raise _Done
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # a closure runs forward and backward first; the optimiser itself is the first argument
-        if len(args) < 2 and kwargs.get("closure") is None:
-            self._begin_optimiser()
-
-    def _after_step(self, *_: Any) -> None:
-        self.recorder.optimising = False
-
-    def _begin_optimiser(self) -> None:
-        if self._counting:
-            self.recorder.hold_gradients()
-            self.recorder.optimising = True
 
 
 @contextmanager

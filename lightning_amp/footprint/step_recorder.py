@@ -61,6 +61,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
+        optimizers = list(optimizers)
         named = list(self._module.named_parameters()) + list(self._module.named_buffers())
         self._hold(named, PARAMETERS)
         self.hold_gradients()
@@ -74,6 +75,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
+            *(optimizer.register_step_pre_hook(self._before_update) for optimizer in optimizers),
+            *(optimizer.register_step_post_hook(self._after_update) for optimizer in optimizers),
         ]
         self.__enter__()
 
@@ -82,6 +85,19 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
+
+    def begin_optimiser(self) -> None:
+        """Gradients are whole, and what follows is of the optimiser, until its step has ended."""
+        self.hold_gradients()
+        self.optimising = True
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # a closure runs forward and backward first; the optimiser itself is the first argument
+        if len(args) < 2 and kwargs.get("closure") is None:
+            self.begin_optimiser()
+
+    def _after_update(self, *_: Any) -> None:
+        self.optimising = False
 
     def hold_gradients(self) -> None:
         """Count the gradients that parameters have now as such, from their birth on."""

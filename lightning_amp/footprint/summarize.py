@@ -160,7 +160,8 @@ def _modules(peak: Iterable[Life]) -> tuple[ModuleBytes, ...]:
 
 def _timeline(by_kind: Any, work: Sequence[tuple[str, str]]) -> tuple[Moment, ...]:
     total, moments = by_kind.sum(0), []
-    for (phase, fqn), stretch in groupby(range(len(work)), key=work.__getitem__):
+    for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
+        stretch = list(grouped)
         most = max(stretch, key=total.__getitem__)
-        moments.append(Moment(phase=phase, fqn=fqn, by_kind=_row(by_kind, most)))
+        moments.append(Moment(phase=phase, fqn=fqn, by_kind=_row(by_kind, most), n_operators=len(stretch)))
     return tuple(moments)

@@ -8,14 +8,18 @@ cells. While `KeyedDraws` is active, a draw with an axis of cells is made cell b
 so that errors that come from the draws vanish, whatever is drawn. Draws without an axis of cells are left alone: the
 generators of all ranks start alike, and these draws consume them alike.
 
-Known limits: draws of numpy and python, permutations of cells, and attention with dropout inside one operator are not
-made equal; the axis of cells is the first that is as long as the rank's part of the batch.
+A backward pass that computes parts of the forward pass again draws for each module what it has drawn before.
+
+Known limits: draws of numpy and python, permutations of cells, attention with dropout inside one operator, and those of
+a module that runs several times in a step and is computed again, are not made equal; the axis of cells is the first
+that is as long as the rank's part of the batch.
 """
 
 import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,10 @@ from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode
 
-NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+OWN = Path(__file__).parents[1]
+NOT_THE_USERS = tuple(
+    map(str, (Path(torch.__file__).parent, *(OWN / n for n in ("verification", "parallel", "footprint"))))
+)
 """Folders of code between the user's line and the draw."""
 
 
@@ -63,6 +70,15 @@ class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._draw(
             func, args, {k: v for k, v in kwargs.items() if k != "generator"}, site=site, axis=axis
         )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from the beginning again, and go on where it was before."""
+        reached, self._reached = self._reached, Counter()
+        try:
+            yield
+        finally:
+            self._reached = reached
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, site: str, axis: int) -> Any:
         n = _shape(args)[axis]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_amp.data.batch_parts import tensors_in
@@ -46,7 +47,7 @@ class Trace:
     def __init__(self, module: nn.Module) -> None:
         """Know the names of a module as it is trained, with everything installed."""
         self._names = {id(child): name for name, child in module.named_modules()}
-        self._kinds = {name: type(child).__name__ for name, child in module.named_modules()}
+        self._kinds = {name: _kind(child).__name__ for name, child in module.named_modules()}
         hidden = [name for name, child in module.named_modules() if is_decomposed(child)]
         self._hidden = tuple(f"{name}." for name in hidden)
         self._running: list[str] = []
@@ -86,6 +87,11 @@ class Trace:
             for value in tensors_in(values)
             if value.dim() and len(value) in self._starts and value.is_floating_point()
         ]
+
+
+def _kind(module: nn.Module) -> type:
+    """A module's class; torch's fully_shard has put one of its own in front."""
+    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _print(value: Tensor) -> Tensor:

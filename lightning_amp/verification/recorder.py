@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -61,6 +61,7 @@ class Recorder(Callback):
         self.record = Record()
         self._starts_of, self._native, self._nudged = starts_of, native, nudged
         self._stepped: set[int] = set()
+        self._backward, self._in_step = ExitStack(), False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the module, which now has everything installed."""
@@ -92,8 +93,20 @@ class Recorder(Callback):
         self.record.cells.append(count_cells(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Note the loss."""
+        """Note the loss; what the backward pass computes again draws as it did before."""
         self.record.losses[-1].append(float(loss.detach()))
+        if not self._in_step:
+            self._backward.enter_context(self._trace.follow(self._where))
+            self._backward.enter_context(self._draws)
+        self._backward.enter_context(self._draws.again())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gradients are there."""
+        self._backward.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The process trains again."""
+        self._backward.close()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -132,11 +145,12 @@ class Recorder(Callback):
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        where = self._starts_of(len(self.record.losses) - 1)
-        draws = KeyedDraws(where, self._trace.running, native=self._native)
-        before = _generators()
+        self._where = where = self._starts_of(len(self.record.losses) - 1)
+        self._draws = draws = KeyedDraws(where, self._trace.running, native=self._native)
+        before, self._in_step = _generators(), True
         with self._trace.follow(where), draws:
             yield
+        self._in_step = False
         self.record.elsewhere |= {name for name, state in _generators().items() if state != before[name]}
         self.record.sites += [site for site in draws.sites if site not in self.record.sites]
 

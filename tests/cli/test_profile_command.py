@@ -60,6 +60,19 @@ def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     assert found["largest"] == "parameters"
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
+    picture = tmp_path / "step.png"
+    assert main(["profile", "--config", config, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for words, said in (
+        (["--config", config, "--plot", str(tmp_path / "step.txt")], "allowed is the name of a PNG file"),
+        ([str(tmp_path), "--plot", str(picture)], "has no training step to draw"),
+    ):
+        assert main(["profile", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:
     for words in (["profile"], ["profile", "data", "--config", config]):
         assert main(words) == 2

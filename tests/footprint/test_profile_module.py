@@ -5,6 +5,7 @@ The judge is LiveBytes in a Trainer of the test's own, on real tensors; torch's 
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 import lightning_amp
+from lightning_amp import figures
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
@@ -366,6 +368,25 @@ def test_seven_billion_parameters_need_no_memory() -> None:
     assert found.by_kind["gradients"] == 4 * weights
     assert found.by_kind["optimiser state"] == 8 * weights + 4 * 52
     assert found.largest == "parameters"
+
+
+def test_the_picture_has_every_operator_and_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "step_memory", lambda *args, **kwargs: drawn.append((args, kwargs)))
+    found, other = (
+        lightning_amp.profile(Small(), small_batch()),
+        lightning_amp.profile(Small(), small_batch(8)),
+    )
+    found.plot(tmp_path / "step.png", predicted=other)
+    (((path, step), options),) = drawn
+    assert path == tmp_path / "step.png"
+    assert step.total.max() == found.peak_bytes
+    assert step.edges[0] == 0
+    assert step.edges[-1] == 1
+    assert sum(step.lengths) == sum(moment.n_operators for moment in found.timeline) > len(found.timeline)
+    assert sum(n for kinds in step.holders.values() for n in kinds.values()) == found.peak_bytes
+    assert options["predicted"].total.max() == other.peak_bytes
+    assert options["at"].endswith(f"of {found.peak_module or 'the module itself'}")
 
 
 def test_a_profile_is_plain_values() -> None:

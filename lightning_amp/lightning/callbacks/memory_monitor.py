@@ -3,6 +3,8 @@
 A row holds: rank, step (training batches so far), decoder (its name in the module), stratum (0-based, or "step"
 for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step
 began), predicted_bytes (None without a plan) and rss_bytes (of the process, as the operating system sees it).
+
+Of a module without a decoder the whole step is measured, by module and by kind (step_monitor.py).
 """
 
 import csv
@@ -23,6 +25,8 @@ from torch import nn
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.lightning.callbacks.step_monitor import StepMeter, module_rows, write_step
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (
@@ -46,6 +50,10 @@ class StratumMemoryMonitor(pl.Callback):
     `amp/peak_predicted_bytes` where the strategy has a plan. The files hold the rows of all ranks, only
     rank 0's when the fit ended with an exception. `written` names them, on rank 0.
 
+    Of a module without a decoder `measured_step` is the last measured step of this rank as a ModuleProfile, and
+    `modules()` has its modules beside the prediction; memory_step.json has both steps, and memory.png draws them, by
+    kind over the step. Who holds what is counted on CUDA too, as on a CPU.
+
     Args:
         every_n_steps: Distance of measured steps; steps are training batches.
         dirpath: Folder of the files; `amp_memory` in the trainer's log_dir or default_root_dir if None.
@@ -68,6 +76,8 @@ class StratumMemoryMonitor(pl.Callback):
         self.plot = plot
         self.rows: list[Row] = []
         self.written: list[Path] = []
+        self.measured_step: ModuleProfile | None = None
+        self._predicted_step: ModuleProfile | None = None
         self._target: Path | None = None
         self._open: _MeasuredStep | None = None
 
@@ -76,8 +86,8 @@ class StratumMemoryMonitor(pl.Callback):
         self._target = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "amp_memory"
         if not find_decoders(pl_module):
             rank_zero_info(
-                f"StratumMemoryMonitor: {type(pl_module).__name__} has no decomposed decoder, so only the peak of"
-                " the measured steps is logged"
+                f"StratumMemoryMonitor: {type(pl_module).__name__} has no decomposed decoder, so steps are measured by"
+                " module and by kind"
             )
 
     def on_train_batch_start(
@@ -90,11 +100,23 @@ class StratumMemoryMonitor(pl.Callback):
             held = [*pl_module.parameters(), *pl_module.buffers()]
             held += [p.grad for p in pl_module.parameters() if p.grad is not None]
             states = [dict(optimizer.state) for optimizer in trainer.optimizers]
+            by_module = None if find_decoders(pl_module) else StepMeter(pl_module, trainer.optimizers, batch)
             cuda = pl_module.device.type == "cuda"
-            meter = CudaMeter(pl_module.device) if cuda else TensorMeter()
-            meter.start([held, states, batch])
+            meter = CudaMeter(pl_module.device) if cuda else by_module or TensorMeter()
+            meters = [meter] if by_module in (None, meter) else [meter, by_module]
+            for one in meters:
+                one.start([held, states, batch])
             place = {"rank": trainer.global_rank, "step": step}
-            self._open = _MeasuredStep(meter, pl_module, place=place, plan=_plan(trainer))
+            self._open = _MeasuredStep(
+                meters, pl_module, place=place, plan=_plan(trainer), by_module=by_module
+            )
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        """What follows is the optimiser's."""
+        if self._open is not None and self._open.by_module is not None:
+            self._open.by_module.begin_optimiser()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -103,9 +125,12 @@ class StratumMemoryMonitor(pl.Callback):
         if self._open is None:
             return
         self._open.record_step()
-        rows = self._open.rows
+        rows, by_module = self._open.rows, self._open.by_module
         self._stop()
         self.rows += rows
+        if by_module is not None:
+            self.measured_step = by_module.profile()
+            self._predicted_step = getattr(trainer.strategy, "predicted_step", None)
         logged = {"amp/peak_bytes": "peak_bytes", "amp/peak_predicted_bytes": "predicted_bytes"}
         for name, column in logged.items():
             if rows[-1][column] is not None:
@@ -163,6 +188,10 @@ class StratumMemoryMonitor(pl.Callback):
             for row in worst.values()
         ]
 
+    def modules(self) -> list[Row]:
+        """The last measured step of this rank: module, predicted, measured (bytes at the peak) and their ratio."""
+        return [] if self.measured_step is None else module_rows(self.measured_step, self._predicted_step)
+
     def _stop(self) -> None:
         if self._open is not None:
             self._open.close()
@@ -173,8 +202,12 @@ class StratumMemoryMonitor(pl.Callback):
         if target is None or not self.rows or not trainer.is_global_zero:
             return
         self.written = write_rows(target, self.rows)
-        if self.plot:
-            budget = getattr(_plan(trainer), "budget_bytes", None)
+        budget = getattr(_plan(trainer), "budget_bytes", None)
+        if self.measured_step is not None:
+            self.written += write_step(
+                target, self.measured_step, self._predicted_step, budget_bytes=budget, plot=self.plot
+            )
+        elif self.plot:
             self.written += _draw(target / "memory.png", self.rows, budget_bytes=budget)
 
 
@@ -214,12 +247,21 @@ class CudaMeter:
 
 
 class _MeasuredStep:
-    """One step while it is measured: hooks on the strata until `close`."""
+    """One step while it is measured: hooks on the strata until `close`; the first of the meters gives the rows."""
 
-    def __init__(self, meter: TensorMeter | CudaMeter, module: nn.Module, *, place: Row, plan: Any) -> None:
+    def __init__(
+        self,
+        meters: list[TensorMeter | CudaMeter | StepMeter],
+        module: nn.Module,
+        *,
+        place: Row,
+        plan: Any,
+        by_module: StepMeter | None = None,
+    ) -> None:
         decoders = find_decoders(module)
         self.rows: list[Row] = []
-        self._meter = meter
+        self.by_module = by_module
+        self._meters = meters
         self._place = place
         self._predicted = _predicted(decoders, plan)
         self._seen: set[tuple[str, int]] = set()
@@ -238,7 +280,8 @@ class _MeasuredStep:
         """Remove the hooks and stop the meter."""
         for hook in self._hooks:
             hook.remove()
-        self._meter.stop()
+        for meter in reversed(self._meters):
+            meter.stop()
 
     def _after(self, fqn: str, k: int, module: nn.Module, args: Any, output: Any) -> None:
         if (fqn, k) not in self._seen:
@@ -246,7 +289,7 @@ class _MeasuredStep:
             self._record(fqn, k)
 
     def _record(self, fqn: str, stratum: int | str) -> None:
-        current, peak = self._meter.read()
+        current, peak = self._meters[0].read()
         predicted = self._predicted.get((fqn, stratum))
         rss = self._process.memory_info().rss
         values = (fqn, stratum, current, peak, predicted, rss)

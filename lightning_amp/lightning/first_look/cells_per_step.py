@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.lightning._compat import request_dataloader
 from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.random_streams import isolated_random_streams
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -73,7 +73,7 @@ def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
 
 def _loaders(source: Any) -> tuple[object, bool]:
     """What the hook gives, and whether it has drawn random numbers, which are as they were before."""
-    with isolate_rng(include_cuda=False):
+    with isolated_random_streams():
         before = _drawn()
         return request_dataloader(source), _drawn() != before
 

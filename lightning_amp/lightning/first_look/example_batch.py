@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_amp.errors import DataError
+from lightning_amp.random_streams import isolated_random_streams
 
 SHARED = 64
 """Entries from which on a container is taken for data."""
@@ -49,7 +49,7 @@ def example_batch(loaders: object) -> Any:
     _check(loaders)
     assert isinstance(loaders, DataLoader), "checked"
     try:
-        with isolate_rng(include_cuda=False):
+        with isolated_random_streams():
             return _first_batch(loaders)
     except Exception as error:
         raise DataError(

@@ -51,6 +51,7 @@ class StepOfModule:
         self._module, self._take_batch, self._around = module, take_batch, around
         self._batch_size = batch_size
         self._batch: Any = None
+        self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "StepOfModule | None":
@@ -83,7 +84,7 @@ class StepOfModule:
         """
         self._batch = self._take_batch()
         return Seen(
-            profile=self._profiled(),
+            profile=self._profiled(()),
             chain=self._counted(partial(chain_of, rates=operator_rates(rates))),
             units=units_of(self._module),
             rates=rates,
@@ -97,12 +98,17 @@ class StepOfModule:
         """
         installed = install_rules(self._module, rules)
         try:
-            return self._profiled()
+            return self._profiled(rules)
         finally:
             installed.undo()
 
-    def _profiled(self) -> ModuleProfile:
-        return self._counted(profile_module)
+    def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
+        """What `seen` or `count` has found last with rules for the same modules; None where none has."""
+        return self._profiles.get(_places(rules))
+
+    def _profiled(self, rules: Sequence[Rule]) -> ModuleProfile:
+        found = self._profiles[_places(rules)] = self._counted(profile_module)
+        return found
 
     def _counted(self, count: Callable[..., T]) -> T:
         try:
@@ -114,6 +120,10 @@ class StepOfModule:
                 f"a profile was asked for of {type(self._module).__name__!r}, which failed in a way that it should not:"
                 f" {type(error).__name__}: {error}"
             ) from error
+
+
+def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:
+    return frozenset((rule.fqn, rule.strategy) for rule in rules)
 
 
 def operator_rates(rates: Rates) -> OperatorRates:

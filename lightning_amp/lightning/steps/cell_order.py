@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import DataConnector, rank_zero_warn
+from lightning_amp.random_streams import isolated_random_streams
 
 
 class CellOrder(DataConnector):
@@ -107,7 +107,7 @@ class OwnCells(DistributedSampler[Any]):
 
     def _drawn(self) -> list[Any]:
         """All that the loader would read: what is drawn at random must be one order on all ranks."""
-        with isolate_rng(include_cuda=False):
+        with isolated_random_streams():
             torch.default_generator.manual_seed(self.seed + self.epoch)
             np.random.seed((self.seed + self.epoch) % 2**32)
             random.seed(self.seed + self.epoch)

@@ -7,8 +7,7 @@ have not changed by then. Where they may have, in the optimiser's step itself, t
     rank that has no memory     waits for the others at the end of their backward pass, and says so
     other ranks                 are told there, before gradients are averaged, and run the batch again too
 
-On a CPU nobody says that memory has ended before the machine does. There the budget that was named stands for it: the
-first `COUNTED` batches of every plan are counted, storage by storage, and one that goes beyond it is refused.
+On a CPU the first batches of every plan are counted against the budget that was named (counted_batches.py).
 
 Known limits: hooks of a training step, such as `on_before_zero_grad`, are called again with it; what they, and the
 training step, do outside of the module stays done. A rank whose memory ends while others wait for it, in an average of
@@ -16,24 +15,23 @@ gradients, ends the run as without a rescue.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torchmetrics import Metric
 
-from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.fault import is_out_of_memory
+from lightning_amp.lightning.steps.counted_batches import CountedBatches
+from lightning_amp.lightning.steps.end_of_memory import tell_where
 from lightning_amp.lightning.steps.race_of_plans import largest
 from lightning_amp.random_streams import random_streams, set_random_streams
 
 TIMES = 3
 """Plans that are tried in a fit, after the first."""
-COUNTED = 2
-"""Batches of a plan that are counted on a CPU: the second has the optimiser's state."""
 
 
 class OtherRank(MemoryError):
@@ -58,17 +56,17 @@ class Rescue(pl.Callback):
         budget: int | None,
         device: torch.device,
     ) -> None:
-        self._module, self._leaner, self._budget, self._device = module, leaner, budget, device
-        self._left, self._counted, self._updating, self._told = TIMES, 0, False, False
-        self._step: BoundedStep | None = None
+        self._module, self._leaner, self._device = module, leaner, device
+        self._left, self._updating, self._told = TIMES, False, False
+        self._counted = None if budget is None else CountedBatches(module, budget)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
         """From here on parameters may change, and the batch cannot run again."""
         self._updating = True
-        if self._step is not None:
-            self._step.unbound()
+        if self._counted is not None:
+            self._counted.unbound()
 
     def gradients_are_there(self) -> None:
         """Called when a backward pass has ended, before gradients are averaged: a collective.
@@ -104,6 +102,8 @@ class Rescue(pl.Callback):
             raise error
         if not self._left:
             raise error
+        if not isinstance(error, OtherRank):
+            tell_where(error, self._module, self._module.trainer.optimizers, self._device)
         text = f"{type(error).__name__}: {error}"
         # frees the tensors of the pass that has failed
         error.__traceback__ = error.__context__ = None
@@ -111,23 +111,13 @@ class Rescue(pl.Callback):
         done = self._leaner()
         if not done:
             raise error
-        self._left, self._counted = self._left - 1, 0
+        self._left -= 1
+        if self._counted is not None:
+            self._counted.begin_again()
         rank_zero_warn(f"Memory has ended in a training batch, which now runs again: {done}. It was: {text}")
 
-    @contextmanager
-    def _counting(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """Count what a batch makes, on a CPU and as long as the plan is new."""
-        if self._budget is None or self._counted >= COUNTED:
-            yield
-            return
-        self._counted += 1
-        self._step = BoundedStep(self._module, self._budget)
-        self._step.start(args, self._module.trainer.optimizers)
-        try:
-            yield
-        finally:
-            self._step.stop()
-            self._step = None
+    def _counting(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        return nullcontext() if self._counted is None else self._counted.counting(args)
 
 
 def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:

@@ -26,11 +26,13 @@ from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
+from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
 from lightning_amp.lightning.steps.rescue import Rescue, rescue_batches
 from lightning_amp.lightning.steps.step_time import put_first
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.out_of_memory import LEANER
 from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
 from lightning_amp.lightning.strategy.refusals import (
@@ -51,9 +53,6 @@ from lightning_amp.planning.policies.race import Result, Strategies
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.quantities import format_bytes, format_seconds
 
-LEANER = 0.75
-"""Of the predicted peak of a plan for which there was no memory: what the next one may need."""
-
 
 class InstalledPlan:
     """The plan in force of one run, and what it has installed, until `undo`.
@@ -61,7 +60,7 @@ class InstalledPlan:
     Args:
         request, here, trainer: What is asked, by which rank, in which run.
         model: The module to install in.
-        changed: Called with the plan, and with every plan that is made anew.
+        changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`.
         resumed: The plan that a race had ended with where the run goes on from a checkpoint.
     """
 
@@ -72,7 +71,7 @@ class InstalledPlan:
         trainer: pl.Trainer,
         model: nn.Module,
         *,
-        changed: Callable[[Plan], None],
+        changed: Callable[..., None],
         resumed: Plan | None = None,
     ) -> None:
         self._request, self._here, self._trainer = request, here, trainer
@@ -93,9 +92,9 @@ class InstalledPlan:
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
+        self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if not self._request.rescue:
             self._facts.forget_step()
-        self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if self._trainer.state.fn == TrainerFn.FITTING:
             announce(self._plan, if_unfit=self._request.if_unfit)
         installed = self._installed = self._made(self._plan)
@@ -185,16 +184,19 @@ class InstalledPlan:
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
 
     def rescue(self, step: TrainingStep) -> Callable[[], None]:
-        """Let batches run again where memory ends, if that was asked for; returns what ends it.
+        """Let batches run again where memory ends, if that was asked for, else hold a budget; returns what ends it.
 
         Raises:
             PlanError: A batch of this run cannot run again.
         """
+        counted = self._here.device.type == "cpu" and self._request.device_memory is not None
         if not self._request.rescue:
-            return lambda: None
+            # a prediction for a decoder leaves things out, and a stage's module has parameters that are elsewhere
+            whole = self._plan.diagnosis is not None and self._plan.mesh.model == 1
+            held = counted and whole and self._request.if_unfit == "refuse"
+            return refuse_beyond(self._facts.budget, self._trainer) if held else lambda: None
         module = self._trainer.lightning_module
         check_rescue(self._plan, self._trainer, n_ranks=self._here.n_ranks)
-        counted = self._here.device.type == "cpu" and self._request.device_memory is not None
         rescue = Rescue(
             module,
             leaner=self._leaner,
@@ -290,7 +292,7 @@ class InstalledPlan:
 
     def _keep(self, plan: Plan) -> None:
         self._plan = plan
-        self._changed(plan)
+        self._changed(plan=plan, predicted_step=self._facts.predicted_step(plan))
 
     def again(self, rows: str) -> None:
         """Plan anew, now that a decoder knows how many anchors it has, as `rows` says; all ranks call it."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
@@ -102,6 +103,13 @@ class Facts:
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
         vars(fewer).pop("budget", None)
         return fewer
+
+    def predicted_step(self, plan: Plan) -> ModuleProfile | None:
+        """The profile of a plan's step; None where it was not counted, as of techniques whose bytes are added up."""
+        rules = tuple(rule for rule in plan.rules if rule.strategy in TECHNIQUES)
+        if self.step is None or not all(TECHNIQUES[rule.strategy].counted for rule in rules):
+            return None
+        return self.step.profile_with(rules)
 
     def forget_step(self) -> None:
         """Let go of the batch that a step was profiled with; what was seen of it stays."""

@@ -56,7 +56,7 @@ from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
-from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
+from lightning_amp.lightning.strategy.out_of_memory import explain
 from lightning_amp.lightning.strategy.over_data_axis import shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request, one_of
 from lightning_amp.parallel.s1_data.gradient_sync import MIB
@@ -69,7 +69,7 @@ class AMPStrategy(MeshStrategy):
     Attributes:
         request: The options, as given; most are attributes of the strategy too.
         unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
-        plan: The plan in force, None before `setup`.
+        plan, predicted_step: The plan in force, and its step where rank 0 has profiled it; None before `setup`.
     """
 
     strategy_name = "amp"
@@ -168,6 +168,7 @@ class AMPStrategy(MeshStrategy):
         self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
         self.plan: Plan | None = None
+        self.predicted_step: Any = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
         self._resumed: Plan | None = None
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
@@ -249,8 +250,7 @@ class AMPStrategy(MeshStrategy):
         # late, for it reaches the reference model and every technique, which a Trainer does not need
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
-        self.plan = None
-        keep = partial(setattr, self, "plan")
+        self.plan, keep = None, vars(self).update
         planned = InstalledPlan(self.request, self._here, trainer, model, changed=keep, resumed=self._resumed)
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
@@ -283,7 +283,7 @@ class AMPStrategy(MeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error of memory what was predicted; then say whose fault it is, here and to the other ranks."""
         if is_out_of_memory(exception):
-            exception.args = (f"{exception}. {advice_on_memory(self.plan, self.root_device)}",)
+            explain(exception, self.plan, self)
         super().on_exception(exception)
         self._failures.tell(exception)
 

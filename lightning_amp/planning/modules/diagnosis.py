@@ -9,7 +9,7 @@ Which techniques help is found by predicting the peak with each of them (techniq
 the peak away. Of those that do not, what stands in the way is said: the part of the peak that they leave as it is.
 """
 
-from lightning_amp.footprint.module_profile import ACTIVATIONS, ModuleProfile
+from lightning_amp.footprint.module_profile import ACTIVATIONS, PHASES, ModuleProfile
 from lightning_amp.quantities import format_bytes
 
 SHARE = 1 / 3
@@ -22,7 +22,6 @@ SIGNALS = {
     "saved": "MANY_SAVED_TENSORS",
     "head": "LARGE_HEAD",
 }
-PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
 
 
 def signals(profile: ModuleProfile) -> tuple[str, ...]:

@@ -2,13 +2,12 @@
 
 from textwrap import fill
 
-from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, TensorBytes
+from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
 SHOWN = 8
 """Modules and tensors in the text: the largest."""
-PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
 PARTS_IN_WORDS = {
     "parameters": "parameters, gradients and optimiser state",
     "head": "logits and loss",
@@ -32,7 +31,7 @@ def module_report(profile: ModuleProfile) -> str:
         [
             *share(row.n_bytes),
             f"{list(row.shape)} {row.dtype}",
-            f"{row.fqn}: {row.name}" if row.fqn else row.name,
+            _called(row),
         ]
         for row in profile.tensors[:SHOWN]
     ]

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import make
+from tests.lightning.strategy.any_module_cases import Batches, fitted
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 N, D, K, B = 50, 8, 3, 4
+ANY_BYTES = pytest.approx(1e4, rel=1)
 ANCHORS = 4 * N * D
 BATCH = 4 * B * D
 # Anchors and one weight per stratum: parameters, gradients of the step before, momentum.
@@ -215,7 +219,7 @@ def test_an_exception_after_training_does_not_write_again(tmp_path: Path) -> Non
     )
 
 
-def test_without_a_decoder_only_the_step_is_measured(
+def test_without_a_decoder_the_step_is_measured_by_module(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model()
@@ -227,7 +231,36 @@ def test_without_a_decoder_only_the_step_is_measured(
     assert caplog.text.count("Model has no decomposed decoder") == 1
     assert [(row["step"], row["stratum"]) for row in monitor.rows] == [(k, "step") for k in range(1, 6)]
     assert trainer.callback_metrics["amp/peak_bytes"] > 0
-    assert not (tmp_path / "amp_memory" / "memory.png").exists()
+    found = monitor.measured_step
+    assert found is not None
+    assert found.peak_bytes == monitor.rows[-1]["peak_bytes"]
+    assert (found.by_kind["parameters"], found.by_kind["optimiser state"]) == (ANCHORS + 4 * K, ANCHORS)
+    assert {moment.phase for moment in found.timeline} == {"forward", "backward", "optimiser"}
+    assert monitor.modules()[0] == {"module": "", "predicted": None, "measured": ANY_BYTES, "ratio": None}
+    folder = tmp_path / "amp_memory"
+    assert {p.name for p in monitor.written} == {
+        "memory.csv",
+        "memory.jsonl",
+        "memory_step.json",
+        "memory.png",
+    }
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "memory_step.json").read_text())["measured"]["peak_bytes"] == found.peak_bytes
+
+
+@pytest.mark.parametrize("strategies", ["S1", "S1,recompute"])
+def test_a_module_is_predicted_beside_measured(strategies: str, tmp_path: Path) -> None:
+    module, batch = make("gene_transformer")
+    module.configure_callbacks = lambda: [monitor]
+    monitor = StratumMemoryMonitor(plot=False, dirpath=tmp_path)
+    found = fitted(module, DataLoader(Batches(batch), batch_size=None), AMPStrategy(strategies=strategies))
+    assert found["plan"].strategies == tuple(strategies.split(","))
+    measured = monitor.measured_step
+    assert measured is not None
+    assert measured.peak_bytes == pytest.approx(found["plan"].predicted_peak_bytes, rel=0.01)
+    rows = monitor.modules()
+    assert len(rows) == 10
+    assert all(row["ratio"] == pytest.approx(1, rel=0.05) for row in rows)
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:

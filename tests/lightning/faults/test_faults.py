@@ -217,17 +217,29 @@ def test_the_first_parameter_whose_gradient_is_not_finite_is_named(
     check.check_gradients()
 
 
-def test_out_of_memory_is_told_with_the_plan_that_needs_least() -> None:
+def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
     class Made:
-        batch_size, predicted_peak_bytes, budget_bytes = 8, 3 << 20, 4 << 20
+        batch_size, predicted_peak_bytes, budget_bytes, diagnosis = 8, 3 << 20, 4 << 20, None
         candidates = tuple(
-            Candidate(strategies=("S1", s), data=1, model=2, peak_bytes=n, step_seconds=1, cell_seconds=1)
-            for s, n in (("S3", 2 << 20), ("stream", 1 << 20), ("S4", 3 << 20))
+            Candidate(strategies=("S1", s), data=1, model=2, peak_bytes=n, step_seconds=1, cell_seconds=t)
+            for s, n, t in (
+                ("S3", 2 << 20, 2),
+                ("stream", 1 << 20, 3),
+                ("S5", 5 << 19, 1),
+                ("S4", 3 << 20, 1),
+            )
         )
 
     text = advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
     assert "a peak of 3.00 MiB was predicted for 8 cells, of 4.00 MiB" in text
-    assert "strategies='S1,stream' with model_parallel_size=2: 1.00 MiB" in text
+    assert "The next plan to try is strategies='S1,S3' with model_parallel_size=2: 2.00 MiB" in text, (
+        "the fastest"
+    )
+    Made.candidates = Made.candidates[2:]
+    text = advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
+    assert "The next plan to try is strategies='S1,S5' with model_parallel_size=2: 2.50 MiB" in text, (
+        "the least"
+    )
     Made.candidates = ()
     assert "No plan for these ranks needs less" in advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
     assert "No plan was made yet" in advice_on_memory(None, torch.device("cpu"))

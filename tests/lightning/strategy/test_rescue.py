@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import make
 from tests.lightning.strategy.any_module_cases import Meter, of_example, same
@@ -59,6 +60,14 @@ def test_where_there_is_no_leaner_plan_the_error_is_raised_once() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
         fit(module, AMPStrategy(rescue=True))
     assert module.times == 7
+
+
+def test_no_more_than_three_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InstalledPlan, "_leaner", lambda self: "another plan, which needs as much")
+    module = Deep(("forward", 1), times=9)
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
+        fit(module, AMPStrategy(rescue=True))
+    assert module.times == 9 - 4
 
 
 def test_without_rescue_the_error_is_raised() -> None:

@@ -1,0 +1,101 @@
+"""Claim: where memory ends in a step of any module, the error says which module or operator asked for how much, what
+was held by kind, and which plan to try next; on a CPU a budget that was named is held for the first batches.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp._torch import autograd_node
+from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.lightning.strategy.any_module_cases import Small, fitted, same
+from tests.lightning.strategy.rescue_cases import Ends
+
+pytestmark = pytest.mark.filterwarnings("ignore:predicted to run out", "ignore:.*does not have many workers")
+
+ROWS = [torch.randn(16, 4, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+
+
+class Block(nn.Module):
+    """In which memory ends once it is armed."""
+
+    armed = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # at once: a second pass ends with the last tensor that the backward pass needs
+        if self.armed == "forward" or (self.armed == "again" and autograd_node() is not None):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        made = x + torch.tanh(self.inner(x))
+        return Ends.apply(made) if self.armed == "backward" else made
+
+
+class Deep(Small):
+    """Four blocks; memory ends in the third from the second batch on."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(Block() for _ in range(4))
+        self.where = where
+
+    def loss(self, batch: Any) -> Tensor:
+        for block in self.net:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # not in the profile, which runs the step of a copy
+        if batch_idx == 1 and isinstance(self.trainer.strategy, AMPStrategy):
+            self.net[2].armed = self.where
+
+
+WHERE = {
+    "forward": r"Tried to allocate 2\.00 GiB\. Memory ended in forward of net\.2 \(test_end_of_memory\.py:\d+: raise",
+    "again": r"2\.00 GiB\. Memory ended in forward of net\.2, again in the backward pass \(test_end_of_memory\.py",
+    "backward": r"3 GiB\. Memory ended in the backward pass, before there was a gradient of net\.2\.inner\.bias \(",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_error_says_where_and_what_was_held(where: str) -> None:
+    strategies = "S1,recompute" if where == "again" else "S1"
+    with pytest.raises(torch.OutOfMemoryError, match=WHERE[where]) as error:
+        fitted(Deep(where), DataLoader(ROWS, batch_size=None), AMPStrategy(strategies=strategies))
+    text = str(error.value)
+    # four times 4 * 4 + 4 values, Adam's two of each and its count; gradients of what had been reached
+    assert "Held were 320 B of parameters" in text
+    assert f"{0 if where == 'forward' else 80} B of gradients" in text
+    assert "672 B of optimiser state" in text
+    assert "was predicted for a batch of 16" in text
+    assert text.count("Held were") == text.count("Memory ended") == 1
+    if where != "again":
+        assert "The next plan to try is strategies='S1,recompute'" in text or "smaller batch" in text
+
+
+def grown(strategy: Any, rows: int = 6000) -> dict[str, Any]:
+    """A run whose second batch has other rows than the first."""
+    torch.manual_seed(0)
+    return fitted(Small(), DataLoader([ROWS[0], torch.ones(rows, 4), *ROWS], batch_size=None), strategy)
+
+
+def test_a_batch_beyond_the_budget_is_refused_on_a_cpu() -> None:
+    words = (
+        r"made a tensor \[6000, \d+\] float32 of \d+ KiB beside .* of parameters, .* of gradients, .* of optimiser"
+        r" state, .* of activations.*; allowed are 300 KiB\. Memory ended in forward of net\.\d .*smaller batch"
+    )
+    with pytest.raises(OverBudget, match=words):
+        grown(AMPStrategy(device_memory="300KiB"))
+    assert grown(AMPStrategy(device_memory="300KiB", unfit="train"))["steps"] == 3
+
+
+def test_counting_changes_no_number() -> None:
+    plain, counted = grown("auto", 8), grown(AMPStrategy(device_memory="300KiB"), 8)
+    assert same(counted["parameters"], plain["parameters"])
+    assert same(counted["random"], plain["random"])
