@@ -31,6 +31,7 @@ LEGEND_ROWS = 18
 LEGEND_LETTERS = 24
 HOLDERS = 10
 NAME_LETTERS = 26
+SHORT_PHASE = 0.03
 
 
 def memory_curve(
@@ -129,6 +130,22 @@ class StepCurve:
         found: NDArray[np.float64] = np.cumsum([0, *self.lengths]) / sum(self.lengths)
         return found
 
+    @property
+    def begins(self) -> dict[float, str]:
+        """Where the phases begin, as shares of the step; without short ones, such as what hooks do in between."""
+        firsts = [k for k, phase in enumerate(self.phases) if k == 0 or phase != self.phases[k - 1]]
+        edges = [*(float(self.edges[k]) for k in firsts), 1.0]
+        long = (k for k in range(len(firsts)) if edges[k + 1] - edges[k] >= SHORT_PHASE)
+        return {edges[k]: self.phases[firsts[k]] for k in long}
+
+    def edges_along(self, other: "StepCurve") -> NDArray[np.float64]:
+        """The edges, each phase as long as the other's: without values an optimiser runs other operators."""
+        own, its = self.begins, other.begins
+        if list(own.values()) != list(its.values()):
+            return self.edges
+        found: NDArray[np.float64] = np.interp(self.edges, [*own, 1.0], [*its, 1.0])
+        return found
+
 
 def step_memory(
     path: Path,
@@ -151,28 +168,17 @@ def step_memory(
     """
     top = max(int(one.total.max()) for one in (step, predicted) if one is not None)
     unit, size = _unit(top)
-    figure = _new_figure(10.5, 4.4)
+    figure = _new_figure(9.6, 4.0)
     over_time, beside = figure.subplots(1, 2, width_ratios=[2, 1])
     _draw_kinds(over_time, step, size)
     if predicted is not None:
-        over_time.stairs(
-            predicted.total / size, predicted.edges, color=INK, ls="--", lw=1.2, label="predicted"
-        )
+        edges = predicted.edges_along(step)
+        over_time.stairs(predicted.total / size, edges, color=INK, ls="--", lw=1.2, label="predicted")
     if budget_bytes is not None:
         _draw_budget(over_time, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, size=size)
     over_time.set(xlabel="operators of one step, one after the other", ylabel=f"memory ({unit})", xlim=(0, 1))
     over_time.set_ylim(0, max(1.16 * top / size, over_time.get_ylim()[1]))
-    peak, where = float(step.total.max()) / size, int(step.total.argmax())
-    place = (step.edges[where] + step.edges[where + 1]) / 2
-    words = {
-        "ha": "left" if place < 0.3 else "right" if place > 0.7 else "center",
-        "va": "bottom",
-        "fontsize": 9,
-    }
-    over_time.plot(place, peak, "v", color=INK, markersize=6)
-    over_time.annotate(
-        f"{peak:.3g} {unit}: {at}", (place, peak), xytext=(0, 6), textcoords="offset points", **words
-    )
+    _mark_peak(over_time, step, f"{step.total.max() / size:.3g} {unit}: {at}", size)
     _draw_holders(beside, step, predicted, unit=unit, size=size)
     figure.legend(*over_time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
@@ -276,10 +282,17 @@ def _draw_kinds(axes: Axes, step: StepCurve, size: float) -> None:
     """Areas by kind, and where the phases of the step begin."""
     areas = [np.r_[values, values[-1]] / size for values in map(list, step.by_kind.values())]
     axes.stackplot(step.edges, areas, labels=list(step.by_kind), colors=PALETTE, step="post", alpha=0.85)
-    begins = [k for k, phase in enumerate(step.phases) if k == 0 or phase != step.phases[k - 1]]
-    for k in begins[1:]:
-        axes.axvline(step.edges[k], color=GREY, linewidth=0.8, linestyle=":")
-    axes.set_xticks([float(step.edges[k]) for k in begins], [step.phases[k] for k in begins], ha="left")
+    for place in [*step.begins][1:]:
+        axes.axvline(place, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xticks([*step.begins], [*step.begins.values()], ha="left")
+
+
+def _mark_peak(axes: Axes, step: StepCurve, text: str, size: float) -> None:
+    where = int(step.total.argmax())
+    place, peak = step.edges[where : where + 2].mean(), step.total[where] / size
+    side = "left" if place < 0.3 else "right" if place > 0.7 else "center"
+    axes.plot(place, peak, "v", color=INK, markersize=6)
+    axes.annotate(text, (place, peak), (0, 6), textcoords="offset points", ha=side, va="bottom", fontsize=9)
 
 
 def _draw_holders(
