@@ -143,7 +143,7 @@ MUTANTS = [
         "fsdp",
         "missing: the root's parameters after an update",
         f"{P}/fsdp/fully_sharded.py",
-        "            self._on_rows(lambda: None)",
+        "            self.on_rows(lambda: None)",
         "            pass",
         FSDP,
     ),

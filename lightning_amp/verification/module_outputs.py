@@ -10,6 +10,7 @@ whose parts differ between ranks by design.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -56,8 +57,13 @@ class Trace:
 
     def running(self) -> str:
         """Name and class of the module whose forward is running, "" where none is."""
-        name = self._running[-1] if self._running else ""
+        name = self._running[-1] if self._running else self._called()
         return f"{name} ({self._kinds[name]})" if name else ""
+
+    def _called(self) -> str:
+        """Of a forward that nobody's `__call__` runs, as a second pass in backward: the module whose function it is."""
+        owners = (id(frame.f_locals.get("self")) for frame, _ in walk_stack(None))
+        return next((self._names[owner] for owner in owners if owner in self._names), "")
 
     @contextmanager
     def follow(self, starts: Mapping[int, int]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers, differing
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -115,14 +116,13 @@ class Recorder(Callback):
         if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return
         self._stepped.add(id(optimizer))
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: p.grad.detach().clone()
-            for name, p in pl_module.named_parameters()
-            if id(p) in own and p.grad is not None
-        }
-        if isinstance(trainer.strategy, AMPStrategy):
-            gradients = trainer.strategy._shards.saved_state(gradients, in_parts=False)
+        shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
+
+        def whole() -> dict[str, Any]:
+            return shards.saved_state(_gradients(pl_module, optimizer), in_parts=False)
+
+        # in a step of manual optimisation fsdp's root is gathered
+        gradients = whole() if shards.units is None else shards.units.on_rows(whole)
         self.record.gradients |= {
             name: grad for name, grad in gradients.items() if name not in self.record.gradients
         }
@@ -153,6 +153,16 @@ class Recorder(Callback):
         self._in_step = False
         self.record.elsewhere |= {name for name, state in _generators().items() if state != before[name]}
         self.record.sites += [site for site in draws.sites if site not in self.record.sites]
+
+
+def _gradients(module: LightningModule, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of those of an optimiser's parameters."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: p.grad.detach().clone()
+        for name, p in module.named_parameters()
+        if id(p) in own and p.grad is not None
+    }
 
 
 def _generators() -> dict[str, object]:

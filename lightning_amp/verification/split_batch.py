@@ -104,10 +104,16 @@ class Parts:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
+        return (self._part(batch) for batch in self._batches)
+
+    def amp_example_batch(self) -> Any:
+        """The first part, for a plan: by then the ranks of the data axis are those that were asked for."""
+        return self._part(self._batches[0])
+
+    def _part(self, batch: Any) -> Any:
         part, parts = self._place()
-        for batch in self._batches:
-            check_divisible(batch, parts)
-            yield part_of(batch, part, parts)
+        check_divisible(batch, parts)
+        return part_of(batch, part, parts)
 
 
 def first_of(loader: Iterable[Any], steps: int) -> list[Any]:

@@ -6,6 +6,8 @@ items have numbers the first batch is made by hand, in this process, with the lo
     no sampler but torch's    the first items, in the order of the data set
     another one               what a copy of it begins with
 
+A loader of another kind may have a method `amp_example_batch`, which gives a batch that nobody misses.
+
 Random numbers are as before, and data set, sampler and `collate_fn` are copies in what they remember of themselves
 (`apart`): a count, or a random generator of their own, does not move on.
 
@@ -46,6 +48,8 @@ def example_batch(loaders: object) -> Any:
         return {name: example_batch(loader) for name, loader in loaders.items()}
     if isinstance(loaders, list | tuple):
         return type(loaders)([example_batch(loader) for loader in loaders])
+    if hasattr(loaders, "amp_example_batch"):
+        return loaders.amp_example_batch()
     _check(loaders)
     assert isinstance(loaders, DataLoader), "checked"
     try:

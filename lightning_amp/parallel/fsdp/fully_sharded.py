@@ -92,7 +92,7 @@ class FullySharded:
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])
         for name in (*STEPS, *ON_ALL):
-            self._wrap(name, self._whole_step if name in STEPS else self._on_rows)
+            self._wrap(name, self._whole_step if name in STEPS else self.on_rows)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -122,7 +122,7 @@ class FullySharded:
     def after_update(self) -> None:
         """An optimiser has changed the rows: in a step of manual optimisation the root's are gathered anew."""
         if self._depth:
-            self._on_rows(lambda: None)
+            self.on_rows(lambda: None)
 
     def undo(self) -> None:
         """Give the module back as it was; no collective. May be called twice."""
@@ -185,7 +185,7 @@ class FullySharded:
                 self._module.reshard()
         return output
 
-    def _on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method while the module has the rank's rows as parameters, the root's too."""
         if self._depth:
             end_gathered(self._module)
