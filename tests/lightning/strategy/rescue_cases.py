@@ -43,7 +43,7 @@ class Deep(pl.LightningModule):
         self.blocks = nn.ModuleList(nn.Sequential(*block, nn.Linear(8, 8)) for _ in range(4))
         self.norm = nn.BatchNorm1d(8)
         self.mean = MeanMetric()
-        self.ends, self.times, self.seen = ends, times, list[float]()
+        self.ends, self.times, self.means = ends, times, list[float]()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.norm(batch + float(np.random.rand()))
@@ -56,6 +56,9 @@ class Deep(pl.LightningModule):
         if self._ends("forward", batch_idx):
             raise torch.OutOfMemoryError("tried to allocate 3 GiB")
         return Ends.apply(loss) if self._ends("backward", batch_idx) else loss
+
+    def on_train_epoch_end(self) -> None:
+        self.means.append(float(self.mean.compute()))
 
     def _ends(self, where: str, batch_idx: int) -> bool:
         # not in the profile, which runs the step of a copy
@@ -85,6 +88,7 @@ def fit(module: Deep, strategy: Any, *, rank: int = 0, ranks: int = 1, **options
     return {
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
+        "means": module.means,
         "random": (torch.get_rng_state(), float(np.random.rand())),
         "progress": trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict(),
         "strategies": trainer.strategy.plan.strategies if isinstance(strategy, AMPStrategy) else (),

@@ -32,6 +32,7 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
     for name in ("random", "progress", "steps"):
         assert same(found[name], plain[name]), name
     assert found["logged"] == pytest.approx(plain["logged"], rel=1e-12)
+    assert found["means"] == pytest.approx(plain["means"], rel=1e-12), "of both epochs"
     for name, value in plain["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
 
