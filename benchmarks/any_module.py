@@ -232,7 +232,11 @@ def run(name: str, *, folder: Path, ranks: int, sizes: dict[str, int], **wanted:
     out = Path(tempfile.mkdtemp(dir=folder)) / "found"
     request = {"name": name, "ranks": ranks, "sizes": sizes, "out": str(out), "steps": STEPS}
     request |= {"meter": False, "double": False, **wanted}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     command = [sys.executable, "-m", "benchmarks.any_module", "--one", json.dumps(request)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     files = [Path(f"{out}.{rank}") for rank in range(ranks)]

@@ -1678,7 +1678,6 @@ MUTANTS = [
         SAVED,
     ),
     Mutant("rescue", "random streams go on", RESCUE, "set_random_streams(self._random)", "pass", SAVED),
-    Mutant("rescue", "gradients of the failed pass stay", RESCUE, "parameter.grad = None", "pass", SAVED),
     Mutant(
         "rescue",
         "one rank only",
@@ -1688,14 +1687,6 @@ MUTANTS = [
         SAVED,
     ),
     Mutant("rescue", "plans without number", RESCUE, "self._left -= 1", "self._left -= 0", SAVED),
-    Mutant(
-        "rescue",
-        "a changed parameter is forgotten",
-        RESCUE,
-        "self._updating = True",
-        "self._updating = False",
-        SAVED,
-    ),
     Mutant(
         "rescue",
         "budget not checked",
