@@ -1701,7 +1701,7 @@ MUTANTS = [
         f"{L}/steps/counted_batches.py",
         "self._left = COUNTED",
         "self._left = 0",
-        SAVED,
+        ENDED,
     ),
     Mutant(
         "rescue",

@@ -2,6 +2,7 @@
 was held by kind, and which plan to try next; on a CPU a budget that was named is held for the first batches.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.lightning.steps.counted_batches import CountedBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.any_module_cases import Small, fitted, same
 from tests.lightning.strategy.rescue_cases import Ends
@@ -99,3 +101,19 @@ def test_counting_changes_no_number() -> None:
     plain, counted = grown("auto", 8), grown(AMPStrategy(device_memory="300KiB"), 8)
     assert same(counted["parameters"], plain["parameters"])
     assert same(counted["random"], plain["random"])
+
+
+def test_the_first_batches_of_every_plan_are_counted() -> None:
+    module: Any = nn.Linear(4, 4)
+    module.trainer = SimpleNamespace(optimizers=[])
+    counted = CountedBatches(module, 1000)
+
+    def batch(rows: int) -> None:
+        with counted.counting(()):
+            module(torch.ones(rows, 4))
+
+    for rows in (1, 1, 9000):
+        batch(rows)
+    counted.begin_again()
+    with pytest.raises(OverBudget, match="allowed are 0.98 KiB|allowed are 1000 B"):
+        batch(9000)
