@@ -2,13 +2,22 @@
 
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
+
+`copy.deepcopy` shares functions. One that a module holds, as a hook or an attribute, may have closed over the module
+itself, and would run on the module that trains: it is copied too, with what it has closed over.
 """
 
 import copy
-from collections.abc import Mapping
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
@@ -22,6 +31,14 @@ from lightning_amp.errors import ModelError
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
 """Attributes of a module that a copy of it shares."""
+SHARED = (*DATA, np.ndarray, ModuleType, type)
+"""What a copied function shares with the function that it is a copy of."""
+LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
+"""Packages whose functions, classes and files are left as they are."""
+CONTAINERS = (dict, list, set, deque, defaultdict, OrderedDict, Counter)
+CACHED = type(cache(len))
+CHANGED = (*CONTAINERS, bool, int, float, str, tuple, type(None), Tensor)
+"""Kinds of globals and class attributes that a step may change."""
 
 
 def copy_of(module: M, fake: FakeTensorMode | None) -> M:
@@ -39,10 +56,14 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 memo[id(attached)] = _NOTHING
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
+        # what it has computed of parameters, as torch's older weight_norm does, which deepcopy refuses
+        computed = [v for v in vars(child).values() if isinstance(v, Tensor) and v.grad_fn is not None]
+        memo |= {id(v): v.detach() if fake is None else fake_tensor(v.detach(), fake) for v in computed}
         if fake is not None:
             for tensor in _own_tensors(child):
                 memo[id(tensor)] = fake_tensor(tensor, fake)
     try:
+        _copy_functions(module, memo)
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -57,6 +78,117 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             # Lightning knows logged metrics by their ids, of a module that trains
             vars(child)["_metric_attributes"] = None
     return twin
+
+
+def _copy_functions(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put into a memo copies of the functions that a module holds and that hold something themselves."""
+    cells: dict[int, tuple[CellType, CellType]] = {}
+    copies: list[tuple[FunctionType, FunctionType]] = []
+    waiting: list[Any] = [value for child in module.modules() for value in vars(child).values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | tuple):
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args]
+        elif _holds_something(value) and id(value) not in memo:
+            own = value.__closure__ or ()
+            cells.update({id(cell): (CellType(), cell) for cell in own if id(cell) not in cells})
+            closure = tuple(cells[id(cell)][0] for cell in own)
+            twin = FunctionType(value.__code__, value.__globals__, value.__name__, None, closure)
+            memo[id(value)] = twin
+            copies.append((twin, value))
+            waiting += [content for cell in own for content in _content(cell)]
+    # only now, for what one has closed over may hold others
+    copied = partial(_copied, memo=memo, own={id(child) for child in module.modules()})
+    for new, cell in cells.values():
+        for content in _content(cell):
+            new.cell_contents = copied(content)
+    for twin, value in copies:
+        vars(twin).update(vars(value))
+        twin.__defaults__ = value.__defaults__ and tuple(map(copied, value.__defaults__))
+        twin.__kwdefaults__ = {name: copied(given) for name, given in (value.__kwdefaults__ or {}).items()}
+
+
+def _holds_something(value: Any) -> bool:
+    return (
+        isinstance(value, FunctionType)
+        and bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+        and (value.__module__ or "").partition(".")[0] not in LIBRARIES
+    )
+
+
+def _content(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        # nothing was put there yet
+        return []
+
+
+def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
+    """What a copied function holds: copies of the module's parts and of small things, and all else itself."""
+    if isinstance(value, SHARED) or (
+        isinstance(value, nn.Module | Tensor) and id(value) not in own | memo.keys()
+    ):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
+
+
+@contextmanager
+def files_as_they_were(module: nn.Module) -> Iterator[None]:
+    """Put back what a step of a copy changes beside it: class attributes, and globals of the files of its classes.
+
+    The module that trains would read a counter of all instances, a list of features or a cache, and tensors in these
+    may have no values. Known limit: what other files keep.
+    """
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if _is_users(kind)}
+    files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
+    before = [(owner, _state_of(owner)) for owner in (*kinds, *files)]
+    try:
+        yield
+    finally:
+        for owner, state in before:
+            for name in _state_of(owner).keys() - state.keys():
+                delattr(owner, name)
+            for name, (value, held) in state.items():
+                _put_back(owner, name, value, held)
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in LIBRARIES
+
+
+def _state_of(owner: Any) -> dict[str, tuple[Any, Any]]:
+    """Names that a step may change, what they are, and what that holds."""
+    return {
+        name: (value, copy.copy(value) if type(value) in CONTAINERS else _size_of_cache(value))
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and (isinstance(value, CHANGED) or _size_of_cache(value) is not None)
+    }
+
+
+def _put_back(owner: Any, name: str, value: Any, held: Any) -> None:
+    if vars(owner).get(name) is not value:
+        setattr(owner, name, value)
+    if type(value) in CONTAINERS and _ids(value) != _ids(held):
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(held)
+    elif type(value) not in CONTAINERS and _size_of_cache(value) != held:
+        value.cache_clear()
+
+
+def _ids(values: Any) -> list[int]:
+    both = [*values, *values.values()] if isinstance(values, dict) else values
+    return [id(value) for value in both]
+
+
+def _size_of_cache(value: Any) -> int | None:
+    """Of a function with `functools.cache`."""
+    return value.cache_info().currsize if isinstance(value, CACHED) else None
 
 
 class _Nothing:

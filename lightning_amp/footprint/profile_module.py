@@ -28,7 +28,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_amp._torch import FakeTensorMode, is_compiled
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of, make_fake, resize
+from lightning_amp.footprint.fake_copy import (
+    CopyFakes,
+    copy_of,
+    fake_batch,
+    files_as_they_were,
+    length_of,
+    make_fake,
+    resize,
+)
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
@@ -164,7 +172,14 @@ def _run(
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with _quiet(), isolated_random_streams(), _as_written(module), _alone(), counter:
+    with (
+        _quiet(),
+        isolated_random_streams(),
+        files_as_they_were(module),
+        _as_written(module),
+        _alone(),
+        counter,
+    ):
         trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
-from lightning_amp.errors import DataError
+from lightning_amp._torch import FakeTensor
+from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.steps.cell_weight import CellWeight
@@ -30,6 +31,12 @@ RAW_BACKWARD = (
     "Gradients reached an optimizer step without having been averaged over ranks: in manual optimization call"
     " self.manual_backward(loss), not loss.backward(). They are averaged now, every rank counted equally, but"
     " gradient clipping before this point has seen the gradients of one rank only."
+)
+
+NO_VALUES = (
+    "the loss has no values: it was computed from a tensor of the step that was profiled on fake tensors, which"
+    " something beside the module has kept, such as a list or a cache in another file. Keep it in an attribute of the"
+    " module"
 )
 
 
@@ -112,10 +119,15 @@ class TrainingStep:
         """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
 
         Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
+
+        Raises:
+            ModelError: A loss that a profile has left without values.
         """
         # for parameters that were unfrozen since
         self._gradients.watch()
         self._shards.check(loss)
+        if isinstance(loss, FakeTensor):
+            raise ModelError(NO_VALUES)
         if self._finite is not None:
             self._finite.check_loss(loss)
         loss = self._precision.pre_backward(loss, self._module)
