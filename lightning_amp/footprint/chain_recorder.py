@@ -139,7 +139,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call.inputs, call.input_bytes = self._lives_of(tensors), sum(t.nbytes for t in tensors)
         call.parameter_bytes = sum(p.nbytes for p in block.parameters())
         self._aside = True
-        first = FirstPass(block, leaves, {})
+        first = FirstPass(block, (args, kwargs), {})
         self._aside = False
         self._open = len(self.calls)
         self.calls.append(call)
@@ -148,7 +148,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._open = None
         call.end, call.last_order = len(self.work) - 1, autograd_order()
-        call.fixed = call.fixed or first.settle(leaves)
+        call.fixed = call.fixed or first.settle()
         call.outputs = self._lives_of(tensors_of(tree_leaves(result)))
         return result
 

@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensor, is_compiled
+from lightning_amp._torch import FakeTensor, is_compiled, tree_flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -60,30 +60,33 @@ class FirstPass:
 
     Args:
         block: The block.
-        arguments: What it is called with, without the containers around them.
+        given: What it is called with, in any containers.
         changing: Buffers that first passes have changed so far, by the block's mode; `settle` adds to it.
+
+    Attributes:
+        arguments: What it is called with, without containers, which are `containers`.
     """
 
-    def __init__(
-        self, block: nn.Module, arguments: Sequence[Any], changing: dict[Any, frozenset[Place]]
-    ) -> None:
+    def __init__(self, block: nn.Module, given: Any, changing: dict[Any, frozenset[Place]]) -> None:
+        self._given = given
+        self.arguments, self.containers = tree_flatten(given)
         self._modules, self._changing = dict(block.named_modules()), changing
         self._mode = tuple(child.training for child in self._modules.values())
         self._tables = _snapshot(self._modules)
         self._tensors: dict[Place, Tensor] = {}
-        objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(arguments)}
+        objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(self.arguments)}
         for name, _, values in self._tables:
             # torch keeps state of its own under names with two underscores, such as that of fully_shard
             for key in (k for k in values if k not in OF_EVERY_MODULE and not k.startswith("__")):
                 value = values[key]
                 if isinstance(value, Tensor):
                     self._tensors[name, key] = value
-                elif not isinstance(value, nn.Module):
+                elif not isinstance(value, nn.Module) or values.get("_modules") is not None:
+                    # a module that is no child of it, such as the one that it is part of
                     objects[name, key] = value
         self._objects = {place: value for place, value in objects.items() if not _is_fixed(value)}
         self._marks, self._loggers = self._marks_now()
-        self._loggers += [child for child in self._modules.values() if isinstance(child, LightningModule)]
-        self._arguments, self._versions = _versions(arguments), self._versions_now()
+        self._arguments, self._versions = _versions(self.arguments), self._versions_now()
         self._random: Any = _random_state()
         self._known = changing.get(self._mode)
         self._before = {
@@ -92,8 +95,12 @@ class FirstPass:
             if not isinstance(tensor, nn.Parameter) and (self._known is None or place in self._known)
         }
 
-    def settle(self, arguments: Sequence[Any]) -> str:
+    def settle(self) -> str:
         """After the first pass: why there can be no second one, "" if there can."""
+        arguments, containers = tree_flatten(self._given)
+        self._given = None
+        if containers != self.containers or [*map(id, arguments)] != [*map(id, self.arguments)]:
+            return "it changes a list or a dictionary that it is called with"
         given = _difference(self._arguments, _versions(arguments))
         if given:
             return f"it changes its {given} in place"
@@ -150,7 +157,7 @@ class FirstPass:
 
     def _marks_now(self) -> tuple[dict[Place, Any], list[LightningModule]]:
         """What all objects hold, and the LightningModules among them."""
-        seen: dict[int, Any] = {}
+        seen: dict[int, Any] = {id(child): child for child in self._modules.values()}
         marks = {place: _mark(value, seen, DEPTH) for place, value in self._objects.items()}
         return marks, [value for value in seen.values() if isinstance(value, LightningModule)]
 
@@ -199,12 +206,24 @@ def _mark(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return id(value)
     seen[id(value)] = value
     if isinstance(value, nn.Module):
-        return id(value)
+        return id(value), *(_outline(part) for part in _public(value).values())
     if isinstance(value, Mapping):
         return [(_mark(k, seen, depth - 1), _mark(v, seen, depth - 1)) for k, v in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [_mark(part, seen, depth - 1) for part in value]
     return id(value), _held(value, seen, depth)
+
+
+def _public(module: nn.Module) -> dict[str, Any]:
+    """What a module that is not the block's has for others to read: its buffers, and attributes of the user's."""
+    return {**module._buffers, **{name: value for name, value in vars(module).items() if name[0] != "_"}}
+
+
+def _outline(value: Any) -> Any:
+    """As `_mark`, without a look at what is inside."""
+    if isinstance(value, (*PLAIN, Tensor)):
+        return _mark(value, {}, 0)
+    return id(value), len(value) if isinstance(value, list | dict | set | deque) else None
 
 
 def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:

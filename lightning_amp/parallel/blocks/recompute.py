@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp._torch import FakeTensor, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
 from lightning_amp.parallel.contract.change import Change
@@ -64,15 +64,16 @@ class RecomputedForward:
         forward = type(block).forward
         if not torch.is_grad_enabled():
             return forward(block, *args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
         name = f"{self.fqn or 'a block'} ({type(block).__name__})"
-        first, passes, compare = FirstPass(block, leaves, self.changing), iter(("first",)), not self.compared
+        first = FirstPass(block, (args, kwargs), self.changing)
+        passes, compare = iter(("first",)), not self.compared
         expected: list[Any] = []
 
         def run(*leaves: Any) -> Any:
-            given_args, given_kwargs = tree_unflatten(list(leaves), spec)
             if next(passes, None):
-                return forward(block, *given_args, **given_kwargs)
+                return forward(block, *args, **kwargs)
+            # the caller may have changed its lists and dictionaries meanwhile
+            given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
             stale = first.stale(leaves)
             if stale:
                 raise InstallError(_stale(name, stale))
@@ -82,8 +83,8 @@ class RecomputedForward:
                 self._compare(name, expected.pop(), _digests(found))
             return found
 
-        result = checkpoint(run, *leaves, use_reentrant=False, early_stop=not compare)
-        reason = first.settle(leaves)
+        result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare)
+        reason = first.settle()
         if reason:
             raise InstallError(_refusal(name, reason))
         if compare:

@@ -234,6 +234,20 @@ class Memory(Plain):
         return super().forward(x) * self.store.n
 
 
+class WritesOwner(Plain):
+    """Reads and writes an attribute of the module that it is part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        owner = nn.Module()
+        owner.h = None
+        object.__setattr__(self, "owner", owner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.owner.h = super().forward(x)
+        return self.owner.h
+
+
 class OwnGenerator(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -290,6 +304,7 @@ REFUSED_IN_FIRST_PASS = {
     InPlaceInput: "it changes its argument 0 in place",
     Remembers: "it changes what 'seen' holds",
     Memory: "it changes what 'store' holds",
+    WritesOwner: "it changes what 'owner' holds",
     OwnGenerator: "it changes what 'generator' holds",
     ChangesParameter: "it changes 'a.weight' in place",
 }

@@ -282,6 +282,21 @@ def test_an_argument_that_a_block_changes_is_refused() -> None:
         net.blocks[0](torch.randn(5, nasty.DIM, requires_grad=True), nasty.Memory.Store())
 
 
+@pytest.mark.parametrize("cache", [{}, {"older": torch.zeros(5, nasty.DIM)}])
+def test_a_dictionary_that_a_block_writes_into_is_refused(cache: dict[str, Tensor]) -> None:
+    class Caching(nn.Module):
+        def forward(self, x: Tensor, given: tuple[dict[str, Tensor], int]) -> Tensor:
+            cache, k = given
+            cache["older"] = torch.tanh(x)
+            return cache["older"] * k
+
+    net = Net(Caching())
+    recompute(net)
+    with pytest.raises(InstallError, match="it changes a list or a dictionary that it is called with"):
+        net.blocks[0](torch.randn(5, nasty.DIM, requires_grad=True), (cache, 2))
+    assert len(cache) == 1, "the caller's own"
+
+
 def test_what_is_changed_between_the_passes_is_refused() -> None:
     net = Net(nasty.Plain()).double()
     recompute(net)
