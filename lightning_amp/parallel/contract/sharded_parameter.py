@@ -116,8 +116,8 @@ class ShardedParameter:
             self.whole.data = self.whole.data.cpu()
 
     def drop(self) -> None:
-        """Keep the shape of the whole parameter alone, until it is restored."""
-        self.whole.data = torch.zeros((), dtype=self.whole.dtype).expand(self.whole.shape)
+        """Keep the shape of the whole parameter alone, until it is restored; who reads it all the same, reads nan."""
+        self.whole.data = torch.full((), torch.nan, dtype=self.whole.dtype).expand(self.whole.shape)
         vars(self.whole)[DROPPED] = True
 
     @torch.no_grad()

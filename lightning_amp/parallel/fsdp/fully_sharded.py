@@ -3,7 +3,8 @@
     a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
     forward           a unit (units.py) gathers its parameters before its forward, and drops them after it
     backward          it gathers them again; its gradients are averaged over the ranks, of which each keeps its rows
-    the root          gathers the parameters of no unit for a whole step, from its beginning to the end of backward
+    the root          gathers the parameters of no unit for a whole step, from its beginning to the end of backward;
+                      where the step goes on after it, they have the rows' gradients, for clipping by hand
 
 The losses are weighed by the ranks' cells before (steps/cell_weight.py), so the averages are those of the union's mean
 loss, exact up to rounding. Gradients are reduced in every backward pass, under accumulation too: nothing whole is kept.
@@ -15,8 +16,12 @@ the end of both passes, one all-reduce of two integers (agreement.py).
 parameters in a step, while those of the root are gathered. `undo` gives the module back as it was, with whole
 parameters: trained ones where `ShardedParameter.restore` was called before, else this rank's rows, and nan.
 
+What is written into a whole parameter, such as a critic's weights that are clamped in `training_step`, would be lost
+with it, and is refused.
+
 Known limits: second derivatives, and backward passes that the strategy has not begun, are refused; a block's parameters
-are there while its forward runs, so code that reads them elsewhere sees a rank's rows (a DTensor).
+are there while its forward runs, so code that reads them elsewhere sees a rank's rows (a DTensor); what is written by
+way of `.data` is noticed in the first `LOOKS` steps, and of parameters outside of blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +38,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from lightning_amp._torch import begin_gathered, end_gathered, make_root, start_backward, undo_fully_shard
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.parallel.fsdp.agreement import Agreement
 from lightning_amp.parallel.fsdp.collectives import AddUp, Gather
 from lightning_amp.parallel.fsdp.parameters import ReachedParameters, split_parameters
 from lightning_amp.parallel.fsdp.refusals import refuse
 from lightning_amp.parallel.fsdp.units import find_units
+from lightning_amp.parallel.ranks import collectives
+from lightning_amp.parallel.ranks.check_region import leaves_of
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that need the root's parameters."""
@@ -46,6 +53,8 @@ ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
 """Methods that change all parameters or their gradients, and are to find the rank's rows."""
 MIXED = "mixed torch.Tensor and DTensor"
 """What torch says where a rank's rows meet a whole tensor."""
+LOOKS = 2
+"""Training steps in which it is looked at what costs time to see: parameters' values, and what a loss reads."""
 STRAY = (
     "a backward pass was begun by loss.backward() or torch.autograd.grad, and under fsdp the strategy has to begin it,"
     " to weigh the loss and to average gradients: call self.manual_backward(loss) in a training step, or train with"
@@ -78,9 +87,10 @@ class FullySharded:
         refuse(module, units)
         self.parameters = ()
         self._module: Any = module
-        self._agreement = Agreement(mesh)
-        self._depth, self._begun = 0, False
+        self._mesh, self._agreement = mesh, Agreement(mesh)
+        self._depth, self._begun, self._looks = 0, False, LOOKS
         self._undo: list[Callable[[], None]] = []
+        self._shown: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
         self._places = [
             (child, name, parameter)
             for child in module.modules()
@@ -89,6 +99,7 @@ class FullySharded:
         ]
         self._split([*units.values(), module], mesh, offload=offload)
         self.parameters = tuple(split_parameters(self._places, mesh))
+        self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])
         for name in (*STEPS, *ON_ALL):
@@ -99,13 +110,25 @@ class FullySharded:
         """Around the backward pass of a loss: gradients of all units are averaged; a collective.
 
         Raises:
-            ModelError: Ranks have used other units; on every rank.
+            ModelError: Ranks have used other units; on every rank. Or the loss reads a rank's rows.
         """
+        if is_split(loss):
+            raise ModelError(
+                _read_elsewhere("the loss is made of a rank's rows, such as a penalty on all weights")
+            )
+        if self._looks:
+            self._refuse_old(loss)
+        self._refuse_written(self._root)
+        self._hide_gradients()
         if loss.requires_grad:
             start_backward(self._module, loss)
         self._begun = True
         try:
             yield
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            raise ModelError(_read_elsewhere(str(error))) from error
         finally:
             self._begun = False
         self._agreement.on("ends the backward pass")
@@ -118,6 +141,10 @@ class FullySharded:
         """Refuse, with a ModelError, gradients that have not reached the rows that an optimiser is to change."""
         if self._root.has_gradients():
             raise ModelError(STRAY)
+        for parameter, whole, shown in self._shown:
+            if whole.grad is not shown:
+                # somebody has put another one in its place
+                parameter.shard.grad = whole.grad
 
     def after_update(self) -> None:
         """An optimiser has changed the rows: in a step of manual optimisation the root's are gathered anew."""
@@ -131,6 +158,7 @@ class FullySharded:
         if not self.parameters:
             return
         self._module.reset_iter_state()
+        self._shown = []
         for parameter in self.parameters:
             if parameter.dropped:
                 parameter.restore_own()
@@ -160,10 +188,23 @@ class FullySharded:
     def _gather_root(self) -> None:
         begin_gathered(self._module)
         self._root.gathered()
+        self._hide_gradients()
+        for parameter in self.parameters:
+            whole = parameter.module._parameters[parameter.name]
+            if whole is not None and not is_split(whole):
+                whole.grad = parameter.shard.grad
+                self._shown.append((parameter, whole, whole.grad))
+
+    def _hide_gradients(self) -> None:
+        """Before a backward pass, which would add whole gradients to those of rows."""
+        for _, whole, _ in self._shown:
+            whole.grad = None
+        self._shown = []
 
     def _whole_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step with the root's parameters at hand."""
         if self._depth == 0:
+            self._refuse_replaced()
             # of a step without a backward pass they are still there, and may be old
             self._module.reshard()
             self._gather_root()
@@ -174,10 +215,13 @@ class FullySharded:
             self._depth = 0
             self._module.reset_iter_state()
             if MIXED in str(error):
-                raise ModelError(_read_elsewhere(error)) from error
+                raise ModelError(_read_elsewhere(str(error))) from error
             raise
         self._depth -= 1
         if self._depth == 0:
+            looks = self._looks > 0 and torch.is_grad_enabled()
+            self._looks -= looks
+            self._refuse_written(self._root, by_value=looks)
             end_gathered(self._module)
             self._agreement.on("ends the step")
             # a backward pass through the output is to come
@@ -188,6 +232,7 @@ class FullySharded:
     def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method while the module has the rank's rows as parameters, the root's too."""
         if self._depth:
+            self._refuse_written(self._root)
             end_gathered(self._module)
         self._module.reshard()
         try:
@@ -221,7 +266,7 @@ class FullySharded:
             held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
             if fqn:
                 before = unit.register_forward_pre_hook(watch.gathered)
-                after = unit.register_forward_hook(self._look_at_output)
+                after = unit.register_forward_hook(partial(self._look_at_output, watch))
                 self._undo += [before.remove, after.remove]
             else:
                 self._root = watch
@@ -236,10 +281,47 @@ class FullySharded:
                 unit.unshard()
                 unit.reshard()
 
-    def _look_at_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _look_at_output(self, watch: ReachedParameters, module: nn.Module, args: Any, output: Any) -> None:
+        self._refuse_written(watch)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._refuse_stray)  # type: ignore[no-untyped-call]
+
+    def _refuse_written(self, watch: ReachedParameters, *, by_value: bool = False) -> None:
+        """Refuse, with a ModelError, what was written into parameters while they were whole; by value a collective."""
+        names = watch.written()
+        if by_value:
+            names += [parameter.name for parameter in self.parameters if _differs(parameter)]
+            found = torch.tensor(float(bool(names)), device=self._mesh.device_type)
+            if collectives.all_reduce(self._mesh, found, "max") and not names:
+                names = ["a parameter of no block"]
+        if names:
+            raise ModelError(
+                f"under fsdp {names[0]!r} is gathered for a training step, or while its block runs, and was changed in"
+                " place meanwhile, which would be lost: the ranks' rows are what is trained. Change it in a hook"
+                " between steps, such as on_train_batch_end, under torch.no_grad(), or train with strategies='S1'"
+            )
+
+    def _refuse_replaced(self) -> None:
+        """Refuse, with a ModelError, rows whose `.data` was assigned: of a DTensor that changes nothing."""
+        for parameter, storage in zip(self.parameters, self._storages, strict=True):
+            if parameter.shard.untyped_storage() is not storage:
+                raise ModelError(
+                    f"under fsdp something was assigned to the .data of {parameter.name!r}, which does not reach the"
+                    " ranks' rows; change them in place between steps, as by p.data.copy_(...) or"
+                    " p.data.mul_(m).add_(...), or train with strategies='S1'"
+                )
+
+    def _refuse_old(self, loss: Tensor) -> None:
+        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference of somebody's own."""
+        replaced = {id(parameter.whole): parameter.name for parameter in self.parameters}
+        found = next((replaced[id(leaf)] for leaf, _ in leaves_of(loss) if id(leaf) in replaced), None)
+        if found is not None:
+            raise ModelError(
+                f"under fsdp {found!r} was split over the ranks, and a function, hook or object reads the parameter"
+                " that it was before, which has no values any more and is not trained; let it reach the parameter"
+                " through its module, or train with strategies='S1'"
+            )
 
     def _refuse_stray(self, grad: Tensor) -> None:
         if not self._begun:
@@ -263,9 +345,17 @@ def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
     return {unit: found for unit, found in possible.items() if any(fnmatchcase(unit, fqn) for fqn in fqns)}
 
 
-def _read_elsewhere(error: BaseException) -> str:
+def _differs(parameter: ShardedParameter) -> bool:
+    """Whether the whole parameter is at hand, and has other values than this rank's rows."""
+    whole, rows = parameter.module._parameters[parameter.name], local(parameter.shard)
+    return not (whole is None or is_split(whole)) and not torch.equal(
+        parameter.own(whole).to(rows.device), rows
+    )
+
+
+def _read_elsewhere(what: str) -> str:
     return (
         "under fsdp a block's parameters are whole while its forward runs, and a rank's rows elsewhere; code outside"
-        f" of it has read some ({error}). Call the block instead of reading its parameters, or train with"
-        " strategies='S1'"
+        f" of it has read some ({what}). Call the block instead of reading its parameters, use the optimiser's"
+        " weight_decay for a penalty on weights, or train with strategies='S1'"
     )

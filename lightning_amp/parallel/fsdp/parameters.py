@@ -1,4 +1,4 @@
-"""The parameters that `fully_shard` has split, as S2's shards for checkpoints and norms; which have gradients."""
+"""The parameters that `fully_shard` has split, as S2's shards for checkpoints and norms; what happens to whole ones."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -34,7 +34,7 @@ def split_parameters(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[Shar
 
 
 class ReachedParameters:
-    """Which of a unit's parameters a backward pass has reached on this rank.
+    """Which of a unit's parameters a backward pass has reached on this rank, and which were written while whole.
 
     Args:
         unit: The module.
@@ -45,6 +45,7 @@ class ReachedParameters:
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._watched: set[int] = set()
         self._reached: set[str] = set()
+        self._written: dict[str, tuple[Tensor, int]] = {}
         for fqn, child in unit.named_modules():
             for name, parameter in child._parameters.items():
                 if parameter is not None and parameter.dim() and id(parameter) not in taken:
@@ -55,16 +56,25 @@ class ReachedParameters:
         """The unit has its whole parameters now, which are the same objects each time."""
         for label, (child, name) in self._places.items():
             parameter = child._parameters[name]
-            if parameter is None or not parameter.requires_grad or id(parameter) in self._watched:
+            if parameter is None:
+                continue
+            self._written[label] = parameter, parameter._version
+            if not parameter.requires_grad or id(parameter) in self._watched:
                 continue
             if torch.is_grad_enabled():
                 self._watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(partial(self._mark, label))  # type: ignore[no-untyped-call]
 
+    def written(self) -> list[str]:
+        """Names of the whole parameters that were changed in place since they were gathered."""
+        return [label for label, (p, version) in self._written.items() if p._version != version]
+
     def has_gradients(self) -> bool:
         """Whether whole parameters of the unit have gradients that were not reduced."""
         held = (child._parameters[name] for child, name in self._places.values())
-        return any(p is not None and not is_split(p) and p.grad is not None for p in held)
+        return any(
+            p is not None and not is_split(p) and p.grad is not None and not is_split(p.grad) for p in held
+        )
 
     def take(self) -> list[str]:
         """Names, since the last time."""

@@ -45,6 +45,11 @@ def _refuse_modules(module: nn.Module) -> None:
             f"fsdp was asked for, found the decomposed decoder {decoders[0]!r}, whose strata are run in parts and not"
             " by their forward, so that nothing would gather their parameters; use S2, strata or nodes for it"
         )
+    if sparse := [name for name, child in module.named_modules() if getattr(child, "sparse", False) is True]:
+        raise InstallError(
+            f"fsdp was asked for, and {sparse!r} have sparse gradients, which cannot be added up in parts; make them"
+            f" dense (sparse=False), {LEAVE_OUT}"
+        )
     if compiled := [name for name, child in module.named_modules() if is_compiled(child)]:
         raise InstallError(
             f"fsdp was asked for, and torch.compile was applied to {compiled!r}, which has not been tested together;"
@@ -59,6 +64,8 @@ def _problem(parameter: Tensor) -> str:
         return "is a DTensor already: give the module whole parameters"
     if parameter.is_meta:
         return "has no values (device 'meta'): make it in configure_model, or before"
+    if parameter.is_complex():
+        return "is complex: its rows would not be updated as the whole is by Adam; keep its real and imaginary parts"
     if not parameter.is_contiguous():
         return f"has the strides {parameter.stride()!r} and is not contiguous: make it so in the module's constructor"
     if hooks and parameter.dim():

@@ -44,7 +44,7 @@ def check_region(
         return
     split = {id(p) for p in (*partial, *(parameter.shard for parameter in sharded))}
     replaced = {id(parameter.whole): parameter for parameter in sharded}
-    for leaf, inside in _leaves(loss):
+    for leaf, inside in leaves_of(loss):
         if id(leaf) in replaced:
             raise _refusal(
                 f"{replaced[id(leaf)].name!r} of a layer that S2 or nodes has replaced",
@@ -66,7 +66,7 @@ def check_region(
             )
 
 
-def _leaves(loss: Tensor) -> Iterator[tuple[Tensor, bool]]:
+def leaves_of(loss: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """The tensors that get gradients, each with whether it is read inside."""
     seen: set[tuple[Node, bool]] = set()
     found: list[tuple[Node | None, bool]] = [(loss.grad_fn, False)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -114,6 +114,8 @@ class Several(Blocks):
         self.zero_grad()
         self.manual_backward(self.loss(batch))
         self.manual_backward(self.loss(batch) * 2)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+        self.last.bias.grad = self.last.bias.grad * 0.5
         one.step()
         # of what the update has left, and nothing but it has come in between
         self.manual_backward(self.loss(batch))
@@ -131,87 +133,7 @@ class Several(Blocks):
         return [torch.optim.SGD(outer, lr=0.02, momentum=0.5), torch.optim.Adam(inner, lr=0.01)]
 
 
-class Skips(Blocks):
-    """A rank leaves a block out."""
-
-    def through(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        skipped = 1 if self.trainer.global_rank == 1 else None
-        for k, block in enumerate(self.blocks):
-            x = x if k == skipped else x + block(x)
-        return x
-
-
-class SkipsBackward(Blocks):
-    """A rank runs a block, whose output its loss does not read."""
-
-    def through(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for k, block in enumerate(self.blocks):
-            made = block(x)
-            x = x + (made.detach() if k == 1 and self.trainer.global_rank == 1 else made)
-        return x
-
-
-class ReadsElsewhere(Blocks):
-    """A block's weight is read outside of its forward."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + (self.blocks[0][0].weight * torch.ones(7, 5, dtype=torch.float64)).sum()
-
-
-class Stray(Blocks):
-    """A backward pass of the module's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        self.loss(batch).backward()
-        self.optimizers().step()
-
-
-class StrayRoot(Stray):
-    """The same, with parameters of no block alone."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        return (self.last(self.first(batch["rna"]["x"])) - batch["rna"]["y"]).square().mean()
-
-
-class Quasinewton(Blocks):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class Hooked(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.weight.register_hook(lambda grad: grad * 2)
-
-
-class Mixed(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0][0].float()
-
-
 MODULES: dict[str, type[Blocks]] = {kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several)}
-REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
-    "a block that a rank skips": (Skips, {}, "rank 1 gathers the parameters of 'blocks.2'"),
-    "gradients that a rank has not": (SkipsBackward, {}, "all ranks use the same blocks in the same order"),
-    "parameters read elsewhere": (ReadsElsewhere, {}, "code outside of it has read some"),
-    "a backward pass of one's own": (Stray, {}, "call self.manual_backward(loss)"),
-    "one of the root's parameters alone": (StrayRoot, {}, "call self.manual_backward(loss)"),
-    "an optimiser that mixes entries": (Quasinewton, {}, "parameters that fsdp splits over ranks"),
-    "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks of its own"),
-    "two types in a block": (Mixed, {}, "have the types ['float32', 'float64']"),
-    "averaged weights": (
-        Blocks,
-        {"callbacks": [lambda: StochasticWeightAveraging(swa_lrs=0.1)]},
-        "averages whole parameters, together with fsdp",
-    ),
-}
 
 
 def loader(batches: list[Any]) -> Any:
@@ -281,32 +203,6 @@ def mixed(rank: int) -> Found:
     return found
 
 
-def refusals(rank: int) -> dict[str, tuple[str, bool]]:
-    """What is refused, without an end that one rank waits for; and whether the module is a plain one again.
-
-    With all its values where nothing was trained, else with the rank's rows.
-    """
-    found = {}
-    for name, (kind, options, _) in REFUSED.items():
-        module, data = kind(), loader(Case(kind, cells=EVEN).batches(rank))
-        callbacks = [make() for make in options.get("callbacks", ())]
-        try:
-            trainer_of(rank, 2, callbacks=callbacks).fit(module, data)
-            told = ""
-        except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-        plain = all(type(p) is nn.Parameter for p in module.parameters())
-        plain &= type(module) is kind and "training_step" not in vars(module)
-        # 5 rows on 2 ranks are 3 and 2; what an ended run has of the other rank's is nan
-        rows = module.first.weight[:3] if rank == 0 else module.first.weight[3:]
-        kept = (
-            rows if told.startswith("ModelError") else torch.cat([p.flatten() for p in module.parameters()])
-        )
-        found[name] = told, plain and bool(kept.isfinite().all())
-        dist.barrier()
-    return found
-
-
 def saved(rank: int, ranks: int, folder: Path, strategy: Any = None, *, resume: Path | None = None) -> Found:
     """Two epochs, each saved; or the second from a checkpoint of the first. Then validated, tested and predicted."""
     module = Blocks()
@@ -334,8 +230,7 @@ def saved(rank: int, ranks: int, folder: Path, strategy: Any = None, *, resume: 
 def plain(rank: int, ranks: int, folder: Path) -> Found:
     """Everything on one process with plain Lightning."""
     warnings.simplefilter("ignore")
-    first = saved(rank, 1, folder / "plain")
-    return {"ways": ways(None, 1), "saved": first}
+    return {"saved": saved(rank, 1, folder / "plain"), "ways": ways(None, 1)}
 
 
 def pair(rank: int, ranks: int, folder: Path) -> Found:
@@ -343,8 +238,7 @@ def pair(rank: int, ranks: int, folder: Path) -> Found:
     warnings.simplefilter("ignore")
     parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
     found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank), "offloaded": offloaded(rank)}
-    found["checked"] = checked(rank)
-    found["saved"] = saved(rank, 2, folder / "fsdp")
+    found |= {"checked": checked(rank), "saved": saved(rank, 2, folder / "fsdp")}
     found["in parts"] = saved(rank, 2, folder / "parts", parts)
     if rank == 0:
         convert_checkpoint(folder / "parts" / "epoch=0.ckpt", folder / "converted.ckpt")
@@ -354,6 +248,9 @@ def pair(rank: int, ranks: int, folder: Path) -> Found:
     found["from parts"] = saved(rank, 2, folder / "fsdp3", resume=folder / "parts" / one)
     s1 = AMPStrategy(strategies="S1")
     found["S1 from fsdp"] = saved(rank, 2, folder / "s1", s1, resume=folder / "fsdp" / one)
+    # of modules that are made of these
+    from tests.lightning.strategy.fsdp_refused import refusals
+
     found["refused"] = refusals(rank)
     return found
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lightning.strategy.fsdp_features import MODULES, REFUSED, WAYS, Blocks, four, pair, plain, resumed
+from tests.lightning.strategy.fsdp_features import MODULES, WAYS, Blocks, four, pair, plain, resumed
+from tests.lightning.strategy.fsdp_refused import REFUSED
 from tests.lightning.strategy.test_fsdp import close
 from tests.ranks import run_ranks
 
