@@ -116,6 +116,8 @@ class GradientSync:
 
     def watch(self) -> None:
         """Hook the parameters that need gradients by now; call it before every backward, for unfreezing."""
+        if not self._sends:
+            return
         for i, parameter in enumerate(self._parameters):
             if i not in self._hooks and parameter.requires_grad:
                 mark = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

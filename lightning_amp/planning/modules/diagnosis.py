@@ -72,7 +72,8 @@ def _sentence(profile: ModuleProfile, part: str) -> str:
         "saved": f"tensors of {_n_modules(profile)} that the forward pass leaves to the backward pass",
         "head": "logits, and what the loss makes of them",
     }[part]
-    sign = "the largest part" if part == profile.largest else f"{'>=' if _raised(profile, part) else '<'} 1/3"
+    sign = "more than a third" if _raised(profile, part) else "less than a third"
+    sign = "the largest part" if part == profile.largest else sign
     return f"{size}, {detail} ({sign})"
 
 

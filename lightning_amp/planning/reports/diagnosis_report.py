@@ -7,12 +7,19 @@ from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
+LARGEST = {
+    "parameters": "parameters, gradients and optimiser state",
+    "tensor": "one large tensor",
+    "saved": "what the forward pass saves for the backward pass",
+    "head": "logits, and what the loss makes of them",
+}
+
 
 def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
     """Where the peak is, its largest modules, and every technique with what it would do."""
     first = (
         f"the step as it is: {format_bytes(diagnosis.peak_bytes)}, counted on {diagnosis.measured}; the largest part is"
-        f" {diagnosis.largest!r}"
+        f" {LARGEST[diagnosis.largest]}"
     )
     rows = [
         [
