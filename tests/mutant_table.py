@@ -943,8 +943,8 @@ MUTANTS = [
         "blocks",
         "random numbers: drawn anew",
         f"{P}/blocks/recompute.py",
-        "result = checkpoint(run, *leaves, use_reentrant=False, early_stop=not compare)",
-        "result = checkpoint(run, *leaves, use_reentrant=False, early_stop=not compare, preserve_rng_state=False)",
+        "result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare)",
+        "result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare, preserve_rng_state=False)",
         AGAIN,
     ),
     Mutant(
@@ -1047,8 +1047,8 @@ MUTANTS = [
         "blocks",
         "missing: keyword arguments",
         f"{P}/blocks/recompute.py",
-        "given_args, given_kwargs = tree_unflatten(list(leaves), spec)",
-        "given_args, given_kwargs = tree_unflatten(list(leaves), spec)[0], {}",
+        "given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)",
+        "given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)[0], {}",
         AGAIN,
     ),
     Mutant(
