@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
-from lightning_amp.errors import AmpError, ModelError, PlanError
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures, find_blocks, without_values
@@ -75,10 +75,11 @@ def plan_blocks(
     with torch.no_grad():
         _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
     if peak_bytes > budget_bytes:
-        raise PlanError(
+        raise OverBudget(
             f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph"
             f" as a whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them:"
-            " ask for that much"
+            " ask for that much",
+            peak_bytes,
         )
     code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
     chunks = ModuleChunks(
@@ -156,11 +157,12 @@ def _dry_run(
     return calls, live.peak
 
 
-def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> PlanError:
-    return PlanError(
+def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> OverBudget:
+    return OverBudget(
         f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {call.fqn!r}"
         f" begins {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)}"
-        f" in chunks: {call.outside_bytes + least_bytes!r} bytes at least; ask for that much"
+        f" in chunks: {call.outside_bytes + least_bytes!r} bytes at least; ask for that much",
+        call.outside_bytes + least_bytes,
     )
 
 
