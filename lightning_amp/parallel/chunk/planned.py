@@ -14,7 +14,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import HOOKS, Capture
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import STEPS, OverBudget, choose_chunks
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
 
 
@@ -108,8 +108,8 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) ->
         measured = measure(lowered)
         if measured <= budget_bytes:
             return lowered, replace(found, peak_bytes=measured)
-        # a prediction that is too small costs another search, never the promise
-        asked = min(asked, found.peak_bytes) - (measured - budget_bytes)
+        # a prediction that is too small costs other searches, never the promise
+        asked = min(asked, found.peak_bytes) - max(1, (measured - budget_bytes) // STEPS)
 
 
 def forward_bytes(lowered: Lowered) -> int:

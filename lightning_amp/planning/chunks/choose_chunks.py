@@ -81,7 +81,7 @@ def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes
         plan = _plan(table, label, line, seconds)
         if plan.peak_bytes <= budget_bytes:
             return plan
-        # the line's bytes of a backward pass are not exact; in small steps, or a smaller budget would find a better plan
+        # its bytes of a backward pass are not exact; in small steps, or a smaller budget finds a better plan
         aim = min(aim, label.peak_bytes) - max(1, (plan.peak_bytes - budget_bytes) // STEPS)
     return None
 
