@@ -30,7 +30,7 @@ from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunk
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
 
-LARGE = 2**30
+LARGE = 2**28
 STEP = {1: 64, 2: 16}
 """Lengths are multiples of this, for inputs of one dimension and of two."""
 FACTORS = (0.5, 1, 2, 4)
@@ -76,7 +76,7 @@ def rows_of(model: Model, *, quick: bool) -> Iterator[list[str]]:
         bare = longest(lambda n: ends(model, n)[0], budget, length, step, 2 * model.dims)
         cut = longest(lambda n: ends(model, n)[1], budget, length, step, model.dims)
         while not fits(model, cut, budget):
-            cut -= step
+            cut -= max(step, cut // 64 // step * step)
         run = real_run(model, cut, budget) if budget != LARGE else "not run"
         yield [model.name, format_bytes(budget), f"{bare:,}", f"{cut:,}", f"{cut / bare:.1f}x", run]
 
