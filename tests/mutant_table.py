@@ -1429,6 +1429,22 @@ MUTANTS = [
     ),
     Mutant(
         "chunk",
+        "the plan of another budget",
+        f"{P}/chunk/in_chunks.py",
+        "shared = (self._budget_bytes, self._train, key)",
+        "shared = (self._train, key)",
+        "tests/parallel/chunk/test_in_chunks.py",
+    ),
+    Mutant(
+        "chunk",
+        "a prediction is believed",
+        f"{P}/chunk/planned.py",
+        "        if measured <= budget_bytes:",
+        "        if True:",
+        BUDGET,
+    ),
+    Mutant(
+        "chunk",
         "what is outside of a block",
         f"{P}/chunk/by_blocks.py",
         "budget_bytes - fullest.outside_bytes",

@@ -6,6 +6,7 @@ of a row lives from its last reader's backward to its own; gradients of argument
 
     forward:  alive(i) = sum of results not yet past their last use or saved + hidden_bytes so far + forward_bytes(i)
     backward: alive(i) = saved by rows <= i + gradients that wait + grad_bytes(i) + backward_bytes(i)
+              then, for a gradient that another one waits for: saved by rows < i + both + their sum + all others
 
 Known limits: a tensor that Python keeps in a variable longer than its last use is not seen here, a captured block has
 none; gradients that two readers hand to one row are added when the second one comes, in new memory.
@@ -94,14 +95,16 @@ def _backward(
         row, waits[i] = rows[i], sum(waiting.values())
         if row.kind != OPERATOR:
             continue
+        during, adding = _hand_out(i, rows, waiting) if row.needs_grad else (0, 0)
         if row.needs_grad:
-            added = _hand_out(i, rows, waiting)
-            found[i] = sum(kept.values()) + hidden + sum(waiting.values()) + added + row.backward_bytes
-        for k in (i, *complete.get(i, ())):
+            found[i] = sum(kept.values()) + hidden + during + row.backward_bytes
+        for k in complete.get(i, ()):
             waiting.pop(k, None)
         hidden -= row.hidden_bytes
         for storage in [k for k, first in saved.items() if first == i and k in kept and k not in results]:
             del kept[storage]
+        if adding:
+            found[i] = max(found[i], sum(kept.values()) + hidden + adding)
     return tuple(found), tuple(waits)
 
 
@@ -115,18 +118,27 @@ def _arguments_by_first_reader(rows: tuple[Row, ...]) -> dict[int, list[int]]:
     return found
 
 
-def _hand_out(i: int, rows: tuple[Row, ...], waiting: dict[int, int]) -> int:
-    """Let the gradients that a row's backward makes wait; returns bytes of adding them to such as wait already."""
-    row, added = rows[i], 0
-    own = waiting.get(i, 0) if not any(row.grad_bytes) else 0
-    for k, n_bytes in zip(row.inputs, row.grad_bytes, strict=True):
-        if not rows[k].needs_grad:
-            continue
+def _hand_out(i: int, rows: tuple[Row, ...], waiting: dict[int, int]) -> tuple[int, int]:
+    """Let the gradients that a row's backward makes wait.
+
+    Returns:
+        Bytes of gradients while it runs, and the most while some are then added to such as wait already.
+    """
+    row = rows[i]
+    made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if rows[k].needs_grad]
+    new, most = sum(n for _, n in made), 0
+    during = sum(waiting.values()) + new
+    own = waiting.pop(i, 0)
+    # the gradient of a view is a view of the gradient: its memory is handed on
+    own = own if not any(row.grad_bytes) else 0
+    alive = sum(waiting.values()) + new + own
+    for k, n in made:
         if k in waiting:
-            added += n_bytes
             # the sum is new memory, also where what waited was a gradient that the caller holds
-            waiting[k] = max(waiting[k], n_bytes)
+            both = max(waiting[k], n)
+            most = max(most, alive + both)
+            alive += both - waiting[k] - n
+            waiting[k] = both
         else:
-            # the gradient of a view is a view of the gradient: its memory is handed on
-            waiting[k], own = (n_bytes, own) if n_bytes else (own, 0)
-    return added
+            waiting[k], own = (n, own) if n else (own, 0)
+    return during, most

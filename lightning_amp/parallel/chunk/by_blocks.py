@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensorMode
-from lightning_amp.errors import AmpError, ModelError, PlanError
+from lightning_amp._torch import FakeTensorMode, tree_map
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Captures, find_blocks, without_values
+from lightning_amp.graph.capture import Captures, find_blocks
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.lower import Lowered
 from lightning_amp.parallel.chunk.planned import ModuleChunks, Planned, lower_within, plain
@@ -75,10 +75,11 @@ def plan_blocks(
     with torch.no_grad():
         _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
     if peak_bytes > budget_bytes:
-        raise PlanError(
+        raise OverBudget(
             f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph"
             f" as a whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them:"
-            " ask for that much"
+            " ask for that much",
+            peak_bytes,
         )
     code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
     chunks = ModuleChunks(
@@ -132,14 +133,14 @@ def _dry_run(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Choose, reason: str
 ) -> tuple[list[_Call], int]:
     """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
-    calls: list[_Call] = []
+    calls: list[tuple[str, Any, int]] = []
     fake, live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
 
     def note(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Lowered | None:
-        given = without_values(args, fake), without_values(kwargs, fake)
-        calls.append(_Call(fqn=fqn, args=given[0], kwargs=given[1], outside_bytes=live.current))
+        # a tensor that is kept here would be alive until the end, and count
+        calls.append((fqn, tree_map(_shape, (args, kwargs)), live.current))
         return choose(fqn, block, args, kwargs)
 
     try:
@@ -153,14 +154,42 @@ def _dry_run(
             f"chunks were asked for of {type(module).__name__!r}, which is no graph ({reason}), nor does it run on fake"
             f" tensors, by which its blocks would be planned: {type(error).__name__}: {first}; chunk a module inside it"
         ) from error
-    return calls, live.peak
+    with fake:
+        made = [(fqn, *tree_map(_of_shape, given), n_bytes) for fqn, given, n_bytes in calls]
+    found = [_Call(fqn=fqn, args=args, kwargs=kwargs, outside_bytes=n) for fqn, args, kwargs, n in made]
+    return found, live.peak
 
 
-def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> PlanError:
-    return PlanError(
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor without memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def _shape(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Shape(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+
+
+def _of_shape(value: Any) -> Any:
+    if not isinstance(value, _Shape):
+        return value
+    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> OverBudget:
+    return OverBudget(
         f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {call.fqn!r}"
         f" begins {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)}"
-        f" in chunks: {call.outside_bytes + least_bytes!r} bytes at least; ask for that much"
+        f" in chunks: {call.outside_bytes + least_bytes!r} bytes at least; ask for that much",
+        call.outside_bytes + least_bytes,
     )
 
 

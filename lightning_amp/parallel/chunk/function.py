@@ -91,22 +91,21 @@ class ChunkedRegion:
 
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The forward pass without anything kept for a backward pass."""
-    wholes, autocast = [_room(output, inputs[0].device) for output in region.outputs], _autocast_of(inputs)
-    for start, size in region.bounds:
+    wholes = [_room(output, inputs[0].device) for output in region.outputs]
+    pairs = tuple(zip(inputs, region.input_dims, strict=True))
+    with _autocast_of(inputs)():
+        for start, size in region.bounds:
 
-        def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
-            output = region.outputs[k]
-            place = region.piece(wholes[k], output.dim, start, size)
-            _check(output, value, place)
-            if output.dim is None:
-                place.add_(value)
-            else:
-                place.copy_(value)
+            def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
+                output = region.outputs[k]
+                place = region.piece(wholes[k], output.dim, start, size)
+                _check(output, value, place)
+                if output.dim is None:
+                    place.add_(value)
+                else:
+                    place.copy_(value)
 
-        pairs = zip(inputs, region.input_dims, strict=True)
-        pieces = [region.piece(tensor, dim, start, size) for tensor, dim in pairs]
-        with autocast():
-            region.compute(put, size, *pieces)
+            region.compute(put, size, *[region.piece(tensor, dim, start, size) for tensor, dim in pairs])
     return [whole.to(output.dtype) for whole, output in zip(wholes, region.outputs, strict=True)]
 
 
@@ -137,8 +136,8 @@ class _Chunked(torch.autograd.Function):
             _Gradient(t, d) if n else None
             for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)
         ]
-        for start, size in ctx.region.bounds:
-            with torch.enable_grad(), ctx.autocast():
+        with torch.enable_grad(), ctx.autocast():
+            for start, size in ctx.region.bounds:
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
         return None, *(None if total is None else total.value() for total in sums)
 

@@ -4,18 +4,26 @@ The technique `chunk` leaves the module as it is, hooks around it included, and 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.graph.capture import capture
+from lightning_amp.errors import InstallError, ModelError, PlanError
+from lightning_amp.graph.capture import capture, find_blocks
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
 from lightning_amp.parallel.chunk.planned import Planned, plain, plan_graph
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.plan.specs import ChunkBlock
+
+MANY = 8
+"""Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
+that are alike are planned once, while the time to plan one graph grows with the square of its operators."""
+_SHARED: WeakValueDictionary[Any, Planned] = WeakValueDictionary()
+"""Plans in use: blocks of one class and signature under one budget are planned once."""
 
 
 def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
@@ -63,15 +71,22 @@ class InChunks:
         own = plain(module)
         key = signature(own, args, kwargs)
         if key not in self._known:
-            self._known[key] = self._plan(own, args, kwargs, key)
+            shared = (self._budget_bytes, self._train, key)
+            found = _SHARED.get(shared) or self._plan(own, args, kwargs, key)
+            self._known[key] = _SHARED[shared] = found
         return self._known[key]
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with_gradients = torch.is_grad_enabled()
         # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
         with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-            found = capture(module, args, kwargs, key=key)
             train = self._train and with_gradients
+            n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
+            if n_blocks > MANY and not train:
+                reason = f"it has {n_blocks!r} blocks, which are planned one by one"
+                with suppress(PlanError, ModelError):
+                    return plan_blocks(module, args, kwargs, self._budget_bytes, reason)
+            found = capture(module, args, kwargs, key=key)
             if found.graph is not None:
                 return plan_graph(found, self._budget_bytes, train=train)
             if train:

@@ -7,13 +7,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import HOOKS, Capture
+from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import STEPS, OverBudget, choose_chunks
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
 
 
@@ -38,7 +39,7 @@ class ModuleChunks:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class Planned:
     """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
 
@@ -66,16 +67,10 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> P
     Raises:
         PlanError: The budget cannot be met.
     """
-    if train:
-        table = table_of(capture)
-        found = choose_chunks(table, budget_bytes, train=True)
-        lowered, peak_bytes = lower(capture, table, found.regions), found.peak_bytes
-    else:
-        lowered, found = lower_within(capture, budget_bytes)
-        peak_bytes = forward_bytes(lowered)
+    lowered, found = lower_within(capture, budget_bytes, train=train)
     chunks = ModuleChunks(
         budget_bytes=budget_bytes,
-        peak_bytes=peak_bytes,
+        peak_bytes=found.peak_bytes,
         whole_bytes=found.whole_bytes,
         regions={"": found.regions},
         code={"": lowered.code},
@@ -83,20 +78,23 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> P
     return Planned(chunks=chunks, run=lambda module, args, kwargs: lowered(module, *args, **kwargs))
 
 
-def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, ChunkPlan]:
-    """The generated forward that takes the least time within a budget for inference, and its plan.
+def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) -> tuple[Lowered, ChunkPlan]:
+    """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
+
+    Args:
+        capture: With a graph; for training captured with gradients.
+        budget_bytes: Of a forward pass without gradients.
+        train: The budget is for forward and backward pass.
 
     Raises:
         OverBudget: The budget cannot be met.
     """
-    with torch.no_grad():
-        # what an operator makes for the backward pass is made and dropped, which a row with gradients does not show
-        inference = table_of(capture)
-    table = table_of(capture) if torch.is_grad_enabled() else inference
+    table = table_of(capture)
+    counted, measure = (table, step_bytes) if train else (_inference_table(capture, table), forward_bytes)
     asked = budget_bytes
     while True:
         try:
-            found = choose_chunks(inference, asked)
+            found = choose_chunks(counted, asked, train=train)
         except OverBudget as error:
             if asked == budget_bytes:
                 raise
@@ -107,15 +105,51 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, ChunkPla
                 least,
             ) from error
         lowered = lower(capture, table, found.regions)
-        measured = forward_bytes(lowered)
+        measured = measure(lowered)
         if measured <= budget_bytes:
-            return lowered, found
-        # a prediction that is too small costs another search, never the promise
-        asked = min(asked, found.peak_bytes) - (measured - budget_bytes)
+            return lowered, replace(found, peak_bytes=measured)
+        # a prediction that is too small costs other searches, never the promise
+        asked = min(asked, found.peak_bytes) - max(1, (measured - budget_bytes) // STEPS)
 
 
 def forward_bytes(lowered: Lowered) -> int:
-    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors.
+    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        forward, tensors = _some_chunks(lowered)
+        with LiveBytes() as live:
+            forward(*tensors)
+    return int(live.peak)
+
+
+def step_bytes(lowered: Lowered) -> int:
+    """Most bytes alive in a forward and a backward pass, beyond what both are given; they are run on fake tensors.
+
+    Results are held meanwhile. Gradients of arguments and parameters count, those of the results do not.
+    """
+    live = LiveBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        forward, tensors = _some_chunks(lowered)
+        for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
+            tensor.requires_grad_(needs_grad)
+        with live:
+            results = forward(*tensors)
+        learned = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+        seeds = [torch.empty_like(result) for result in learned]
+        with live:
+            torch.autograd.backward(learned, seeds)
+    return int(live.peak)
+
+
+def _inference_table(capture: Capture, table: Table) -> Table:
+    """What an operator makes for the backward pass is made and dropped, which a row with gradients does not show."""
+    if not torch.is_grad_enabled():
+        return table
+    with torch.no_grad():
+        return table_of(capture)
+
+
+def _some_chunks(lowered: Lowered) -> tuple[Any, list[Tensor]]:
+    """A generated forward to be counted, and what it is given, which is fake in a fake mode.
 
     Of every region the first two chunks and the last one are run: all others are like the second.
     """
@@ -123,11 +157,7 @@ def forward_bytes(lowered: Lowered) -> int:
         name: replace(region, bounds=tuple(dict.fromkeys((*region.bounds[:2], region.bounds[-1]))))
         for name, region in lowered.regions.items()
     }
-    forward: Any = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
+    forward = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
     assert lowered.capture.graph is not None, "what was lowered has a graph"
     given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
-        with LiveBytes() as live:
-            forward(*tensors)
-    return int(live.peak)
+    return forward, [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]

@@ -18,6 +18,8 @@ from lightning_amp.planning.chunks.region import ChunkPlan
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 
 POLICIES = ("auto", "paper")
+STEPS = 4
+"""Searches in which a plan that is above the budget is made smaller by what it is above."""
 
 
 class OverBudget(PlanError):
@@ -79,8 +81,8 @@ def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes
         plan = _plan(table, label, line, seconds)
         if plan.peak_bytes <= budget_bytes:
             return plan
-        # the line's bytes of a backward pass are not exact: aim as much lower as it went wrong
-        aim -= plan.peak_bytes - budget_bytes
+        # its bytes of a backward pass are not exact; in small steps, or a smaller budget finds a better plan
+        aim = min(aim, label.peak_bytes) - max(1, (plan.peak_bytes - budget_bytes) // STEPS)
     return None
 
 

@@ -67,12 +67,15 @@ class _Piece:
         self._homes: dict[int, int] = {}
         self._scattered: set[int] = set()
         """Pieces of inputs, and views of them, with parts of other pieces between their own."""
+        self._handed: set[int] = set()
+        """Rows whose gradient is a piece of that of an output in that way, or a view of one."""
 
     def table(self, *, train: bool) -> Table:
         """All rows of the piece."""
         last = {k: n for i in self._inside for n in (self._place[i],) for k in self._old[i].inputs}
         outputs = self._region.outputs(self._block) if train else ()
         last |= dict.fromkeys(outputs, len(self._place))
+        self._handed = self._handed_by(outputs)
         rows = [self._input(i) for i in self._inputs] + [
             self._row(i, last.get(i, self._place[i]), train=train) for i in self._inside
         ]
@@ -82,12 +85,23 @@ class _Piece:
 
     def _input(self, i: int) -> Row:
         """A row that the region reads; it costs nothing, but its gradient may."""
-        row, dim = self._old[i], self._region.dims.get(i)
-        if dim is not None and prod(row.shape[:dim]) > 1:
+        row = self._old[i]
+        if self._is_scattered(i):
             self._scattered.add(i)
         self._homes[i] = self._place[i]
         kind = PARAMETER if row.kind == PARAMETER else INPUT
         return Row(name=row.name, kind=kind, storage=self._place[i], needs_grad=row.needs_grad)
+
+    def _is_scattered(self, i: int) -> bool:
+        dim = self._region.dims.get(i)
+        return dim is not None and prod(self._old[i].shape[:dim]) > 1
+
+    def _handed_by(self, outputs: Sequence[int]) -> set[int]:
+        found = {i for i in outputs if self._is_scattered(i)}
+        for i in reversed(self._inside):
+            if i in found and not any(self._old[i].grad_bytes):
+                found.update(self._old[i].inputs)
+        return found
 
     def _row(self, i: int, last_use: int, *, train: bool) -> Row:
         """A row that the region computes."""
@@ -110,7 +124,7 @@ class _Piece:
             hidden_bytes=self._work(row, row.hidden_bytes) + kept,
             forward_bytes=self._work(row, row.forward_bytes) + passing - min(kept, passing),
             grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
-            backward_bytes=self._work(row, row.backward_bytes) + copied - kept,
+            backward_bytes=self._work(row, row.backward_bytes) + copied - kept + self._gradient_copied(i),
             needs_grad=row.needs_grad,
         )
 
@@ -130,6 +144,12 @@ class _Piece:
         whole = [k for k in dict.fromkeys(row.inputs) if k not in self._region.dims]
         uncut = sum(result_bytes(self._old[k]) for k in whole if self._old[k].kind != PARAMETER)
         return min(n_bytes, self._part(n_bytes) + uncut)
+
+    def _gradient_copied(self, i: int) -> int:
+        """Bytes of a copy that the backward of a product makes of its result's gradient."""
+        row = self._old[i]
+        copies = i in self._handed and row.op.startswith(COPYING) and len(row.shape) > 2
+        return self._part(result_bytes(row)) if copies else 0
 
     def _copied(self, row: Row) -> tuple[int, int]:
         """Bytes of copies, and of all that a product takes in passing, because a piece does not lie in one run.

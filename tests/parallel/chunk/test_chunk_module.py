@@ -62,6 +62,21 @@ def test_the_budget_holds_by_the_meter(share: float) -> None:
     close(y, right)
 
 
+def test_a_module_of_many_blocks_is_planned_block_by_block() -> None:
+    torch.manual_seed(0)
+    module, x = Net(8, layers=9).double().eval(), torch.randn(1, 48, 8, dtype=torch.float64)
+    whole, right = bytes_of(module, x)
+    small = lightning_amp.chunk(module, x, budget=int(0.7 * whole))
+    assert list(small.plan.regions) == [f"layers.{k}" for k in range(9)]
+    first = small.plan.regions["layers.0"]
+    assert first
+    assert all(regions == first for regions in small.plan.regions.values())
+    assert small.plan.reasons == {"": "it has 9 blocks, which are planned one by one"}
+    found, y = bytes_of(small, x)
+    assert found == small.plan.peak_bytes <= 0.7 * whole
+    close(y, right)
+
+
 def test_what_fits_stays_whole() -> None:
     module, x = net()
     small = lightning_amp.chunk(module, x)
@@ -88,7 +103,8 @@ def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: 
     with pytest.raises(OverBudget) as caught:
         lightning_amp.chunk(module, x, budget=4096)
     real = planned.choose_chunks
-    monkeypatch.setattr(planned, "choose_chunks", lambda table, asked: real(table, int(1.2 * asked)))
+    larger = lambda table, asked, train: real(table, int(1.2 * asked), train=train)  # noqa: E731
+    monkeypatch.setattr(planned, "choose_chunks", larger)
     found, y = bytes_of(lightning_amp.chunk(module, x, budget=whole // 2), x)
     assert found <= whole // 2
     close(y, right)

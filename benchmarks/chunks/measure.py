@@ -1,0 +1,97 @@
+"""Bytes, operators, floating point operations and seconds of a pass, forward alone or with its backward."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_amp._torch import tree_leaves
+from lightning_amp.footprint.live_bytes import LiveBytes
+
+ROUNDS = 5
+Pass = Callable[[], Any]
+
+
+class Counter(LiveBytes):
+    """The meter, and how many operators run."""
+
+    n_operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_operators += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def forward(module: nn.Module, args: tuple[Any, ...]) -> Pass:
+    """Inference."""
+
+    def run() -> Any:
+        with torch.no_grad():
+            return module(*args)
+
+    return run
+
+
+def step(module: nn.Module, args: tuple[Any, ...]) -> Pass:
+    """Forward and backward pass; the gradients are let go of at the end."""
+
+    def run() -> Any:
+        loss = sum(t.float().mean() for t in tree_leaves(module(*args)) if isinstance(t, Tensor))
+        assert isinstance(loss, Tensor), "the module returns tensors"
+        loss.backward()  # type: ignore[no-untyped-call]
+        module.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return run
+
+
+def count(run: Pass) -> tuple[int, int, int]:
+    """Most bytes beyond what was there, operators and FLOP."""
+    with FlopCounterMode(display=False) as flops, Counter() as meter:
+        run()
+    return meter.peak, meter.n_operators, int(flops.get_total_flops())
+
+
+def allocated(run: Pass) -> int:
+    """Most bytes that torch's allocator has given out beyond what was there: of compiled code too, and of kernels."""
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as found:
+        run()
+    assert found.profiler is not None
+    assert found.profiler.kineto_results is not None
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now, most = 0, 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def seconds(runs: Sequence[Pass]) -> list[float]:
+    """Median time of each relative to the first, in rounds that run all of them, and the first one's seconds."""
+    times: list[list[float]] = []
+    for _ in range(ROUNDS + 1):
+        times.append([_timed(run) for run in runs])
+    # the first round warms up
+    shares = [median(row[k] / row[0] for row in times[1:]) for k in range(1, len(runs))]
+    return [median(row[0] for row in times[1:]), *shares]
+
+
+def _timed(run: Pass) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def largest_difference(right: Any, found: Any) -> float:
+    """Between results in any nesting, relative to the largest value."""
+    pairs = zip(tree_leaves(right), tree_leaves(found), strict=True)
+    both = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
+    return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in both)
