@@ -271,7 +271,7 @@ def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     best, order = compared.best, list(STRATEGIES)
-    base = base if base.mesh.model == best.model else _on_axis(base, best.model)
+    base = base if best.model in (1, base.mesh.model) else _on_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
     notes = _missing(seen, best, base.budget_bytes)

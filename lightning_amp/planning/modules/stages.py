@@ -262,8 +262,8 @@ class _Layers:
 
 def _seconds(passes: Passes) -> tuple[Any, Any]:
     """Of every segment, forward and backward, [K + 1] each."""
-    forward = np.add.reduceat(passes.seconds, passes.first[:-1])
-    forward[-1] = passes.seconds[passes.first[-2] : passes.first[-1]].sum()
+    before = np.concatenate([[0.0], np.cumsum(passes.seconds)])
+    forward = before[passes.first[1:]] - before[passes.first[:-1]]
     inside = passes.segment >= 0
     backward = np.bincount(
         passes.segment[inside], weights=passes.seconds[inside], minlength=len(passes.names) + 1
