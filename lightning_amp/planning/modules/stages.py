@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -287,26 +288,32 @@ def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
         return found
     rows = list(_layer_bytes(shape, part))
     made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
-    best, least = found, max(rank_peaks(made(ends=found)))
-    cap = float(shape.budget)
+    best, least, ends = found, inf, found
     for _ in range(CAPS):
-        if least <= shape.budget:
+        peaks = rank_peaks(made(ends=ends))
+        if max(peaks) < least:
+            best, least = ends, max(peaks)
+        over = max(peaks) - shape.budget
+        if over <= 0:
             break
-        cap -= max(1.0, min(least - shape.budget, cap / 8))
+        # what the fullest stage has now has to exceed the cap
+        fullest = peaks.index(max(peaks))
+        start, end = list(pairwise((0, *ends)))[fullest]
+        has = sum(rows[fullest][start:end])
         try:
-            ends = _filled(cut(layer_bytes=rows, stage_bytes=max(0.0, cap)).ends, stages, layers)
+            cap = max(0.0, has - max(1.0, min(over, has / 8)))
+            ends = _filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, layers)
         except PlanError:
             break
-        peak = max(rank_peaks(made(ends=ends)))
-        if peak < least:
-            best, least = ends, peak
     return best
 
 
 def _layer_bytes(shape: _Shape, part: Passes) -> Iterator[list[float]]:
     """For every stage, what each block would hold there."""
     blocks = len(part.names)
-    kept = [stage_bytes(part, i, i + 1, to_the_end=not shape.at_once).kept for i in range(blocks)]
+    alone = [stage_bytes(part, i, i + 1, to_the_end=not shape.at_once) for i in range(blocks)]
+    # what passes between blocks is kept once per stage
+    kept = [own.kept - own.received - own.result for own in alone]
     held = [0.0] * blocks
     for p in part.parameters:
         places = {min(i, blocks - 1) for i in p.segments} if p.block is None else {p.block}

@@ -148,7 +148,7 @@ def test_what_cannot_be_stages_says_why() -> None:
     assert staged(refused, 2, data=1, budget=None, asked=asked) == "block 'a' reads 'b'"
     none = replace(step(), passes=None, no_stages="it has hooks")
     assert staged(none, 2, data=1, budget=None, asked=asked) == "it has hooks"
-    odd = Asked(micro_batches=5, schedule="interleaved")
+    odd = Asked(micro_batches=7, schedule="interleaved")
     assert "rounds" in str(staged(step(), 3, data=1, budget=None, asked=odd))
 
 
@@ -163,7 +163,6 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert found.stages == ()
     assert found.diagnosis is not None
     assert "pipeline" in found.diagnosis.helps
-    assert "4 would" not in found.diagnosis.helps["pipeline"]
     heavy = step(held=200_000, weight=WEIGHT)
     tight = plan_module(base(9_000, devices=2), heavy)
     assert tight.strategies == ("S1", "pipeline")
