@@ -249,7 +249,7 @@ def contact_maps(
 def schedule_chart(
     path: Path,
     *,
-    passes: Sequence[Mapping[tuple[bool, int, int], tuple[float, float]]],
+    passes: Sequence[Mapping[Any, tuple[float, float]]],
     rest_seconds: float,
     title: str,
 ) -> None:

@@ -53,7 +53,7 @@ class Passes:
         computed: Whether it was made from parameters.
         outputs: Storages that each block returns.
         sent_bytes: Of the tensors that each block returns, [K].
-        uses: What autograd keeps: storage, operator after which, operator up to which, [use, 3].
+        uses: What autograd keeps: storage, segment that keeps it, operator up to which, [use, 3].
         gradients: What becomes a gradient: operator, bytes, and segment whose backward pass makes it, [gradient, 3].
         parameters: All of them.
         buffer_bytes, batch_bytes: Of buffers, and of the batch.
@@ -224,10 +224,14 @@ class _Cut:
         return int(death)
 
     def _uses(self) -> Any:
-        last = len(self._phases) - 1
+        last, ends = len(self._phases) - 1, np.array([call.end for call in self._calls])
+        listed = {id(call): i for i, call in enumerate(self._calls)}
+        places = {n: listed[id(call)] for n, call in enumerate(self._step.calls) if id(call) in listed}
         for use in self._step.uses:
             if id(use.life) in self._place:
-                yield self._place[id(use.life)], use.start, last if use.end is None else use.end
+                # an operator's inputs are saved before it is counted, so its block says more than the place
+                own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
+                yield self._place[id(use.life)], own, last if use.end is None else use.end
 
     def _parameters(self, kinds: dict[str, dict[str, Any]]) -> Any:
         state: dict[str, int] = {}

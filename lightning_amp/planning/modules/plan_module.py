@@ -74,7 +74,7 @@ def told_apart(
 
 
 def told_model_ranks(
-    size: int | str, strategies: list[str] | None, shape: ModelShape, seen: Seen | None
+    size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: Seen | None
 ) -> tuple[int | str, Asked]:
     """Ranks of the model axis that were asked for: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
@@ -187,7 +187,7 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
         return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
     return replace(
         given,
-        predicted_base_bytes=found.held_bytes,
+        predicted_base_bytes=found.held_bytes or 0,
         predicted_stratum_bytes=0,
         predicted_peak_bytes=found.peak_bytes,
         predicted_step_seconds=found.seconds,

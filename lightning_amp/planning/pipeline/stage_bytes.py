@@ -140,7 +140,7 @@ class _Window:
         n = len(passes.n_bytes)
         # until when autograd keeps a storage for these segments
         self._until = np.full(n, NEVER)
-        uses = passes.uses[(passes.uses[:, 1] >= begin) & (passes.uses[:, 1] < stop)]
+        uses = passes.uses[(passes.uses[:, 1] >= start) & (passes.uses[:, 1] < segments)]
         uses = uses[uses[:, 2] >= stop]
         np.maximum.at(self._until, uses[:, 0], uses[:, 2])
         shared = ~passes.computed & (passes.birth < begin) & ((passes.held >= begin) | (self._until > NEVER))

@@ -54,7 +54,7 @@ def passes(
         computed=np.ones(2 * blocks, dtype=bool),
         outputs=tuple((blocks + i,) for i in range(blocks)),
         sent_bytes=(rows * SENT,) * blocks,
-        uses=np.array([(i, forward[i], backward_of[i]) for i in range(blocks)]),
+        uses=np.array([(i, i, backward_of[i]) for i in range(blocks)]),
         gradients=np.array([(backward_of[i], weight, i) for i in range(blocks)]),
         parameters=tuple(
             Parameter(
