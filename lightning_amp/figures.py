@@ -32,8 +32,8 @@ LEGEND_LETTERS = 24
 HOLDERS = 10
 NAME_LETTERS = 26
 SHORT_PHASE = 0.03
-NUMBERED = 160
-"""Passes of a schedule of which each is numbered; more would be too narrow."""
+NUMBERED = 0.012
+"""Share of a schedule from which on a pass is wide enough for its number."""
 
 
 def memory_curve(
@@ -274,7 +274,7 @@ def schedule_chart(
                 rested = True
                 _bar(axes, row, begin / size, rest_seconds / size, PALETTE[2], "")
                 begin += rest_seconds
-            text = str(micro_batch) if sum(map(len, passes)) <= NUMBERED else ""
+            text = str(micro_batch) if stop - begin >= NUMBERED * end else ""
             _bar(axes, row, begin / size, (stop - begin) / size, PALETTE[1 if backward else 0], text)
     names = [("forward", PALETTE[0]), ("backward", PALETTE[1]), ("idle", "#e6e6e6")]
     names += [("after the blocks", PALETTE[2])] if rest_seconds else []
