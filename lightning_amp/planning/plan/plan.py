@@ -13,7 +13,7 @@ from typing import Any
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
-from lightning_amp.planning.plan.specs import BalanceCells, PipelineStages, Spec, StreamStrata
+from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name
 from lightning_amp.quantities import is_number
@@ -284,9 +284,5 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     for rule in plan.rules:
         if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
             yield f"workers={rule.spec.workers!r}, where ranks compute each stratum together, in one order: it is 1"
-    cuts = [rule.spec.ends for rule in plan.rules if isinstance(rule.spec, PipelineStages)]
-    ends = ",".join(str(stage.end) for stage in plan.stages)
-    if ends and ends not in cuts:
-        yield f"stages that end at {ends}, and its rules cut at {cuts!r}"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

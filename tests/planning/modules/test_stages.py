@@ -97,6 +97,8 @@ def test_the_cut_is_that_of_least_slowest_stages() -> None:
     assert [stage.forward_seconds for stage in found.stages] == [8.0, 10.0, 2.0]
     assert spec_of(found).schedule == "gpipe"
     assert found.stages[-1].rest_seconds == 8.0
+    # all stages once, the slowest one thrice more, and what follows the blocks
+    assert found.seconds == pytest.approx(3 * 20.0 + 3 * 30.0 + 8.0, abs=0.01)
     # as many ranks wait as the timeline says: the slowest one least
     assert min(found.stages, key=lambda stage: stage.idle).first == 4
 
@@ -157,7 +159,7 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     rows = {row.strategies: row for row in found.candidates}
     row = rows["S1", "pipeline"]
     assert (row.data, row.model) == (1, 2)
-    assert row.verdict.endswith("x the time")
+    assert row.verdict == f"{2 * row.step_seconds / found.candidates[0].step_seconds:.2f} x the time"
     # of half the samples that two ranks of a data axis have
     assert row.cell_seconds == pytest.approx(row.step_seconds / ROWS)
     assert found.stages == ()
@@ -211,5 +213,3 @@ def test_stages_that_cannot_be_are_refused() -> None:
     for wrong in ({"end": 0}, {"idle": 1.5}, {"peak_bytes": -1}, {"forward_seconds": float("nan")}):
         with pytest.raises(PlanError, match="a stage of a pipeline was asked for that is none"):
             replace(found.stages[0], **wrong)
-    with pytest.raises(PlanError, match="and its rules cut at"):
-        replace(found, stages=found.stages[:1])
