@@ -142,7 +142,8 @@ def test_uneven_stages_are_exact_and_their_bytes_are_known(ranks: int, tmp_path:
         expected = fit(None, kind, {})["state"]
         ends = [stage.end for stage in plan.stages]
         # cells of the first layers are many, so the cut is far from even
-        assert kind is Tower or ends[0] > 10 / ranks + 1 or ends[0] == 2
+        sizes = [stage.end - stage.first for stage in plan.stages]
+        assert kind is Tower or max(sizes) > 1 + min(sizes)
         for rank, found in enumerate(every):
             said, counted = plan.stages[rank].peak_bytes, found[n]["peak"]
             print(kind.__name__, schedule, ends, rank, said, counted, f"{said / counted:.3f}")
