@@ -257,7 +257,7 @@ def speedups(*, quick: bool) -> Iterator[str]:
     gpt = GPT(words=50_257, heads=12 if not quick else 4, length=64, **size)
     models = {
         "VGG-like CNN": (VGG(), torch.randn(32, 3, 64, 64)),
-        "GPT-2 small": (gpt, torch.randint(50_257, (16, 64))),
+        f"GPT of {size['layers']} blocks, {size['dim']} wide": (gpt, torch.randint(50_257, (16, 64))),
     }
     yield from paragraph(
         f"""Simulated time of a step (Eq. 8) from layers that were measured one by one on this machine: one thread, the

@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
     """What every rank of a pipeline computes when."""
-    from lightning_amp.figures import schedule_chart
+    from lightning_amp.planning.reports.schedule_chart import schedule_chart
     from lightning_amp.planning.reports.stages_report import pipeline_rule, timeline_of
 
     if not made.stages:
