@@ -1,21 +1,23 @@
-"""Cutting layers into stages: the figures of Zhou et al. 2025 (CSIMD) redone, written to the end of a document.
+"""Cutting layers into stages: the figures of Zhou et al. 2025 (CSIMD) redone, and what a plan makes of real models.
 
-    python -m benchmarks.pipeline [--quick] [--only quality] [--out docs/pipeline.md]
+    python -m benchmarks.pipeline [--quick] [--only seven] [--print] [--out docs/pipeline.md]
 
-Quality beside a dynamic program and IMD (their Figures 6 and 7), time beside both (8 and 9), and how often cross-search
-stops short of the best pair. About 5 minutes on one quiet core, most of it IMD with eta 1000; no GPU.
+Quality beside a dynamic program and IMD (their Figures 6 and 7), time beside both (8 and 9), how often cross-search
+stops short of the best pair; what a cut is worth by simulated time from measured layers (`speedups`), and a GPT of 7
+billion parameters over 8 devices (`seven`). About 8 minutes on one quiet core, most of it IMD with eta 1000; no GPU.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 
-from benchmarks.page import paragraph, table
+from benchmarks.page import paragraph, table, write_part
 from benchmarks.partition.dynamic_program import least_sum, one_pass, tables
 from benchmarks.partition.imd import imd
 from benchmarks.partition.instances import Instance, draw
@@ -25,14 +27,18 @@ from lightning_amp.planning.pipeline.micro_batches import (
     cross_search,
     gpipe_seconds,
     search_all,
+    times_at,
 )
+from lightning_amp.planning.pipeline.schedules import SCHEDULES
 from lightning_amp.progress import track
+from lightning_amp.quantities import format_bytes, format_seconds
 
 ETAS = (10, 100, 1000)
 STAGES = (4, 5)
 PASS_LAYERS = 2000
 """Layers up to which one pass of the dynamic program is timed."""
 COUNTS = tuple(range(1, 65))
+DEVICES, TEXTS, REPEATS = 8, 32, 5
 
 
 def ratios(layers: int, stages: int, instances: int, sending: float) -> dict[str, list[float]]:
@@ -176,29 +182,159 @@ def searches_section(*, quick: bool) -> Iterator[str]:
     yield from table(header, rows)
 
 
-HEADING = "## Cutting layers into stages"
-SECTIONS = {"quality": quality_section, "times": times_section, "searches": searches_section}
+def sevens(*, quick: bool) -> Iterator[str]:
+    """A GPT of 7 billion parameters over 8 devices, as `simulate` predicts it."""
+    import torch
+
+    from benchmarks.pipeline_models import GPT
+
+    sizes = {"words": 32_000, "dim": 4096, "heads": 32, "layers": 4 if quick else 32, "length": 2048}
+    with torch.device("meta"):
+        model = GPT(**sizes)
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    yield from paragraph(
+        f"""A GPT of {billions:.1f} billion parameters ({sizes["layers"]} blocks of dimension {sizes["dim"]:,}, texts of
+        {sizes["length"]:,} words, float32, AdamW) over {DEVICES} devices with the rates of an H100's data sheet,
+        {TEXTS} texts in a step: {TEXTS // DEVICES} on each rank of a data axis, or all of them through one pipeline.
+        Simulated, not run: bytes are counted on fake tensors and seconds predicted, for operators one after the other;
+        a pipeline keeps the gradients of the step before, and all that it has sent, until a step ends. Of the ranks
+        of a pipeline the first and the last are shown beside the fullest."""
+    )
+    header = [
+        "by",
+        "micro-batches",
+        "fullest rank",
+        "first and last rank",
+        "parameters and state",
+        "step",
+        "idle",
+    ]
+    yield from table(header, list(seven_rows(model, sizes)))
+
+
+def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
+    """Data parallel, sharded, and pipelines."""
+    import torch
+
+    from lightning_amp.footprint.profile_module import Around
+    from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+    from lightning_amp.planning.modules.candidates import draft
+    from lightning_amp.planning.modules.stages import Asked, staged
+    from lightning_amp.planning.time.device_rates import rates_for
+
+    def seen(texts: int) -> Any:
+        batch = torch.zeros(texts, sizes["length"], dtype=torch.int64)
+        return StepOfModule(model, lambda: batch, around=Around()).seen(rates_for("H100"))
+
+    each = seen(TEXTS // DEVICES)
+    for names in ((), ("fsdp",), ("fsdp", "recompute")):
+        made = draft(each, names, ranks=DEVICES, budget=None)
+        held = each.held_bytes // (DEVICES if names else 1)
+        peak = format_bytes(made.peak_bytes)
+        step = format_seconds(made.seconds)
+        yield [" and ".join(names) or "ddp (S1)", "", peak, "all alike", format_bytes(held), step, ""]
+    whole = seen(TEXTS)
+    for name in SCHEDULES:
+        asked = Asked(schedule=name, micro_batches=TEXTS)
+        made = staged(whole, DEVICES, data=1, budget=None, asked=asked)
+        ends = f"{format_bytes(made.stages[0].peak_bytes)}, {format_bytes(made.stages[-1].peak_bytes)}"
+        idle = mean(stage.idle for stage in made.stages)
+        yield [
+            *(f"pipeline, {name}", str(TEXTS), format_bytes(made.peak_bytes), ends),
+            *(format_bytes(made.held_bytes), format_seconds(made.seconds), f"{100 * idle:.0f} %"),
+        ]
+
+
+def speedups(*, quick: bool) -> Iterator[str]:
+    """The best pair of a cut and a number of micro-batches beside others, by simulated time from measured layers."""
+    import torch
+
+    from benchmarks.pipeline_models import GPT, VGG
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    size = {"dim": 256, "layers": 4} if quick else {"dim": 768, "layers": 12}
+    gpt = GPT(words=50_257, heads=12 if not quick else 4, length=64, **size)
+    models = {
+        "VGG-like CNN": (VGG(), torch.randn(32, 3, 64, 64)),
+        f"GPT of {size['layers']} blocks, {size['dim']} wide": (gpt, torch.randint(50_257, (16, 64))),
+    }
+    yield from paragraph(
+        f"""Simulated time of a step (Eq. 8) from layers that were measured one by one on this machine: one thread, the
+        least of {REPEATS} repeats, for micro-batches of 1, 2, 4, ... samples, times between these interpolated; what is
+        sent takes as long as its bytes by 1 GB/s. How many times as long as the best pair of a cut and a number of
+        micro-batches p. No pipeline was run for this table."""
+    )
+    header = ["model", "stages", "best p", "cut", "even cut", "exact cut, p = 1", "p = 4", "random cuts"]
+    rows = [
+        simulated(name, *model, stages)
+        for name, model in track(models.items(), description="layers", total=len(models))
+        for stages in (2, 4)
+    ]
+    yield from table(header, rows)
+
+
+@cache
+def measured_times(name: str, module: Any, batch: Any) -> LayerTimes:
+    """Of the blocks for all numbers of micro-batches."""
+    from benchmarks.pipeline_models import measured
+
+    sizes = [2**i for i in range(len(batch).bit_length())]
+    found = [measured(module, batch[:size], REPEATS) for size in sizes]
+    tables = {key: np.stack([row[key] for row in found]) for key in ("forward", "backward")}
+    sends = np.stack([row["sent"] for row in found]) / 1e9
+    tables |= {"send_forward": sends, "send_backward": np.roll(sends, 1, axis=1)}
+    return times_at(len(batch), range(1, len(batch) + 1), sizes, tables)
+
+
+def simulated(name: str, module: Any, batch: Any, stages: int) -> list[str]:
+    """A row."""
+    layer_times = measured_times(name, module, batch)
+    layers = layer_times.forward.shape[1]
+    best = search_all(layer_times, Devices(n_stages=stages))
+
+    def ratio(ends: tuple[int, ...], count: int | None = None) -> float:
+        found = gpipe_seconds(layer_times, ends)
+        return float((found.min() if count is None else found[count - 1]) / best.seconds)
+
+    even = tuple(layers * (s + 1) // stages for s in range(stages))
+    drawn = [
+        (*sorted(np.random.default_rng(seed).choice(layers - 1, stages - 1, replace=False) + 1), layers)
+        for seed in range(3)
+    ]
+    return [
+        *(name, str(stages), str(best.micro_batches), ",".join(map(str, best.ends)), f"{ratio(even):.2f}"),
+        *(f"{ratio(best.ends, 1):.2f}", f"{ratio(best.ends, 4):.2f}"),
+        ", ".join(f"{ratio(ends):.2f}" for ends in drawn),
+    ]
+
+
+SECTIONS = {
+    "quality": quality_section,
+    "times": times_section,
+    "searches": searches_section,
+    "speedups": speedups,
+    "seven": sevens,
+}
 
 
 def main() -> None:
-    """Write the document, or print a part of it."""
+    """Write the parts of the document, or one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few and small instances")
-    parser.add_argument("--only", choices=list(SECTIONS), help="print this part, write nothing")
+    parser.add_argument("--only", choices=list(SECTIONS), help="this part and no other")
+    parser.add_argument("--print", action="store_true", help="write nothing")
     parser.add_argument("--out", type=Path, default=Path("docs/pipeline.md"), help="document to write")
     asked = parser.parse_args()
-    if asked.only:
-        print("\n".join(SECTIONS[asked.only](quick=asked.quick)))
-        return
-    # what stands before is written by hand
-    before = asked.out.read_text().partition(HEADING)[0].rstrip() if asked.out.exists() else ""
-    text = [before, "", HEADING, "", "Written by `python -m benchmarks.pipeline`.", ""]
-    for section in SECTIONS.values():
-        text += section(quick=asked.quick)
-    asked.out.write_text("\n".join(text).strip() + "\n")
-    print(f"wrote {asked.out}")
+    for name in [asked.only] if asked.only else list(SECTIONS):
+        lines = list(SECTIONS[name](quick=asked.quick))
+        if asked.print:
+            print("\n".join(lines))
+        else:
+            write_part(asked.out, f"pipeline.{name}", lines)
+            print(f"wrote {name} into {asked.out}")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ REFUSED, WALK = (
     "tests/parallel/pipeline/test_block_walk.py",
 )
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
+STAGED, PASSES = "tests/planning/modules/test_stages.py", "tests/footprint/test_passes.py"
 CHUNK, BUDGET = "tests/parallel/chunk/test_function.py", "tests/parallel/chunk/test_chunk_module.py"
 CHUNKS, PIECES = "lightning_amp/planning/chunks", "tests/planning/chunks"
 SEARCH = f"{PIECES}/test_region.py {PIECES}/test_find_regions.py"
@@ -1282,6 +1283,86 @@ MUTANTS = [
         "grads.append(leaf.grad)",
         "grads.append(torch.zeros_like(leaf))",
         "tests/parallel/pipeline/test_run_stages.py",
+    ),
+    Mutant(
+        "pipeline",
+        "scale: what was sent is let go before the step ends",
+        f"{LINE}/stage_bytes.py",
+        "self._now += stays + own.result",
+        "self._now += 0",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: gradients of the step before",
+        f"{LINE}/stage_bytes.py",
+        "self._always = kept + self._gradients + whole.buffer_bytes + whole.batch_bytes",
+        "self._always = kept + whole.buffer_bytes + whole.batch_bytes",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "scale: one micro-batch in flight",
+        f"{LINE}/stage_bytes.py",
+        "self._now += own.kept",
+        "self._now = max(self._now, self._always + own.kept)",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "missing: what follows the blocks in the time of a step",
+        f"{LINE}/timeline.py",
+        "end, self._rested = end + self.times.rest, True",
+        "self._rested = True",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "shard: the cap of bytes is not kept",
+        f"{MODULES}/stages.py",
+        "if shape.budget is None or shape.each > 1:",
+        "if True:",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "a pipeline is taken where something else fits",
+        f"{MODULES}/candidates.py",
+        "fitting = [one for one in fitting if one.model == 1] or fitting",
+        "fitting = [one for one in fitting if one.model > 1] or fitting",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "scale: as many samples as on a data axis",
+        f"{MODULES}/seen.py",
+        "return self.seconds * self.model",
+        "return self.seconds",
+        STAGED,
+    ),
+    Mutant(
+        "pipeline",
+        "a skip between blocks is not seen",
+        "lightning_amp/footprint/passes.py",
+        "if reader > made and all(life is not output for output in calls[reader - 1].outputs):",
+        "if False:",
+        PASSES,
+    ),
+    Mutant(
+        "pipeline",
+        "a mask that a step draws is not seen",
+        "lightning_amp/footprint/chain_recorder.py",
+        "self.drawn |= made",
+        "pass",
+        PASSES,
+    ),
+    Mutant(
+        "pipeline",
+        "shard: who reads a tied parameter",
+        "lightning_amp/footprint/chain_recorder.py",
+        "self.readers.setdefault(name, []).append(len(self.work) - 1)",
+        "self.readers[name] = [len(self.work) - 1]",
+        PASSES,
     ),
     Mutant(
         "module",

@@ -31,9 +31,10 @@ def plan_of_configuration(arguments: argparse.Namespace) -> Plan:
     """
     # late: torch takes seconds to load
     from lightning_amp.parallel.describe_module import describe
-    from lightning_amp.planning.modules.plan_module import plan_module, told_apart
+    from lightning_amp.planning.modules.plan_module import plan_module, told_apart, told_model_ranks
     from lightning_amp.planning.modules.questions import answers
     from lightning_amp.planning.plan.decoder_only import profile_of_module
+    from lightning_amp.planning.policies.build_rules import with_schedule
     from lightning_amp.planning.policies.make_plan import plan
 
     refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
@@ -48,8 +49,19 @@ def plan_of_configuration(arguments: argparse.Namespace) -> Plan:
     size = seen.profile.batch_size or 1
     shape = replace(describe(module, batch_size=size), profiled=True)
     request |= {"batch_size": size, "strategies": asked}
-    base = plan(profile_of_module(shape), **request, shape=shape, rates=rates)
-    made = plan_module(base, seen, named=named, budget_named=memory is not None, count=step.count)
+    request["model_parallel_size"], stages = told_model_ranks(
+        request["model_parallel_size"], asked, shape, seen
+    )
+    told = {name: options.get(name) for name in ("micro_batches", "schedule")}
+    base = with_schedule(plan(profile_of_module(shape), **request, shape=shape, rates=rates), shape, **told)
+    made = plan_module(
+        base,
+        seen,
+        named=named,
+        budget_named=memory is not None,
+        count=step.count,
+        asked=replace(stages, micro_batches=told["micro_batches"]),
+    )
     if memory is None:
         return made
     found = answers(lambda n: step_at(n).seen(rates), seen, ranks=made.mesh.data, budget=parse_bytes(memory))

@@ -3,11 +3,15 @@
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_amp.cli.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
 from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, refuse, request_of
 from lightning_amp.data.files.write_aside import written_aside
+
+if TYPE_CHECKING:
+    from lightning_amp.planning.plan.plan import Plan
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +19,9 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add_request(parser)
     add_configuration(parser)
     parser.add_argument(
-        "--plot", metavar="FILE.png", help="draw memory after each stratum; replaces the file"
+        "--plot",
+        metavar="FILE.png",
+        help="draw memory after each stratum, or the schedule of a pipeline; replaces the file",
     )
     parser.set_defaults(run=_run)
 
@@ -25,9 +31,12 @@ def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.reports.plan_report import plan_report
 
     if arguments.config is not None:
-        refuse(arguments, f"--config {arguments.config!r}", {"--plot": "plot"}, "which draws strata")
-        # the step of one rank is counted for the plan, and all ranks do the same
+        if arguments.plot is not None:
+            check_target("--plot", arguments.plot, "schedule.png", overwrite=True)
+        # the step of one rank is counted for the plan, and all ranks do the same or are stages of it
         made = plan_of_configuration(arguments)
+        if arguments.plot is not None:
+            _draw_schedule(arguments, made)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         return
     request = request_of(arguments)
@@ -55,3 +64,25 @@ def _run(arguments: argparse.Namespace) -> None:
             draw(aside, simulation)
     as_json = arguments.format == "json"
     print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))
+
+
+def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
+    """What every rank of a pipeline computes when."""
+    from lightning_amp.planning.reports.schedule_chart import schedule_chart
+    from lightning_amp.planning.reports.stages_report import pipeline_rule, timeline_of
+
+    if not made.stages:
+        refuse(
+            arguments,
+            f"--config {arguments.config!r}",
+            {"--plot": "plot"},
+            "which draws the schedule of a pipeline, and the plan has none (--strategies pipeline asks for one)",
+        )
+    _, spec = pipeline_rule(made)
+    with written_aside(Path(arguments.plot)) as aside:
+        schedule_chart(
+            aside,
+            passes=timeline_of(made).passes,
+            rest_seconds=made.stages[-1].rest_seconds,
+            title=f"{len(made.stages)} stages, {spec.micro_batches} micro-batches by {spec.schedule}",
+        )

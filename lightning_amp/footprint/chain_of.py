@@ -5,6 +5,8 @@ step calls them: of a U-Net those of its way down, its middle and its way up. A 
 block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and says why.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -12,10 +14,13 @@ from lightning.pytorch import LightningModule
 from lightning_amp.footprint.build_chain import build_chain
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.chain_recorder import ChainRecorder, OperatorRates
+from lightning_amp.footprint.fake_copy import length_of
+from lightning_amp.footprint.passes import Passes, passes_of
 from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (planning/time/device_rates.py)."""
+NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
 
 
 def chain_of(
@@ -38,13 +43,26 @@ def chain_of(
     Raises:
         ModelError: As `profile_module`.
     """
+    return chain_and_passes(module, batch, (), batch_size=batch_size, rates=rates, around=around)[0]
+
+
+def chain_and_passes(
+    module: LightningModule,
+    batch: Any,
+    names: Sequence[str],
+    *,
+    batch_size: int | None = None,
+    rates: OperatorRates = CPU_CORE,
+    around: Around = BY_ITSELF,
+) -> tuple[Chain, Passes | str]:
+    """The chain of a step, and its passes through the named blocks as stages of a pipeline, or why there are none.
+
+    Arguments and errors as for `chain_of`; `names` are those of the blocks, in order.
+    """
     step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
     chain = build_chain(step, values=bool(reason))
-    return Chain(
-        blocks=chain.blocks,
-        tensors=chain.tensors,
-        moments=chain.moments,
-        seconds=step.seconds,
-        measured=REAL if reason else FAKE,
-        reason=reason,
-    )
+    chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
+    rows = length_of(batch) if batch_size is None else batch_size
+    if not names or rows is None:
+        return chain, "the tensors of its batch have no length in common" if names else NO_BLOCKS
+    return chain, passes_of(step, names, rows=rows, values=bool(reason))

@@ -73,6 +73,7 @@ class Call:
     inputs: list[Life] = field(default_factory=list)
     input_bytes: int = 0
     outputs: list[Life] = field(default_factory=list)
+    output_bytes: int = 0
     parameter_bytes: int = 0
     fixed: str = ""
 
@@ -92,8 +93,12 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         calls: Of blocks, in order.
         uses: What autograd has saved.
         orders: Place in the forward pass of every operator in `work`.
-        seconds: Of all operators, as if each waited for the one before.
+        took: Seconds of every operator in `work`, as if each waited for the one before.
         read_last: Last operator of a forward pass that has read a storage, by the id of its Life.
+        readers: Operators of forward passes that have read a parameter, by its name.
+        trained: Names of the parameters.
+        computed: Ids of the Lives that were made from parameters, at whatever remove; others are of the batch alone.
+        drawn: Ids of those that random numbers went into.
 
     Args:
         module: Whose step is counted.
@@ -105,12 +110,21 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.uses: list[Use] = []
         self.orders: list[int] = [-1]
+        self.took: list[float] = [0.0]
         self.read_last: dict[int, int] = {}
-        self.seconds = 0.0
+        self.readers: dict[str, list[int]] = {}
+        self.computed: set[int] = set()
+        self.drawn: set[int] = set()
+        self.trained = frozenset(self._parameters.values())
         self._rates = rates
         self._open: int | None = None
         self._aside = False
         self._saved = saved_tensors_hooks(self._keep, self._give)
+
+    @property
+    def seconds(self) -> float:
+        """Of all operators."""
+        return sum(self.took)
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
@@ -149,7 +163,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._open = None
         call.end, call.last_order = len(self.work) - 1, autograd_order()
         call.fixed = call.fixed or first.settle()
-        call.outputs = self._lives_of(tensors_of(tree_leaves(result)))
+        results = list(tensors_of(tree_leaves(result)))
+        call.outputs, call.output_bytes = self._lives_of(results), sum(t.nbytes for t in results)
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:
@@ -162,17 +177,30 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._aside:
             return func(*args, **(kwargs or {}))
-        if autograd_node() is None:
-            for life in self._lives_of(tensors_of((args, kwargs))):
-                self.read_last[id(life)] = len(self.work)
+        given = [] if autograd_node() is not None else self._lives_of(tensors_of((args, kwargs)))
+        for life in given:
+            self.read_last[id(life)] = len(self.work)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
+        self.took += [0.0] * (len(self.work) - len(self.took))
         if not func.is_view:
-            seconds = self._seconds(func, args, kwargs or {}, result)
-            self.seconds += seconds
+            self.took[-1] = seconds = self._seconds(func, args, kwargs or {}, result)
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
+        if self.work[-1][0] == FORWARD:
+            self._note_reads(given, result, draws=torch.Tag.nondeterministic_seeded in func.tags)
         return result
+
+    def _note_reads(self, given: Iterable[Life], result: Any, *, draws: bool) -> None:
+        """Which parameters an operator of a forward pass has read, and what its result depends on."""
+        weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
+        for name in weights:
+            self.readers.setdefault(name, []).append(len(self.work) - 1)
+        made = {id(life) for life in self._lives_of(tensors_of(result))}
+        if weights or any(id(life) in self.computed for life in given):
+            self.computed |= made
+        if draws or any(id(life) in self.drawn for life in given):
+            self.drawn |= made
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         moved = sum(t.nbytes for t in tensors_of((args, kwargs, result)) if t.layout is torch.strided)

@@ -48,5 +48,5 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
 def _options(strategy: object) -> dict[str, Any]:
     if not isinstance(strategy, AMPStrategy):
         return {}
-    names = [*COMPARED, "plan", "device_memory", "rates", "data_dir"]
+    names = [*COMPARED, "plan", "device_memory", "rates", "data_dir", "micro_batches", "schedule"]
     return {name: getattr(strategy.request, name) for name in names}

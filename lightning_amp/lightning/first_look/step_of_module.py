@@ -14,15 +14,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.chain_of import chain_and_passes
 from lightning_amp.footprint.chain_recorder import OperatorRates
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.passes import Passes
 from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.parallel.install import install_rules
+from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.time.device_rates import Rates
@@ -52,6 +55,8 @@ class StepOfModule:
         self._batch_size = batch_size
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
+        self._blocks, self._no_stages = blocks_for_stages(module)
+        self._passes: dict[int | None, Passes | str] = {}
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "StepOfModule | None":
@@ -85,10 +90,33 @@ class StepOfModule:
         self._batch = self._take_batch()
         return Seen(
             profile=self._profiled(()),
-            chain=self._counted(partial(chain_of, rates=operator_rates(rates))),
+            chain=self._chain(None, rates),
             units=units_of(self._module),
             rates=rates,
+            passes=partial(self._passes_of, rates=rates) if self._blocks else None,
+            no_stages=self._no_stages,
         )
+
+    def forget(self) -> None:
+        """Let go of the batch; nothing more is counted."""
+        self._batch = None
+
+    def _passes_of(self, rows: int | None, *, rates: Rates) -> Passes | str:
+        """Counted for two lengths of the batch, and for others on the line through these."""
+        whole = self._passes[None]
+        if rows is None or isinstance(whole, str) or rows == whole.rows:
+            return whole
+        counted = next((one for one in self._passes.values() if one is not whole), None)
+        between = whole.at(counted, rows) if isinstance(counted, Passes) else None
+        if between is None and rows not in self._passes:
+            self._chain(rows, rates)
+        return self._passes[rows] if between is None else between
+
+    def _chain(self, rows: int | None, rates: Rates) -> Chain:
+        """Of a batch of some length, with its passes kept."""
+        count = partial(chain_and_passes, names=self._blocks, rates=operator_rates(rates))
+        chain, self._passes[rows] = self._counted(count, rows)
+        return chain
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
         """Profile the step once more with rules installed, and undo them; for after `seen`.
@@ -110,9 +138,10 @@ class StepOfModule:
         found = self._profiles[_places(rules)] = self._counted(profile_module)
         return found
 
-    def _counted(self, count: Callable[..., T]) -> T:
+    def _counted(self, count: Callable[..., T], rows: int | None = None) -> T:
+        size = self._batch_size if rows is None else rows
         try:
-            return count(self._module, self._batch, batch_size=self._batch_size, around=self._around)
+            return count(self._module, self._batch, batch_size=size, around=self._around)
         except AmpError:
             raise
         except Exception as error:

@@ -15,13 +15,19 @@ from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_s
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
+from lightning_amp.lightning.strategy.pipeline_run import check_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
 from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.modules.plan_module import plan_again, plan_module, told_apart
+from lightning_amp.planning.modules.plan_module import (
+    plan_again,
+    plan_module,
+    told_apart,
+    told_model_ranks,
+)
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.decoder_only import profile_of_module
@@ -83,7 +89,7 @@ class Facts:
         if self.step is None:
             return None, ""
         try:
-            return self.step.seen(self.rates[0]), ""
+            return _without_stages(self.step.seen(self.rates[0]), self), ""
         except AmpError as error:
             return None, f"{NO_PROFILE}: {error}"
 
@@ -113,6 +119,8 @@ class Facts:
 
     def forget_step(self) -> None:
         """Let go of the batch that a step was profiled with; what was seen of it stays."""
+        if self.step is not None:
+            self.step.forget()
         self.step = None
 
     def compare(self) -> None:
@@ -202,6 +210,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if shape.decoder is None:
         asked, named = told_apart(asked, policy=request.policy)
         asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
+    size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
     made = make_plan(
         profile,
         devices=here.n_ranks,
@@ -209,7 +218,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         policy=request.policy,
         strategies=asked,
         batch_size=shape.batch_size,
-        model_parallel_size=request.model_parallel_size if model_ranks is None else model_ranks,
+        model_parallel_size=size if model_ranks is None else model_ranks,
         shape=shape,
         rates=rates,
         node_devices=here.node_ranks,
@@ -226,7 +235,21 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         named=named,
         budget_named=request.device_memory is not None,
         count=facts.step.count,
+        asked=replace(stages, micro_batches=request.micro_batches),
     )
+
+
+def _without_stages(seen: Seen, facts: Facts) -> Seen:
+    """The step without a pipeline, where the run's options or its device do not go with one."""
+    if facts.here.device.type != "cpu":
+        return replace(
+            seen, passes=None, no_stages=f"it runs on the CPU by now, and not on {facts.here.device.type!r}"
+        )
+    try:
+        check_run(facts.request, facts.trainer, facts.trainer.lightning_module)
+    except AmpError as error:
+        return replace(seen, passes=None, no_stages=str(error))
+    return seen
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:

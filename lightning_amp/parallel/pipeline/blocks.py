@@ -78,3 +78,23 @@ def refuse_batch_statistics(module: nn.Module) -> None:
             " in a pipeline they would see those of a micro-batch, and train another model; take layers that normalise"
             " every sample by itself (LayerNorm, GroupNorm), or leave 'pipeline' out"
         )
+
+
+def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Names of the blocks that a pipeline would be made of, in order; or none, and why, as far as the module tells."""
+    found = longest_list(module)
+    if found is None:
+        return (), "it has no ModuleList or Sequential of two modules and more that could be stages"
+    blocks = module.get_submodule(found[0])
+    if len(dict(blocks.named_children())) < found[1]:
+        return (), f"{found[0]!r} has a module in it twice"
+    if hooks := hooks_within(blocks):
+        return (), f"{found[0]!r} has {', '.join(hooks)}, which would be called on one rank"
+    if has_batch_norms(module):
+        return (
+            (),
+            "it normalises by the statistics of a batch (BatchNorm), of which a stage would see a micro-batch's",
+        )
+    if not getattr(module, "automatic_optimization", True):
+        return (), "a manual step (automatic_optimization=False) calls backward itself"
+    return tuple(f"{found[0]}.{name}" for name, _ in blocks.named_children()), ""

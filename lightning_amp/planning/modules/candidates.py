@@ -5,6 +5,10 @@
     3. without those whose predicted peak exceeds the budget
     4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
 
+A pipeline (stages.py) goes with none of them by now. It is compared too, by its time for as many samples, and taken
+where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step does
+beside its blocks may turn out to be refused when it runs.
+
 If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
 """
 
@@ -16,6 +20,7 @@ from types import MappingProxyType
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.modules.stages import OPEN, Asked, best_pipeline
 from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.plan.strategies import in_order
@@ -30,6 +35,7 @@ LEAST = "the least that"
 """Begins the sentence that says what is missing."""
 MOSTLY = 0.6
 """Of the peak: what stands in the way of a technique that leaves as much as it is."""
+STAGED = ("pipeline",)
 MOST_RANKS = 1024
 """That are tried where a step does not fit."""
 
@@ -59,6 +65,7 @@ def compare(
     base: tuple[str, ...] = (),
     batch_size: int = 1,
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+    asked: Asked = OPEN,
 ) -> Compared:
     """Draft every plan, and choose.
 
@@ -70,8 +77,9 @@ def compare(
         base: Strategies that every plan has.
         batch_size: Of one rank, for the time of a sample.
         refused: Sets that the module was found to refuse, and why.
+        asked: Of a pipeline.
     """
-    found, dropped, limit = [], dict(refused), budget if limit is None else limit
+    found, dropped, limit = list[Draft](), dict(refused), budget if limit is None else limit
     for names in _sets():
         if names in refused:
             continue
@@ -80,9 +88,16 @@ def compare(
             dropped[names] = made
         else:
             found.append(made)
-    fitting = [one for one in found if limit is None or one.peak_bytes <= limit]
-    best = _fastest(fitting) if fitting else min(found, key=lambda one: (one.peak_bytes, *_merit(one)))
-    rows = sorted(found, key=lambda one: (one is not best, one not in fitting, *_merit(one)))
+    if STAGED not in refused:
+        made = best_pipeline(seen, ranks=ranks, budget=limit, asked=asked)
+        if isinstance(made, str):
+            dropped[STAGED] = f"pipeline cannot be: {made}"
+        else:
+            found.append(made)
+    best = _chosen(found, limit)
+    rows = sorted(
+        found, key=lambda one: (one is not best, limit is not None and one.peak_bytes > limit, *_merit(one))
+    )
     return Compared(
         best=best,
         candidates=tuple(_candidate(one, best, budget, base=base, batch_size=batch_size) for one in rows),
@@ -131,8 +146,26 @@ def advice(seen: Seen, *, ranks: int) -> tuple[dict[str, str], dict[str, str]]:
             helps[name] = made.peak_bytes, _gain(name, whole, made)
         else:
             does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
+    if ranks > 1:
+        _advise_stages(seen, ranks, helps, does_not)
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
+
+
+def _advise_stages(
+    seen: Seen, ranks: int, helps: dict[str, tuple[int, str]], does_not: dict[str, str]
+) -> None:
+    whole, made = as_it_is(seen, ranks), best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
+    if isinstance(made, str):
+        does_not["pipeline"] = f"pipeline would not: {made}"
+    elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
+        helps["pipeline"] = made.peak_bytes, _gain("pipeline", whole, made)
+    else:
+        peaks = f"{format_bytes(made.peak_bytes)} instead of {format_bytes(whole.peak_bytes)}"
+        does_not["pipeline"] = (
+            f"pipeline would not: the peak would be {peaks}, for a stage keeps the gradients of two steps, and what is"
+            " in flight"
+        )
 
 
 def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str:
@@ -146,9 +179,11 @@ def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str
     return f"{peaks}, for {technique.limit}"
 
 
-def missing(seen: Seen, *, ranks: int, budget: int) -> str:
-    """For a step that fits with nothing: the least bytes, and what would make it fit."""
-    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(leanest(seen, ranks))}"
+def missing(seen: Seen, best: Draft, *, budget: int) -> str:
+    """For a step that fits with nothing: the least bytes, be it of the plan that was chosen, and what would fit."""
+    ranks = best.ranks * best.model
+    least = min(leanest(seen, ranks), best, key=lambda one: one.peak_bytes)
+    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(least)}"
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None:
         return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
@@ -181,14 +216,18 @@ def _sets() -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(TECHNIQUES, n) for n in range(len(TECHNIQUES) + 1))
 
 
-def _fastest(fitting: list[Draft]) -> Draft:
+def _chosen(found: list[Draft], limit: int | None) -> Draft:
+    fitting = [one for one in found if limit is None or one.peak_bytes <= limit]
+    if not fitting:
+        return min(found, key=lambda one: (one.peak_bytes, *_merit(one)))
+    fitting = [one for one in fitting if one.model == 1] or fitting
     least = min(one.seconds for one in fitting)
     level = [one for one in fitting if one.seconds <= TIE * least]
     return min(level, key=lambda one: (len(one.strategies), one.peak_bytes))
 
 
 def _merit(one: Draft) -> tuple[float, int, int]:
-    return one.seconds, len(one.strategies), one.peak_bytes
+    return one.pace, len(one.strategies), one.peak_bytes
 
 
 def _candidate(
@@ -199,12 +238,12 @@ def _candidate(
     elif budget is not None and one.peak_bytes > budget:
         verdict = f"exceeds {format_bytes(budget)}"
     else:
-        ratio = one.seconds / best.seconds
+        ratio = one.pace / best.pace
         verdict = f"within {100 * (TIE - 1):.0f} %, no simpler" if ratio < TIE else f"{ratio:.2f} x the time"
     return Candidate(
         strategies=in_order({*base, *one.strategies}),
         data=one.ranks,
-        model=1,
+        model=one.model,
         peak_bytes=one.peak_bytes,
         step_seconds=one.seconds,
         cell_seconds=one.seconds / (one.ranks * batch_size),
@@ -222,8 +261,9 @@ def replaced_peak(compared: Compared, peak_bytes: int) -> Compared:
 
 def _gain(name: str, whole: Draft, made: Draft) -> str:
     less = 100 * (1 - made.peak_bytes / whole.peak_bytes)
-    slower = 100 * (made.seconds / whole.seconds - 1)
-    at = f" on {on_ranks(made.ranks)}" if made.ranks > 1 else ""
+    slower = 100 * (made.pace / whole.pace - 1)
+    ranks = made.ranks * made.model
+    at = f" on {on_ranks(ranks)}" if ranks > 1 else ""
     return (
         f"{name} would make the peak {format_bytes(made.peak_bytes)} instead of"
         f" {format_bytes(whole.peak_bytes)}{at} ({less:.0f} % less), for about {max(0.0, slower):.0f} % more time"

@@ -23,10 +23,13 @@ from lightning_amp.planning.modules.candidates import (
 )
 from lightning_amp.planning.modules.diagnosis import SHOWN, evidence, signals, where
 from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.modules.stages import OPEN, Asked, staged
 from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import DataParallel, PipelineStages
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
 
@@ -70,6 +73,17 @@ def told_apart(
     return [name for name in ids if name not in TECHNIQUES], tuple(name for name in ids if name in TECHNIQUES)
 
 
+def told_model_ranks(
+    size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: Seen | None
+) -> tuple[int | str, Asked]:
+    """Ranks of the model axis that were asked for: those of a plan without a profile, and those of a pipeline that
+    `plan_module` adds where a policy chooses.
+    """
+    if shape.decoder is not None or seen is None or strategies is not None or not isinstance(size, int):
+        return size, OPEN
+    return "auto", Asked(model=size if size > 1 else None)
+
+
 def plan_module(
     base: Plan,
     seen: Seen,
@@ -77,6 +91,7 @@ def plan_module(
     named: tuple[str, ...] | None = None,
     budget_named: bool = True,
     count: Count | None = None,
+    asked: Asked = OPEN,
 ) -> Plan:
     """The plan of a module whose step was profiled.
 
@@ -86,16 +101,23 @@ def plan_module(
         named: Those techniques that a person has asked for; None leaves the choice to the policy.
         budget_named: Whether a person has named the budget; else as much of what was asked for is done as can be.
         count: Counts the step again with rules installed; None leaves it at the prediction.
+        asked: Of a pipeline; with ranks of the model axis, there is to be one.
 
     Raises:
         PlanError: A technique that was named cannot be had.
     """
+    if (spec := _pipeline_of(base)) is not None and not named:
+        return _with_stages(base, seen, replace(asked, model=base.mesh.model, schedule=spec.schedule))
+    if asked.model is not None and named is None:
+        return _with_stages(_on_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
     for _ in range(TRIES):
-        compared = _compared(seen, base, named=named, limit=limit, refused=refused)
+        compared = _compared(seen, base, named=named, limit=limit, refused=refused, asked=asked)
         best = compared.best
         rules = _rules(best, named=named is not None)
+        if best.stages:
+            break
         try:
             peak = _peak(seen, rules, ranks=best.ranks, count=count)
         except AmpError as error:
@@ -113,6 +135,8 @@ def plan_module(
 
 def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
     """A plan that was given, with the prediction for this step."""
+    if (spec := _pipeline_of(given)) is not None:
+        return _staged_again(given, seen, spec)
     rules = tuple(rule for rule in given.rules if rule.strategy in TECHNIQUES)
     peak, ranks = _peak(seen, rules, ranks=given.mesh.data, count=count), given.mesh.data
     return replace(
@@ -123,13 +147,72 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
         diagnosis=diagnose_module(seen, ranks=ranks),
         notes=(
             *(note for note in given.notes if not note.startswith(LEAST)),
-            *_missing(seen, ranks=ranks, peak=peak, budget=given.budget_bytes),
+            *_missing(seen, replace(as_it_is(seen, ranks), peak_bytes=peak), given.budget_bytes),
         ),
     )
 
 
-def _missing(seen: Seen, *, ranks: int, peak: int, budget: int | None) -> list[str]:
-    return [] if budget is None or peak <= budget else [missing(seen, ranks=ranks, budget=budget)]
+def _pipeline_of(plan: Plan) -> PipelineStages | None:
+    return next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
+
+
+def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) -> Plan:
+    """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly, or it must
+    be known and is refused.
+    """
+    assert asked.model is not None, "a pipeline that is asked for has ranks"
+    found = staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
+    if isinstance(found, str) and must:
+        raise PlanError(
+            f"model_parallel_size={asked.model!r} was asked for, for which a module without a decomposed decoder"
+            f" needs a pipeline, and that cannot be: {found}; leave it out"
+        )
+    if isinstance(found, str):
+        note = f"the stages are cut evenly, and what they hold was not counted: {found}"
+        ranks = base.mesh.data * base.mesh.model
+        return replace(base, diagnosis=diagnose_module(seen, ranks=ranks), notes=(*base.notes, note))
+    kept = tuple(rule for rule in base.rules if not isinstance(rule.spec, PipelineStages))
+    without = replace(base, rules=kept, strategies=in_order({rule.strategy for rule in kept}))
+    compared = Compared(best=found, candidates=(), dropped={})
+    return _made(without, seen, compared, _rules(found, named=base.policy == "strategies"))
+
+
+def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
+    ends = tuple(int(end) for end in spec.ends.split(","))
+    asked = Asked(model=given.mesh.model, micro_batches=spec.micro_batches, schedule=spec.schedule, ends=ends)
+    found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
+    ranks = given.mesh.data * given.mesh.model
+    given = replace(given, diagnosis=diagnose_module(seen, ranks=ranks), stages=())
+    if isinstance(found, str):
+        return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
+    return replace(
+        given,
+        predicted_base_bytes=found.held_bytes or 0,
+        predicted_stratum_bytes=0,
+        predicted_peak_bytes=found.peak_bytes,
+        predicted_step_seconds=found.seconds,
+        rates_device=seen.rates.device,
+        stages=found.stages,
+        notes=(
+            *(note for note in given.notes if not note.startswith(LEAST)),
+            *_missing(seen, found, given.budget_bytes),
+        ),
+    )
+
+
+def _on_axis(base: Plan, model: int) -> Plan:
+    """The plan of all ranks on the data axis with so many on the model axis."""
+    data = base.mesh.data // model
+    noun = "rank" if data == 1 else "ranks"
+    rules = tuple(
+        replace(rule, why=f"{data} {noun} on the data axis") if isinstance(rule.spec, DataParallel) else rule
+        for rule in base.rules
+    )
+    return replace(base, mesh=MeshShape(data=data, model=model), rules=rules)
+
+
+def _missing(seen: Seen, best: Draft, budget: int | None) -> list[str]:
+    return [] if budget is None or best.peak_bytes <= budget else [missing(seen, best, budget=budget)]
 
 
 def _compared(
@@ -139,6 +222,7 @@ def _compared(
     named: tuple[str, ...] | None,
     limit: int | None,
     refused: dict[tuple[str, ...], str],
+    asked: Asked,
 ) -> Compared:
     ranks = base.mesh.data
     if named is not None:
@@ -151,6 +235,7 @@ def _compared(
         base=base.strategies,
         batch_size=base.batch_size,
         refused=refused,
+        asked=asked,
     )
 
 
@@ -186,9 +271,10 @@ def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     best, order = compared.best, list(STRATEGIES)
+    base = base if best.model in (1, base.mesh.model) else _on_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    notes = _missing(seen, ranks=best.ranks, peak=best.peak_bytes, budget=base.budget_bytes)
+    notes = _missing(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(
         base,
@@ -197,13 +283,14 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         rules=whole,
         signals=(*base.signals, *signals(seen.profile)),
         evidence=(*base.evidence, *evidence(seen.profile)),
-        predicted_base_bytes=seen.held_bytes,
+        predicted_base_bytes=seen.held_bytes if best.held_bytes is None else best.held_bytes,
         predicted_stratum_bytes=0,
         predicted_peak_bytes=best.peak_bytes,
         predicted_step_seconds=best.seconds,
         rates_device=seen.rates.device,
         candidates=compared.candidates,
-        diagnosis=diagnose_module(seen, ranks=best.ranks),
+        diagnosis=diagnose_module(seen, ranks=best.ranks * best.model),
+        stages=best.stages,
         notes=(*base.notes, *_counted_on(seen.profile), *notes),
     )
 

@@ -3,12 +3,15 @@
 Legend: bytes are of one rank; D ranks of the data axis.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.footprint.passes import Passes
 from lightning_amp.planning.modules.fsdp_bytes import Unit
 from lightning_amp.planning.plan.specs import Spec
+from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
 
 HELD = (PARAMETERS, GRADIENTS, STATE)
@@ -16,6 +19,9 @@ LEAST_SECONDS = 1e-9
 ALONE = 2**20
 """Bytes of a gradient from which on it is averaged where it is; smaller ones are put together
 (parallel/s1_data/gradient_sync.py)."""
+
+PassesOf = Callable[[int | None], Passes | str]
+"""Samples of a micro-batch, None for the whole batch -> the passes of a step, or why it cannot be run as stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +33,16 @@ class Seen:
         chain: Its blocks, and what a choice of recomputed ones costs.
         units: Parameters that can be gathered together.
         rates: What the device reaches.
+        passes: Its blocks as stages of a pipeline, for a batch of any length; None where there can be no pipeline.
+        no_stages: Why there is none.
     """
 
     profile: ModuleProfile
     chain: Chain
     units: tuple[Unit, ...]
     rates: Rates
+    passes: PassesOf | None = None
+    no_stages: str = "its blocks were not looked at"
 
     @property
     def seconds(self) -> float:
@@ -74,12 +84,23 @@ class Draft:
         peak_bytes: Predicted peak with what has been added so far.
         seconds: Predicted time of a step.
         targets: What has been added.
+        model: Ranks of the model axis.
+        stages: Of a pipeline.
+        held_bytes: What the fullest rank keeps between steps, None for that of the whole module.
     """
 
     ranks: int
     peak_bytes: int
     seconds: float
     targets: tuple[Target, ...] = ()
+    model: int = 1
+    stages: tuple[Stage, ...] = ()
+    held_bytes: int | None = None
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step by how much of the samples it takes that as many ranks of a data axis would."""
+        return self.seconds * self.model
 
     @property
     def strategies(self) -> tuple[str, ...]:

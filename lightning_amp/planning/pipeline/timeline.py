@@ -30,12 +30,14 @@ class StageTimes:
         backward: Of the backward pass.
         send_forward: Of sending the output to the next stage; of the last stage 0.
         send_backward: Of sending the gradient to the stage before; of the first stage 0.
+        rest: Of what the last stage computes once for all micro-batches before its first backward pass.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     send_forward: tuple[float, ...]
     send_backward: tuple[float, ...]
+    rest: float = 0.0
 
     @classmethod
     def of(
@@ -135,6 +137,7 @@ class _Run:
         self._device_free = [0.0] * devices
         self._link_free: dict[tuple[int, int], float] = {}
         self._arrived: dict[Pass, float] = {}
+        self._rested = False
 
     def input_of(self, step: Pass) -> float | None:
         """When the input of a pass arrives; None: not known yet."""
@@ -148,9 +151,11 @@ class _Run:
         assert arrived is not None, "asked for by the caller"
         begin = max(self._device_free[device], arrived)
         end = begin + (self.times.backward if step.backward else self.times.forward)[step.stage]
+        last = len(self.times.forward) - 1
+        if step.backward and step.stage == last and not self._rested:
+            end, self._rested = end + self.times.rest, True
         self.passes[device][step] = (begin, end)
         self._device_free[device] = end
-        last = len(self.times.forward) - 1
         if step.backward and step.stage > 0:
             to, takes = step._replace(stage=step.stage - 1), self.times.send_backward[step.stage]
         elif not step.backward and step.stage < last:

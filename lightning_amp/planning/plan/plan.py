@@ -14,6 +14,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
+from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name
 from lightning_amp.quantities import is_number
 
@@ -92,6 +93,7 @@ class Plan:
         candidates: What policy "auto" has compared, the chosen one first.
         measured_step_seconds: Least time of a whole step that a race has measured, None without one.
         diagnosis: What a profile of the module's step has found; None where it has a decoder, or was not profiled.
+        stages: What is predicted of the stages of a pipeline; empty without one, or where the step was not profiled.
     """
 
     policy: str
@@ -115,6 +117,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     measured_step_seconds: float | None = None
     diagnosis: ModuleDiagnosis | None = None
+    stages: tuple[Stage, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -195,6 +198,7 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
     typed["axes"] = Axes(**plain["axes"])
     candidates = plain.get("candidates", ())
     typed["candidates"] = tuple(Candidate(**c | {"strategies": tuple(c["strategies"])}) for c in candidates)
+    typed["stages"] = tuple(Stage(**stage) for stage in plain.get("stages", ()))
     if plain.get("diagnosis") is not None:
         typed["diagnosis"] = ModuleDiagnosis.from_dict(plain["diagnosis"])
     typed["rules"] = tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain["rules"])

@@ -292,10 +292,17 @@ def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
 
 
 def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
-    notes = [
-        f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}"
+    unknown = {
+        strategy: (row.from_outside and row.shape_after is None)
+        or (strategy == "pipeline" and not shape.profiled)
         for strategy, row in STRATEGIES.items()
-        if strategy in chosen and (strategy == "pipeline" or (row.from_outside and row.shape_after is None))
+        if strategy in chosen
+    }
+    notes = [
+        f"the prediction does not count what {strategy} ({STRATEGIES[strategy].title}) saves:"
+        f" {STRATEGIES[strategy].shrinks}"
+        for strategy in unknown
+        if unknown[strategy]
     ]
     if "fsdp" in chosen:
         notes.append(

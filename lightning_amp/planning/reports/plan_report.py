@@ -9,6 +9,7 @@ from lightning_amp.planning.plan.plan import Candidate, Plan, Rule
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import label
 from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
+from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -65,6 +66,7 @@ def plan_report(plan: Plan) -> str:
         for rule, names in _alike(plan)
     ]
     sections.append(table(["", "technique", "saves", "why"], rules) if rules else "nothing to install")
+    sections += [stages_section(plan)] if plan.stages else []
     sections.append("\n".join(_prediction(plan)))
     if plan.candidates:
         sections.append(candidate_table(plan.candidates, budget=plan.budget_bytes))

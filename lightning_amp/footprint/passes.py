@@ -1,0 +1,261 @@
+"""A recorded step, cut at the blocks of one list: what every run of them needs as a stage of a pipeline follows.
+
+A step of K blocks has K + 1 segments. Segment i < K ends with block i, so that what lies between two blocks belongs to
+the later one, as a stage runs it (parallel/pipeline/block_walk.py); the last segment is what follows all blocks. Its
+backward operators belong to a segment by autograd's numbers; those that add to parameters, to that of the one before.
+
+    computed    a storage that was made from parameters, at whatever remove; a rank has those of its own segments
+    others      made of the batch alone (a mask, positions), by every rank whose segments come later
+
+Known limits: as of build_chain.py; a read between the last one and the making of a storage is not looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.summarize import BACKWARD, OPTIMISER
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter: bytes of it, of its gradient and of the optimiser's state, and the segments that read it.
+
+    Attributes:
+        block: Segment of the block that it belongs to, None beside the blocks.
+    """
+
+    name: str
+    n_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    segments: tuple[int, ...]
+    block: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Passes:
+    """One training step of a batch or a micro-batch.
+
+    Attributes:
+        rows: Samples of it.
+        names: Of the blocks, K of them.
+        first: Operator with which the forward pass of each segment begins, and one past that of the last, [K + 2].
+        segment: Segment of every operator of the backward pass, -1 of others, [operator].
+        optimises: Whether an operator is the optimiser's, [operator].
+        seconds: Of every operator, [operator].
+        birth, held: First operator of every storage that is no parameter, gradient or state and not of the batch, and
+            the last at which Python holds it, [storage].
+        n_bytes: Of every storage.
+        computed: Whether it was made from parameters.
+        outputs: Storages that each block returns.
+        sent_bytes: Of the tensors that each block returns, [K].
+        uses: What autograd keeps: storage, segment that keeps it, operator up to which, [use, 3].
+        gradients: What becomes a gradient: operator, bytes, and segment whose backward pass makes it, [gradient, 3].
+        parameters: All of them.
+        buffer_bytes, batch_bytes: Of buffers, and of the batch.
+    """
+
+    rows: int
+    names: tuple[str, ...]
+    first: Any
+    segment: Any
+    optimises: Any
+    seconds: Any
+    birth: Any
+    held: Any
+    n_bytes: Any
+    computed: Any
+    outputs: tuple[tuple[int, ...], ...]
+    sent_bytes: tuple[int, ...]
+    uses: Any
+    gradients: Any
+    parameters: tuple[Parameter, ...]
+    buffer_bytes: int
+    batch_bytes: int
+
+    def at(self, other: "Passes", rows: int) -> "Passes | None":
+        """The passes of a batch of some length, on the line through two; None where these are not of one form."""
+        if self.rows == other.rows or not (
+            np.array_equal(self.birth, other.birth)
+            and np.array_equal(self.uses[:, :2], other.uses[:, :2])
+            and len(self.seconds) == len(other.seconds)
+        ):
+            return None
+        share = (rows - self.rows) / (other.rows - self.rows)
+
+        def between(one: Any, two: Any) -> Any:
+            return np.maximum(one + share * (np.asarray(two, dtype=float) - one), 0)
+
+        return replace(
+            self,
+            rows=rows,
+            n_bytes=between(self.n_bytes, other.n_bytes).round().astype(np.int64),
+            seconds=between(self.seconds, other.seconds),
+            sent_bytes=tuple(int(n) for n in between(np.asarray(self.sent_bytes), other.sent_bytes).round()),
+        )
+
+
+def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "Passes | str":
+    """The passes of a step through blocks, or why they cannot be stages of a pipeline.
+
+    Args:
+        step: A recorded one, as in chain_recorder.ChainRecorder.
+        names: Of the blocks, in the order of their list.
+        rows: Samples of its batch.
+        values: Whether autograd kept what it saved, because the step had values.
+    """
+    calls = [call for call in step.calls if call.fqn in set(names)]
+    walked = [call.fqn for call in calls]
+    if walked != list(names):
+        unlike = next((a for a, b in zip(walked, names, strict=False) if a != b), "")
+        return (
+            f"the step has to walk the blocks {names[0]!r} to {names[-1]!r} once, in order, and called"
+            f" {len(walked)!r} of {len(names)!r}" + (f", {unlike!r} out of turn" if unlike else "")
+        )
+    if reads := _skips(step, calls) or _draws(step, calls):
+        return reads
+    return _Cut(step, calls, rows, values).passes()
+
+
+def _skips(step: Any, calls: Sequence[Any]) -> str:
+    """What a block reads of earlier ones that the block before it does not return; "" where that is nothing."""
+    ends = np.array([call.end for call in calls])
+    for life in step.lives:
+        if id(life) not in step.computed or life.kind in (PARAMETERS, GRADIENTS, STATE):
+            continue
+        made = int(np.searchsorted(ends, life.birth))
+        read = step.read_last.get(id(life), 0)
+        if read >= len(step.work) or step.work[read][0] != step.work[life.birth][0]:
+            continue
+        reader = int(np.searchsorted(ends, read))
+        if reader > made and all(life is not output for output in calls[reader - 1].outputs):
+            what = f"{life.name} of {life.fqn!r}" if life.fqn else life.name
+            who = f"block {calls[reader].fqn!r}" if reader < len(calls) else "what follows the blocks"
+            return (
+                f"{who} reads {what}, which an earlier block or what lies before the blocks has computed, and the"
+                " block before it does not return"
+            )
+    return ""
+
+
+def _draws(step: Any, calls: Sequence[Any]) -> str:
+    """A mask that is drawn before the blocks and read after them: every micro-batch would draw its own; "" if none."""
+    for life in step.lives:
+        if id(life) in step.drawn and id(life) not in step.computed and life.birth < calls[0].start:
+            read = step.read_last.get(id(life), 0)
+            if calls[-1].end < read < len(step.work) and step.work[read][0] == step.work[life.birth][0]:
+                return "what follows the blocks reads random numbers that the step draws before them"
+    return ""
+
+
+class _Cut:
+    """One step."""
+
+    def __init__(self, step: Any, calls: Sequence[Any], rows: int, values: bool) -> None:
+        self._step, self._calls, self._rows, self._values = step, calls, rows, values
+        self._phases = [phase for phase, _ in step.work]
+        back = next((t for t, phase in enumerate(self._phases) if phase == BACKWARD), len(step.work))
+        self._first = np.array([0, *(call.end + 1 for call in calls), back])
+        kept = [life for life in step.lives if life.kind not in (PARAMETERS, GRADIENTS, STATE)]
+        self._lives = [life for life in kept if life.name != "batch"]
+        self._place = {id(life): i for i, life in enumerate(self._lives)}
+
+    def passes(self) -> Passes:
+        """All of it."""
+        step, lives = self._step, self._lives
+        segment = self._segments()
+        kinds = {
+            kind: {life.name: life for life in step.lives if life.kind == kind}
+            for kind in (PARAMETERS, GRADIENTS)
+        }
+        return Passes(
+            rows=self._rows,
+            names=tuple(call.fqn for call in self._calls),
+            first=self._first,
+            segment=segment,
+            optimises=np.array([phase == OPTIMISER for phase in self._phases]),
+            seconds=np.array(step.took),
+            birth=_whole(life.birth for life in lives),
+            held=_whole(self._held(life) for life in lives),
+            n_bytes=_whole(life.n_bytes for life in lives),
+            computed=np.array([id(life) in step.computed for life in lives], dtype=bool),
+            outputs=tuple(
+                tuple(self._place[id(life)] for life in call.outputs if id(life) in self._place)
+                for call in self._calls
+            ),
+            sent_bytes=tuple(call.output_bytes for call in self._calls),
+            uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 3),
+            gradients=np.array(
+                [
+                    (life.birth, life.n_bytes, segment[life.birth])
+                    for life in kinds[GRADIENTS].values()
+                    if life.birth and segment[life.birth] >= 0
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 3),
+            parameters=tuple(self._parameters(kinds)),
+            buffer_bytes=sum(
+                life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained
+            ),
+            batch_bytes=sum(life.n_bytes for life in step.lives if life.name == "batch"),
+        )
+
+    def _segments(self) -> Any:
+        """Of operators of the backward pass, by the number of their node; one without goes with those before."""
+        ends = np.array([call.last_order for call in self._calls])
+        found = np.full(len(self._phases), -1)
+        now = len(self._calls)
+        for t, phase in enumerate(self._phases):
+            if phase == BACKWARD:
+                order = self._step.orders[t]
+                now = now if order < 0 else int(np.searchsorted(ends, order, side="right"))
+                found[t] = now
+        return found
+
+    def _held(self, life: Any) -> int:
+        """The last operator at which something else than autograd holds a storage."""
+        death = len(self._phases) - 1 if life.death is None else life.death
+        if self._values and any(use.life is life for use in self._step.uses):
+            return int(min(death, max(life.birth, self._step.read_last.get(id(life), 0))))
+        return int(death)
+
+    def _uses(self) -> Any:
+        last, ends = len(self._phases) - 1, np.array([call.end for call in self._calls])
+        listed = {id(call): i for i, call in enumerate(self._calls)}
+        places = {n: listed[id(call)] for n, call in enumerate(self._step.calls) if id(call) in listed}
+        for use in self._step.uses:
+            if id(use.life) in self._place:
+                # an operator's inputs are saved before it is counted, so its block says more than the place
+                own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
+                yield self._place[id(use.life)], own, last if use.end is None else use.end
+
+    def _parameters(self, kinds: dict[str, dict[str, Any]]) -> Any:
+        state: dict[str, int] = {}
+        for life in self._step.lives:
+            if life.kind == STATE:
+                owner = life.name.rpartition(".")[0]
+                state[owner] = state.get(owner, 0) + life.n_bytes
+        for name, life in kinds[PARAMETERS].items():
+            if name in self._step.trained:
+                gradient = kinds[GRADIENTS].get(f"{name}.grad")
+                reads = self._step.readers.get(name, ())
+                yield Parameter(
+                    name=name,
+                    n_bytes=life.n_bytes,
+                    gradient_bytes=0 if gradient is None else gradient.n_bytes,
+                    state_bytes=state.get(name, 0),
+                    segments=tuple(
+                        sorted({int(np.searchsorted(self._first[1:-1], t, "right")) for t in reads})
+                    ),
+                    block=next(
+                        (i for i, call in enumerate(self._calls) if name.startswith(f"{call.fqn}.")), None
+                    ),
+                )
+
+
+def _whole(numbers: Any) -> Any:
+    return np.fromiter(numbers, dtype=np.int64)

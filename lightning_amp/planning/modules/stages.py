@@ -1,0 +1,337 @@
+"""A module's step as a pipeline: where its blocks are cut, into how many micro-batches, and what a step then takes.
+
+    1. seconds of every segment, forward and backward, for the micro-batch and for the whole batch (footprint/passes.py)
+    2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
+       micro-batches are in flight there; embedding, head and loss are part of the first and the last block
+    3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
+       passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
+    4. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak
+
+With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
+more without gradients for the whole batch.
+
+Known limits: seconds are those of operators one after the other at the device's rates; a rank's own walk through the
+step to its blocks (placeholders) takes no time here; caps do not count what passes make for a moment, the peak does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.passes import Passes
+from lightning_amp.planning.modules.seen import Draft, Seen, Target
+from lightning_amp.planning.pipeline.cut import cut_pipeline
+from lightning_amp.planning.pipeline.schedules import Order, most_in_flight, schedule
+from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks, stage_bytes
+from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
+from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.planning.plan.stages import Stage
+from lightning_amp.planning.time.link_seconds import collective_seconds
+from lightning_amp.quantities import format_bytes
+
+SAFE = "gpipe"
+"""What a policy takes: the loss may be any function of the batch. Others refuse a step whose loss is no mean."""
+PER_RANK = (1, 2, 4)
+"""Micro-batches per rank that are tried."""
+CAPS = 12
+"""Caps that are tried for one cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a person has asked of a pipeline; None leaves it open.
+
+    Attributes:
+        model: Ranks of the model axis.
+        micro_batches, schedule: As of AMPStrategy.
+        ends: One past the last block of every stage.
+    """
+
+    model: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    ends: tuple[int, ...] | None = None
+
+
+OPEN = Asked()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Shape:
+    """What is decided before a cut."""
+
+    seen: Seen
+    whole: Passes
+    ranks: int
+    schedule: str
+    micro_batches: int
+    budget: int | None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what follows the blocks runs once, for the whole batch."""
+        return self.schedule == "gpipe" and self.micro_batches > 1
+
+    @property
+    def each(self) -> int:
+        """Stages of a rank."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """Of every rank."""
+        return schedule(self.schedule, self.ranks, self.micro_batches, stages_per_device=self.each)
+
+
+def best_pipeline(seen: Seen, *, ranks: int, budget: int | None, asked: Asked) -> Draft | str:
+    """The fastest pipeline that fits, over all lengths of the model axis that divide the ranks, or why there is none.
+
+    Args:
+        seen: The step.
+        ranks: All of them.
+        budget: Bytes of one device, None when unknown.
+        asked: What is decided already.
+    """
+    lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and asked.model in (None, n)]
+    if not lengths:
+        return f"it needs two ranks or more, of the {ranks} there are"
+    found = [staged(seen, n, data=ranks // n, budget=budget, asked=asked) for n in lengths]
+    made = [one for one in found if isinstance(one, Draft)]
+    if not made:
+        return next(one for one in found if isinstance(one, str))
+    return _best(made, budget)
+
+
+def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Asked) -> Draft | str:
+    """The step over so many stages, or why it cannot be."""
+    if seen.passes is None:
+        return seen.no_stages
+    whole = seen.passes(None)
+    if isinstance(whole, str):
+        return whole
+    name = asked.schedule or SAFE
+    first = _Shape(seen=seen, whole=whole, ranks=model, schedule=name, micro_batches=1, budget=budget)
+    blocks, stages = len(whole.names), model * first.each
+    if stages > blocks:
+        return f"there are {blocks} blocks for {stages} stages"
+    counts = sorted({min(whole.rows, asked.micro_batches or n * model) for n in PER_RANK})
+    shapes = [replace(first, micro_batches=count) for count in counts if _rounds(name, model, count)]
+    if not shapes:
+        return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
+    made = []
+    # the smallest first: other lengths lie on the line between it and the whole
+    for shape in reversed(shapes):
+        part = seen.passes(-(-whole.rows // shape.micro_batches))
+        if isinstance(part, str):
+            return part
+        made.append(_draft(shape, part, data=data, ends=asked.ends))
+    return _best(made, budget)
+
+
+def _rounds(name: str, model: int, micro_batches: int) -> bool:
+    return name != "interleaved" or micro_batches % max(1, micro_batches // model) == 0
+
+
+def _best(made: Sequence[Draft], budget: int | None) -> Draft:
+    fitting = [one for one in made if budget is None or one.peak_bytes <= budget]
+    if fitting:
+        return min(fitting, key=lambda one: (one.pace, one.peak_bytes))
+    return min(made, key=lambda one: (one.peak_bytes, one.pace))
+
+
+def _draft(shape: _Shape, part: Passes, *, data: int, ends: tuple[int, ...] | None) -> Draft:
+    """Cut, and predict."""
+    layers = _Layers.of(shape, part)
+    if ends is None:
+        ends = _cut(shape, part, layers)
+    pipeline = Pipeline(part=part, whole=shape.whole, ends=ends, orders=shape.orders, at_once=shape.at_once)
+    peaks = rank_peaks(pipeline)
+    times = layers.stages(ends)
+    line = timeline(shape.orders, times)
+    seconds = line.seconds + layers.silent + _after(shape, pipeline, data)
+    stages = tuple(
+        Stage(
+            first=start,
+            end=end,
+            rank=n % shape.ranks,
+            forward_seconds=times.forward[n],
+            backward_seconds=times.backward[n],
+            send_forward_seconds=times.send_forward[n],
+            send_backward_seconds=times.send_backward[n],
+            peak_bytes=peaks[n % shape.ranks],
+            idle=min(1.0, max(0.0, line.idle[n % shape.ranks])),
+            rest_seconds=times.rest if end == len(part.names) else 0.0,
+        )
+        for n, (start, end) in enumerate(pairwise((0, *ends)))
+    )
+    return Draft(
+        ranks=data,
+        model=shape.ranks,
+        peak_bytes=max(peaks),
+        seconds=seconds,
+        targets=(_target(shape, ends, stages),),
+        stages=stages,
+        held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
+    )
+
+
+def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Target:
+    spec = PipelineStages(
+        ends=",".join(map(str, ends)),
+        schedule=shape.schedule,
+        micro_batches=shape.micro_batches,
+        stages_per_rank=shape.each,
+    )
+    bubble = sum(stage.idle for stage in stages) / len(stages)
+    peak = max(stage.peak_bytes for stage in stages)
+    why = (
+        f"{len(shape.whole.names)} blocks in {len(ends)} stages on {shape.ranks} ranks, {shape.micro_batches}"
+        f" micro-batches by {shape.schedule}: a rank waits {100 * bubble:.0f} % of the time, and needs"
+        f" {format_bytes(peak)} at most"
+    )
+    saved = max(0, shape.seen.profile.peak_bytes - peak)
+    fqn = shape.whole.names[0].rpartition(".")[0]
+    return Target(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
+
+
+def _after(shape: _Shape, pipeline: Pipeline, data: int) -> float:
+    """Seconds after the passes: the gradients of the fullest rank are averaged over the data axis, and it steps."""
+    whole, links = shape.whole, shape.seen.rates.links
+    held = [held_bytes(pipeline, rank, gradients=False) for rank in range(shape.ranks)]
+    every = sum(p.n_bytes + p.state_bytes for p in whole.parameters)
+    fullest = max(held) / max(1, every)
+    gradients = fullest * sum(p.gradient_bytes for p in whole.parameters)
+    averaged = collective_seconds("all_reduce", gradients, data, links, inner=shape.ranks)
+    return averaged + fullest * float(whole.seconds[whole.optimises].sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Layers:
+    """Seconds of every block for one micro-batch, with what lies before the first and after the last.
+
+    Attributes:
+        rest: What follows the blocks, forward and backward, once for the whole batch.
+        silent: The same once more, without gradients.
+    """
+
+    forward: Any
+    backward: Any
+    send_forward: Any
+    send_backward: Any
+    rest: float
+    silent: float
+
+    @classmethod
+    def of(cls, shape: _Shape, part: Passes) -> "_Layers":
+        """Of the segments of a micro-batch."""
+        there, back = _seconds(part)
+        forward, backward = there[:-1].copy(), back[:-1].copy()
+        whole_there, whole_back = _seconds(shape.whole)
+        if not shape.at_once:
+            forward[-1] += there[-1]
+            backward[-1] += back[-1]
+        links = shape.seen.rates.links
+        sends = np.array([collective_seconds("exchange", n, shape.ranks, links) for n in part.sent_bytes])
+        again = shape.micro_batches > 1 and not shape.at_once
+        return cls(
+            forward=forward,
+            backward=backward,
+            send_forward=sends,
+            # block i returns the gradient of what the one before it has sent
+            send_backward=np.array([0.0, *sends[:-1]]),
+            rest=float(whole_there[-1] + whole_back[-1]) if shape.at_once else 0.0,
+            silent=float(whole_there[-1]) if again else 0.0,
+        )
+
+    def stages(self, ends: Sequence[int]) -> StageTimes:
+        """Summed up."""
+        made = StageTimes.of(
+            ends,
+            self.forward,
+            self.backward,
+            send_forward=self.send_forward,
+            send_backward=self.send_backward,
+        )
+        return replace(made, rest=self.rest)
+
+
+def _seconds(passes: Passes) -> tuple[Any, Any]:
+    """Of every segment, forward and backward, [K + 1] each."""
+    before = np.concatenate([[0.0], np.cumsum(passes.seconds)])
+    forward = before[passes.first[1:]] - before[passes.first[:-1]]
+    inside = passes.segment >= 0
+    backward = np.bincount(
+        passes.segment[inside], weights=passes.seconds[inside], minlength=len(passes.names) + 1
+    )
+    return forward, backward
+
+
+def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
+    """Ends of the stages: the least rho_1 + rho_2 whose peak is within the budget, else of the least bytes found."""
+    stages = shape.ranks * shape.each
+    cut = partial(
+        cut_pipeline,
+        layers.forward,
+        layers.backward,
+        stages,
+        send_forward=layers.send_forward,
+        send_backward=layers.send_backward,
+    )
+    found = _filled(cut().ends, stages, layers)
+    if shape.budget is None or shape.each > 1:
+        return found
+    rows = list(_layer_bytes(shape, part))
+    made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
+    best, least, ends = found, inf, found
+    for _ in range(CAPS):
+        peaks = rank_peaks(made(ends=ends))
+        if max(peaks) < least:
+            best, least = ends, max(peaks)
+        over = max(peaks) - shape.budget
+        if over <= 0:
+            break
+        # what the fullest stage has now has to exceed the cap
+        fullest = peaks.index(max(peaks))
+        start, end = list(pairwise((0, *ends)))[fullest]
+        has = sum(rows[fullest][start:end])
+        try:
+            cap = max(0.0, has - max(1.0, min(over, has / 8)))
+            ends = _filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, layers)
+        except PlanError:
+            break
+    return best
+
+
+def _layer_bytes(shape: _Shape, part: Passes) -> Iterator[list[float]]:
+    """For every stage, what each block would hold there."""
+    blocks = len(part.names)
+    alone = [stage_bytes(part, i, i + 1, to_the_end=not shape.at_once) for i in range(blocks)]
+    # what passes between blocks is kept once per stage
+    kept = [own.kept - own.received - own.result for own in alone]
+    held = [0.0] * blocks
+    for p in part.parameters:
+        places = {min(i, blocks - 1) for i in p.segments} if p.block is None else {p.block}
+        for i in places:
+            # those of the last step are there too
+            held[i] += p.n_bytes + p.state_bytes + 2 * p.gradient_bytes
+    for rank, order in enumerate(shape.orders):
+        flying = most_in_flight(order)[rank]
+        yield [own + flying * saved for own, saved in zip(held, kept, strict=True)]
+
+
+def _filled(ends: tuple[int, ...], stages: int, layers: _Layers) -> tuple[int, ...]:
+    """As many stages as there are: where fewer would be better, the longest one of several blocks is cut in two."""
+    ends = tuple(sorted(set(ends)))
+    work = np.concatenate([[0.0], np.cumsum(layers.forward + layers.backward)])
+    while len(ends) < stages:
+        runs = [run for run in pairwise((0, *ends)) if run[1] - run[0] > 1]
+        start, end = max(runs, key=lambda run: float(work[run[1]] - work[run[0]]))
+        middle = min(range(start + 1, end), key=lambda i: abs(float(2 * work[i] - work[start] - work[end])))
+        ends = tuple(sorted({*ends, middle}))
+    return ends

@@ -1,0 +1,57 @@
+"""What a plan says of the stages of a pipeline, as inert data: their blocks, their times, and the bytes of their ranks.
+
+Legend: seconds are predicted, of one micro-batch; stage s is on rank s mod the ranks of the model axis.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from lightning_amp.errors import PlanError
+from lightning_amp.quantities import is_number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        first, end: Its blocks are first <= i < end.
+        rank: Of the model axis.
+        forward_seconds, backward_seconds: Of one micro-batch through it.
+        send_forward_seconds: Of what its last block returns, to the next stage.
+        send_backward_seconds: Of the gradient of what it was sent, to the stage before.
+        peak_bytes: Of its rank.
+        idle: Share of the schedule in which its rank computes nothing (the bubble).
+        rest_seconds: Of the last stage: what it computes once, for the whole batch, before its first backward pass.
+
+    Raises:
+        PlanError: A value that cannot be.
+    """
+
+    first: int
+    end: int
+    rank: int
+    forward_seconds: float
+    backward_seconds: float
+    send_forward_seconds: float
+    send_backward_seconds: float
+    peak_bytes: int
+    idle: float
+    rest_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        counts = (self.first, self.end, self.rank, self.peak_bytes)
+        seconds = (
+            *(self.forward_seconds, self.backward_seconds, self.rest_seconds),
+            *(self.send_forward_seconds, self.send_backward_seconds),
+        )
+        if (
+            not all(type(n) is int and n >= 0 for n in counts)
+            or self.end <= self.first
+            or not all(is_number(t) and 0 <= t < inf for t in seconds)
+            or not (is_number(self.idle) and 0 <= self.idle <= 1)
+        ):
+            raise PlanError(
+                f"a stage of a pipeline was asked for that is none: {self!r}; it has blocks, whole numbers of bytes,"
+                " seconds of 0 or more, and an idle share between 0 and 1"
+            )

@@ -1,0 +1,215 @@
+"""Claim: blocks are cut by their seconds and within the bytes of a device, the peak of a rank is that of its passes in
+their order, and a pipeline is compared with all other plans, and taken where nothing else fits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_amp import cut_pipeline
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.passes import Parameter, Passes
+from lightning_amp.planning.modules.plan_module import plan_again, plan_module
+from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.planning.pipeline.schedules import schedule
+from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.planning.reports.plan_report import plan_report
+from lightning_amp.planning.reports.stages_report import timeline_of
+from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
+
+ROWS, SAVED, SENT, WEIGHT = 8, 100, 8, 10
+
+
+def passes(
+    rows: int = ROWS, *, seconds: Sequence[float] = (1.0,) * 6, saved: int = SAVED, weight: int = WEIGHT
+) -> Passes:
+    """One operator forward and one backward of each block and of what follows; bytes and seconds grow with the rows.
+
+    A block keeps `saved` bytes and returns SENT for every row; its parameter has `weight` bytes, its state twice that.
+    """
+    blocks = len(seconds)
+    forward, back = range(1, blocks + 2), range(blocks + 2, 2 * blocks + 3)
+    backward_of = {i: back[blocks - i] for i in range(blocks + 1)}
+    segment = np.full(2 * blocks + 4, -1)
+    segment[list(back)] = list(range(blocks, -1, -1))
+    took = np.zeros(2 * blocks + 4)
+    took[list(forward)] = [*(rows * s for s in seconds), rows * 0.5]
+    took[list(back)] = [rows * 0.5, *(2 * rows * s for s in reversed(seconds))]
+    return Passes(
+        rows=rows,
+        names=tuple(f"blocks.{i}" for i in range(blocks)),
+        first=np.array([0, *range(2, blocks + 2), blocks + 2]),
+        segment=segment,
+        optimises=np.arange(2 * blocks + 4) == 2 * blocks + 3,
+        seconds=took,
+        # what each block keeps, then what each returns
+        birth=np.array([*forward[:-1], *forward[:-1]]),
+        held=np.array([*forward[:-1], *(t + 1 for t in forward[:-1])]),
+        n_bytes=np.array([rows * saved] * blocks + [rows * SENT] * blocks),
+        computed=np.ones(2 * blocks, dtype=bool),
+        outputs=tuple((blocks + i,) for i in range(blocks)),
+        sent_bytes=(rows * SENT,) * blocks,
+        uses=np.array([(i, i, backward_of[i]) for i in range(blocks)]),
+        gradients=np.array([(backward_of[i], weight, i) for i in range(blocks)]),
+        parameters=tuple(
+            Parameter(
+                name=f"blocks.{i}.w",
+                n_bytes=weight,
+                gradient_bytes=weight,
+                state_bytes=2 * weight,
+                segments=(i,),
+                block=i,
+            )
+            for i in range(blocks)
+        ),
+        buffer_bytes=0,
+        batch_bytes=4 * rows,
+    )
+
+
+def step(held: int = 100, **options: object) -> Seen:
+    made = seen(profiled(held=held))
+    return replace(made, passes=lambda rows: passes(rows or ROWS, **options))  # type: ignore[arg-type]
+
+
+def made(found: Draft | str) -> Draft:
+    assert isinstance(found, Draft), found
+    return found
+
+
+def spec_of(draft: Draft) -> PipelineStages:
+    (target,) = draft.targets
+    assert isinstance(target.spec, PipelineStages)
+    return target.spec
+
+
+def test_the_cut_is_that_of_least_slowest_stages() -> None:
+    seconds = (1.0, 1.0, 1.0, 1.0, 5.0, 1.0)
+    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, asked=Asked(micro_batches=4)))
+    ends = tuple(map(int, spec_of(found).ends.split(",")))
+    assert ends == (4, 5, 6)
+    assert cut_pipeline(seconds, [2 * s for s in seconds], 3).ends == ends
+    assert [stage.forward_seconds for stage in found.stages] == [8.0, 10.0, 2.0]
+    assert spec_of(found).schedule == "gpipe"
+    assert found.stages[-1].rest_seconds == 8.0
+    # all stages once, the slowest one thrice more, and what follows the blocks
+    assert found.seconds == pytest.approx(3 * 20.0 + 3 * 30.0 + 8.0, abs=0.01)
+    # as many ranks wait as the timeline says: the slowest one least
+    assert min(found.stages, key=lambda stage: stage.idle).first == 4
+
+
+def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
+    # the first block is slow, so that the fastest cut leaves all others to the second rank
+    options = {"seconds": (5.0, 1.0, 1.0, 1.0, 1.0, 1.0)}
+    free = made(staged(step(**options), 2, data=1, budget=None, asked=Asked(micro_batches=2)))
+    assert spec_of(free).ends == "1,6"
+    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=Asked(micro_batches=2)))
+    assert tight.peak_bytes < free.peak_bytes
+    assert tight.seconds > free.seconds
+    assert int(spec_of(tight).ends.partition(",")[0]) > 1
+    chosen = made(staged(step(**options), 2, data=1, budget=None, asked=Asked()))
+    assert spec_of(chosen).micro_batches == 8
+    assert chosen.seconds < free.seconds
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_peak_of_a_rank_is_that_of_its_passes(name: str) -> None:
+    ranks, count = 2, 4
+    part, whole = passes(ROWS // count), passes()
+    pipeline = Pipeline(
+        part=part, whole=whole, ends=(3, 6), orders=schedule(name, ranks, count), at_once=name == "gpipe"
+    )
+    rows = ROWS // count
+    # weights, state, and gradients of the step before; the batch
+    always = 3 * WEIGHT * (1 + 2 + 1) + 4 * ROWS
+    kept, sent = 3 * rows * SAVED, rows * SENT
+    flying = count if name == "gpipe" else ranks
+    # at the last forward pass of the most in flight: earlier results are kept for sending
+    first = always + flying * (kept + sent)
+    if name == "1f1b":
+        # after two have gone back their results stay, and the gradients of a step are there
+        first = always + 3 * WEIGHT + 2 * (kept + sent) + 2 * sent
+    # beside it, what comes back from the second stage
+    assert rank_peaks(pipeline)[0] == pytest.approx(first + sent + WEIGHT, abs=4 * sent)
+    assert rank_peaks(pipeline)[0] >= first
+    if name == "gpipe":
+        # the second receives as much in each micro-batch, twice, and has the gradient of all results
+        second = always + count * (kept + 2 * sent)
+        assert rank_peaks(pipeline)[1] == pytest.approx(second + ROWS * SENT, abs=6 * sent)
+
+
+def test_what_cannot_be_stages_says_why() -> None:
+    asked = Asked(micro_batches=2)
+    assert "6 blocks for 8 stages" in str(staged(step(), 8, data=1, budget=None, asked=asked))
+    refused = replace(step(), passes=lambda rows: "block 'a' reads 'b'")
+    assert staged(refused, 2, data=1, budget=None, asked=asked) == "block 'a' reads 'b'"
+    none = replace(step(), passes=None, no_stages="it has hooks")
+    assert staged(none, 2, data=1, budget=None, asked=asked) == "it has hooks"
+    odd = Asked(micro_batches=7, schedule="interleaved")
+    assert "rounds" in str(staged(step(), 3, data=1, budget=None, asked=odd))
+
+
+def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
+    found = plan_module(base(10_000, devices=2), step())
+    rows = {row.strategies: row for row in found.candidates}
+    row = rows["S1", "pipeline"]
+    assert (row.data, row.model) == (1, 2)
+    assert row.verdict == f"{2 * row.step_seconds / found.candidates[0].step_seconds:.2f} x the time"
+    # of half the samples that two ranks of a data axis have
+    assert row.cell_seconds == pytest.approx(row.step_seconds / ROWS)
+    assert found.stages == ()
+    assert found.diagnosis is not None
+    assert "pipeline" in found.diagnosis.helps
+    heavy = step(held=200_000, weight=WEIGHT)
+    tight = plan_module(base(9_000, devices=2), heavy)
+    assert tight.strategies == ("S1", "pipeline")
+    assert (tight.mesh.data, tight.mesh.model) == (1, 2)
+    assert tight.fits
+    assert tight.predicted_peak_bytes == max(stage.peak_bytes for stage in tight.stages)
+    assert tight.rules[0].why == "1 rank on the data axis"
+    assert Plan.from_json(tight.to_json()) == tight
+    hopeless = plan_module(base(100, devices=2), heavy)
+    assert hopeless.fits is False
+    assert any("with pipeline" in note for note in hopeless.notes)
+
+
+def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
+    found = plan_module(base(10_000, devices=4), step(), asked=Asked(model=2))
+    assert (found.mesh.data, found.mesh.model) == (2, 2)
+    assert found.rules[0].why == "2 ranks on the data axis"
+    with pytest.raises(PlanError, match="needs a pipeline, and that cannot be: it has hooks"):
+        plan_module(
+            base(None, devices=2),
+            replace(step(), passes=None, no_stages="it has hooks"),
+            asked=Asked(model=2),
+        )
+
+
+def test_a_plan_that_was_given_keeps_its_cut_and_is_predicted_anew() -> None:
+    given = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2, micro_batches=4))
+    again = plan_again(replace(given, stages=()), step(saved=2 * SAVED))
+    assert again.rules == given.rules
+    assert [stage.end for stage in again.stages] == [stage.end for stage in given.stages]
+    assert again.predicted_peak_bytes > given.predicted_peak_bytes
+
+
+def test_the_report_has_the_stages_in_80_columns() -> None:
+    found = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2, micro_batches=4))
+    text = plan_report(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "4 micro-batches by gpipe" in text
+    assert "stage  rank  blocks  forward" in text
+    line = timeline_of(found)
+    assert line.idle == pytest.approx([stage.idle for stage in found.stages])
+
+
+def test_stages_that_cannot_be_are_refused() -> None:
+    found = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2))
+    for wrong in ({"end": 0}, {"idle": 1.5}, {"peak_bytes": -1}, {"forward_seconds": float("nan")}):
+        with pytest.raises(PlanError, match="a stage of a pipeline was asked for that is none"):
+            replace(found.stages[0], **wrong)
