@@ -617,7 +617,7 @@ MUTANTS = [
         f"{P}/scores/dense_entries.py",
         "found[1] != whole._version",
         "found[1] != found[1]",
-        "tests/simulation/test_count_operators.py",
+        "tests/project/test_count_operators.py",
     ),
     Mutant(
         "sparse",
