@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.loading.deal_cells import balance
-from lightning_amp.data.loading.sampler import StepLoader, StepSampler
+from lightning_amp.data.loading.sampler import StepLoader, StepSampler, balance
 from lightning_amp.errors import DataError
 
 pytestmark = [

@@ -42,9 +42,10 @@ from lightning_amp.adapters.recognise.small_copy import (
     Sizes,
     Small,
     drawn_copy,
+    drawn_multires,
     small_copy,
+    small_multires,
 )
-from lightning_amp.adapters.recognise.small_multires import drawn_multires, small_multires
 from lightning_amp.errors import AmpError
 from lightning_amp.parallel.checks.likelihood import checking_values
 
