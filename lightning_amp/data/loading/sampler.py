@@ -43,7 +43,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         cells: modality -> rows to take, by default all
 
     Raises:
-        DataError: the batch size is not positive, or there are no cells
+        DataError: there are no cells
     """
 
     def __init__(
@@ -59,10 +59,6 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         cycle: bool = True,
         cells: CellRowsOf | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise DataError(
-                f"batch_size={batch_size!r} was asked; it counts cells per rank and must be at least 1"
-            )
         self.contacts = dict(contacts)
         self.cells = dict(cells) if cells is not None else {m: np.arange(len(c)) for m, c in contacts.items()}
         empty = [modality for modality, rows in self.cells.items() if len(rows) == 0]
