@@ -173,7 +173,7 @@ class _Contents(NamedTuple):
 
 
 def _contents(module: nn.Module) -> _Contents:
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {id(child): child for child in module.modules()}
     found: dict[str, Any] = {}
     for fqn, child in module.named_modules():
         own = {name: value for name, value in vars(child).items() if name not in TORCH}
