@@ -5,7 +5,7 @@
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
-entries, as the data module hands them out. What the words mean: lightning_amp/simulation/count_operators.py.
+entries, as the data module hands them out. What the words mean: benchmarks/count_operators.py.
 `--write` puts the counts into docs/gpu.md.
 """
 
@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from benchmarks.count_operators import OperatorCounter
 from benchmarks.page import ROOT, write_part
 from benchmarks.page import table as markdown
 from benchmarks.side_by_side.cases import OURS, Case, Method, Size
@@ -22,7 +23,6 @@ from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.planning.reports.table import table
-from lightning_amp.simulation.count_operators import OperatorCounter
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)

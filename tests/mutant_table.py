@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(
         "S2",
         "normaliser: of own features only",
-        f"{P}/ranks/sharded_softmax.py",
+        f"{P}/s2_features/decoder.py",
         "normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)",
         "normaliser = own",
         S2,
@@ -287,7 +287,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "missing: sum of decoded scores",
-        f"{P}/s5_hidden/decode.py",
+        f"{P}/s5_hidden/decoder.py",
         "return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))",
         "scores: Tensor = self.inner(u, key, feature_anchor)\n        return scores",
         S5,
@@ -295,7 +295,7 @@ MUTANTS = [
     Mutant(
         "S5",
         "doubled: sum of decoded scores",
-        f"{P}/s5_hidden/decode.py",
+        f"{P}/s5_hidden/decoder.py",
         "return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))",
         "return collectives.leave(self.mesh, collectives.leave(self.mesh, self.inner(u, key, feature_anchor)))",
         S5,
@@ -618,7 +618,7 @@ MUTANTS = [
         f"{P}/scores/dense_entries.py",
         "found[1] != whole._version",
         "found[1] != found[1]",
-        "tests/simulation/test_count_operators.py",
+        "tests/project/test_count_operators.py",
     ),
     Mutant(
         "sparse",

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.mutant_table import MUTANTS, Mutant
 from tests.paths import ROOT
 
-COPIED = ("lightning_amp", "tests", "examples", "configs", "pyproject.toml")
+COPIED = ("lightning_amp", "tests", "benchmarks", "examples", "configs", "pyproject.toml")
 LIMIT_S = 240
 CHOSEN = ("-m", "not exhaustive and not slow")
 """Those of `make test`: what `make full` adds may not be what a mutant needs to be seen."""

@@ -21,7 +21,7 @@ from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.simulation.sent_bytes import sent_bytes
+from lightning_amp.simulation.byte_meter import sent_bytes
 
 NONZERO = 0.02
 """Share of the counts that are not zero."""

@@ -15,8 +15,7 @@ from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
 from lightning_amp.planning.questions.recommend_devices import recommend_devices
 from lightning_amp.planning.questions.what_if import Source, to_dict, what_if
-from lightning_amp.planning.reports.devices_report import recommendation_report
-from lightning_amp.planning.reports.what_if_report import what_if_report
+from lightning_amp.planning.reports.answers_report import recommendation_report, what_if_report
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.simulation.parse_shape import ShapeRequest, parse_shape

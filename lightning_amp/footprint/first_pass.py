@@ -158,7 +158,7 @@ class FirstPass:
     def _marks_now(self) -> tuple[dict[Place, Any], list[LightningModule]]:
         """What all objects hold, and the LightningModules among them."""
         seen: dict[int, Any] = {id(child): child for child in self._modules.values()}
-        marks = {place: _mark(value, seen, DEPTH) for place, value in self._objects.items()}
+        marks = {place: mark_of(value, seen, DEPTH) for place, value in self._objects.items()}
         return marks, [value for value in seen.values() if isinstance(value, LightningModule)]
 
 
@@ -196,11 +196,13 @@ def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:
     return next((name for name in before if before[name] != now[name]), "")
 
 
-def _mark(value: Any, seen: dict[int, Any], depth: int) -> Any:
+def mark_of(value: Any, seen: dict[int, Any], depth: int) -> Any:
     """Something that is another if an object is changed."""
     if isinstance(value, PLAIN):
         return value if value == value else "nan"
     if isinstance(value, Tensor):
+        # kept as all else that is known by identity: another one could take its place
+        seen[id(value)] = value
         return id(value), _version(value)
     if id(value) in seen or depth == 0:
         return id(value)
@@ -208,9 +210,9 @@ def _mark(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, nn.Module):
         return id(value), *(_outline(part) for part in _public(value).values())
     if isinstance(value, Mapping):
-        return [(_mark(k, seen, depth - 1), _mark(v, seen, depth - 1)) for k, v in value.items()]
+        return [(mark_of(k, seen, depth - 1), mark_of(v, seen, depth - 1)) for k, v in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return [_mark(part, seen, depth - 1) for part in value]
+        return [mark_of(part, seen, depth - 1) for part in value]
     return id(value), _held(value, seen, depth)
 
 
@@ -220,9 +222,9 @@ def _public(module: nn.Module) -> dict[str, Any]:
 
 
 def _outline(value: Any) -> Any:
-    """As `_mark`, without a look at what is inside."""
+    """As `mark_of`, without a look at what is inside."""
     if isinstance(value, (*PLAIN, Tensor)):
-        return _mark(value, {}, 0)
+        return mark_of(value, {}, 0)
     return id(value), len(value) if isinstance(value, list | dict | set | deque) else None
 
 
@@ -236,7 +238,7 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
         return value.initial_seed(), bytes(value.get_state().tolist())
-    return _mark(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
+    return mark_of(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
 
 
 def _name(place: Place) -> str:

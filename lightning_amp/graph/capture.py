@@ -112,35 +112,6 @@ def run_as(
     return tree_unflatten(forward(*state_of(block).values(), *given), found.output)
 
 
-def capture_blocks(
-    module: nn.Module, step: Callable[[], Any], captures: Captures
-) -> dict[str, tuple[Capture, ...]]:
-    """Capture what the blocks of a module are called with while `step` runs; by name, in the order of the calls.
-
-    Calls are noted by their shapes; no value and no tensor of the step is kept.
-    """
-    calls: list[tuple[str, nn.Module, Any, Any]] = []
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def note(fqn: str) -> Any:
-        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.append((fqn, block, without_values(args, fake), without_values(kwargs, fake)))
-
-        return hook
-
-    blocks = find_blocks(module)
-    hooks = [b.register_forward_pre_hook(note(fqn), with_kwargs=True) for fqn, b in blocks.items()]
-    try:
-        step()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found: dict[str, tuple[Capture, ...]] = {}
-    for fqn, block, args, kwargs in calls:
-        found[fqn] = (*found.get(fqn, ()), captures.of(block, args, kwargs))
-    return found
-
-
 def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
     """Write down the operators of a call; where that is not possible, say why."""
     state = state_of(block)

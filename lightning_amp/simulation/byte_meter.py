@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.footprint.live_bytes import tensors_of
-from lightning_amp.simulation.sent_bytes import NAMESPACES, sent_bytes
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
@@ -286,3 +285,38 @@ def _make(answer: Any) -> Any:
         return tuple(_make(part) for part in answer)
     shape, stride, dtype = answer
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+NAMESPACES = ("c10d", "_c10d_functional")
+
+_KIND_AND_INPUT = {
+    "all_reduce": ("all_reduce", 0),
+    "allreduce_": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "broadcast": ("broadcast", 0),
+    "broadcast_": ("broadcast", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "alltoall_base_": ("all_to_all", 1),
+}
+"""Operator -> kind of collective, and which argument goes in; with and without a result of its own."""
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
+
+
+def sent_bytes(operator: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
+    """The kind of a dispatched collective and the bytes given to it; None for operators that send nothing.
+
+    Counted is the tensor that goes in on this rank, whatever the algorithm then moves over the wires: an all-reduce of
+    n bytes counts n, an all-gather the own part, a reduce-scatter all parts, a broadcast the tensor. Not counted are
+    the few numbers by which ranks of a real run make sure in every step that they agree on their batches.
+    """
+    if operator.namespace not in NAMESPACES or operator._opname in _SILENT:
+        return None
+    assert operator._opname in _KIND_AND_INPUT, (
+        f"{operator._opname!r} is a collective that is not counted yet"
+    )
+    kind, place = _KIND_AND_INPUT[operator._opname]
+    return kind, sum(tensor.nbytes for tensor in tensors_of(args[place]))

@@ -19,7 +19,7 @@ from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError
-from lightning_amp.lightning.terminal import BAR_WIDTH, NarrowBar, fit_the_terminal
+from lightning_amp.lightning.command_line import BAR_WIDTH, NarrowBar, fit_the_terminal
 from tests.paths import ROOT
 
 

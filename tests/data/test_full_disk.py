@@ -25,8 +25,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.files import new_hdf5 as module
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.write_aside import written_aside
-from lightning_amp.data.files.write_results import write_embedding
-from lightning_amp.data.files.write_scool import write_scool
+from lightning_amp.data.files.write_results import write_embedding, write_scool
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.simulation.fake_ranks import fake_world
+from lightning_amp.simulation.simulate import fake_world
 
 
 def small_graph() -> tuple[nn.Linear, Tensor]:

@@ -1,5 +1,6 @@
 """Claim: a captured block computes what the block computes, or stays as it is for a reason that is named."""
 
+import copy
 import random
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.graph.capture import Captures, capture_blocks, find_blocks
-from lightning_amp.graph.check import difference
+from lightning_amp.graph.capture import Captures, find_blocks
 from tests.any_module import NAMES, make
-from tests.graph.calls import calls_of, forward_of
+from tests.graph.calls import calls_of
+from tests.graph.same_outcome import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -32,15 +33,13 @@ def test_the_blocks_of_eight_modules_are_captured_and_exact(name: str) -> None:
         assert difference(call.block, by_graph, call.args, call.kwargs) == ""
 
 
-def test_blocks_are_found_and_captured_once_per_class_and_signature() -> None:
-    module, batch = make("evoformer")
-    captures = Captures()
-    found = capture_blocks(module, forward_of(module, batch), captures)
-    assert sorted(found) == sorted(find_blocks(module)) == ["blocks.0", "blocks.1"]
-    assert found["blocks.0"] == found["blocks.1"]
-    assert len(captures.all) == 1
-    module.eval()
-    capture_blocks(module, forward_of(module, batch), captures)
+def test_blocks_are_captured_once_per_class_and_signature() -> None:
+    module, _ = make("evoformer")
+    assert sorted(find_blocks(module)) == ["blocks.0", "blocks.1"]
+    captures, (call, *_) = Captures(), calls_of("evoformer")
+    twin = copy.deepcopy(call.block)
+    assert captures.of(call.block, call.args, call.kwargs) is captures.of(twin, call.args, call.kwargs)
+    captures.of(call.block.eval(), call.args, call.kwargs)
     assert len(captures.all) == 2
 
 

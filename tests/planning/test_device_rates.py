@@ -114,15 +114,6 @@ def test_rates_are_read_from_a_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "message"),
-    [(0.0, r"measured_seconds=0\.0; both have to be above 0"), (float("nan"), "measured_seconds=nan")],
-)
-def test_a_calibration_needs_times(measured: float, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        calibrated(CPU_CORE, 1.0, measured)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"matmul_flops": 0.0}, r"matmul_flops=0\.0.*rates are above 0"),

@@ -23,8 +23,7 @@ from lightning_amp.planning.questions import recommend_devices as recommendation
 from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
 from lightning_amp.planning.questions.recommend_devices import WORTH, Recommendation, Scale, recommend_devices
 from lightning_amp.planning.questions.what_if import Source, most_strata, what_if
-from lightning_amp.planning.reports.devices_report import recommendation_report
-from lightning_amp.planning.reports.what_if_report import what_if_report
+from lightning_amp.planning.reports.answers_report import recommendation_report, what_if_report
 from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
 from lightning_amp.profiling.read_profile import profile as read_profile

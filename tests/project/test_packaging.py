@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
@@ -64,16 +63,6 @@ def test_the_recipe_of_conda_needs_what_the_package_needs() -> None:
     assert recipe["package"]["name"] == project["name"]
     (entry,) = recipe["build"]["python"]["entry_points"]
     assert dict([entry.split(" = ")]) == project["scripts"]
-
-
-def test_planning_is_tested_without_torch() -> None:
-    code = (
-        "import sys, pytest;"
-        " status = pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', 'tests/planning']);"
-        " sys.exit(status or 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_private_names_are_in_one_file_each() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.count_operators import OperatorCounter
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
@@ -29,11 +30,9 @@ from lightning_amp.planning.sizes.bucket_runs import Band, run_sizes
 from lightning_amp.planning.sizes.kernel_calls import calls_of
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import _fused_kernels, _kernel_calls, parts
-from lightning_amp.simulation.count_operators import OperatorCounter
-from lightning_amp.simulation.fake_ranks import fake_world
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
-from lightning_amp.simulation.simulate import simulate
+from lightning_amp.simulation.simulate import fake_world, simulate
 from tests.planning.work_cases import CELLS, sent, shape, work
 
 SIZES = {

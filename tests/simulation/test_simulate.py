@@ -34,10 +34,9 @@ from lightning_amp.simulation.byte_meter import (
     OutOfBudget,
     StepMeter,
 )
-from lightning_amp.simulation.fake_ranks import fake_world
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.request import request_reference
-from lightning_amp.simulation.simulate import Simulation, simulate, simulate_plan
+from lightning_amp.simulation.simulate import Simulation, fake_world, simulate, simulate_plan
 from tests.ranks import run_ranks
 
 BATCH = 6

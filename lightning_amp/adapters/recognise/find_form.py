@@ -1,7 +1,6 @@
 """Which form an instance takes, found by running a small copy of it (small_copy.py) and comparing it with ours.
 
-    nothing else    its forward changes no attribute, buffer or child of it (module_attributes.py), which ours would
-                    leave alone
+    nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
     chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter, agree
@@ -32,7 +31,6 @@ from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, forms, make_decoder, read_parts
 from lightning_amp.adapters.forms.multires import make_multires, read_bands, resembles_multires
 from lightning_amp.adapters.recognise.attention_settings import settings_problem
-from lightning_amp.adapters.recognise.module_attributes import Contents, changed
 from lightning_amp.adapters.recognise.module_snapshot import hooked
 from lightning_amp.adapters.recognise.real_size import difference, needed_bytes
 from lightning_amp.adapters.recognise.small_copy import (
@@ -42,10 +40,12 @@ from lightning_amp.adapters.recognise.small_copy import (
     Sizes,
     Small,
     drawn_copy,
+    drawn_multires,
     small_copy,
+    small_multires,
 )
-from lightning_amp.adapters.recognise.small_multires import drawn_multires, small_multires
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.first_pass import DEPTH, mark_of
 from lightning_amp.parallel.checks.likelihood import checking_values
 
 CLOSE = 1e-9
@@ -54,6 +54,8 @@ FAR = f"has another {TOTAL} than any of our forms"
 SHOWN = 3
 AT_ONCE_BYTES = 2**31
 """What a comparison at the real size may take before there is a plan."""
+TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 Results = dict[str, Tensor]
 
 
@@ -136,7 +138,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
         try:
             smalls = [family.small(module, layout, sizes) for sizes in NEAR_ONE]
             first = smalls[0]
-            before = Contents(first.module)
+            before = _contents(first.module)
             seen = _seen(first)
             cases = [_case(small, seen, mode) for small in smalls for mode in small.modes]
         except AmpError:
@@ -145,7 +147,10 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
             raise NotRecognised(
                 f"fails on a small example with {error!r}{settings_problem(module)}"
             ) from error
-        others = changed(before, Contents(first.module))
+        after = _contents(first.module)
+        others = [
+            name for name in before.marks | after.marks if before.marks.get(name) != after.marks.get(name)
+        ]
         if others:
             raise NotRecognised(f"changes {others[:SHOWN]!r} of its own in forward, which ours would not")
         cases += _large_cases(family, module, layout, seen)
@@ -158,6 +163,24 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
     near = [problem for problem in problems if problem != FAR] or problems
     found = near[0] if near else "has parts of which none of our forms is made"
     raise NotRecognised(found + settings_problem(module))
+
+
+class _Contents(NamedTuple):
+    """What a module and those in it hold, by name; and what was looked at, lest other objects take its place."""
+
+    marks: dict[str, Any]
+    kept: list[object]
+
+
+def _contents(module: nn.Module) -> _Contents:
+    seen: dict[int, Any] = {id(child): child for child in module.modules()}
+    found: dict[str, Any] = {}
+    for fqn, child in module.named_modules():
+        own = {name: value for name, value in vars(child).items() if name not in TORCH}
+        for name, value in (own | child._parameters | child._buffers | child._modules).items():
+            found[f"{fqn}.{name}" if fqn else name] = value
+    marks = {name: mark_of(value, seen, DEPTH) for name, value in found.items()}
+    return _Contents(marks, [*seen.values(), *found.values()])
 
 
 def _seen(small: Small) -> Form:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from lightning_amp.data.batch import Batch
 from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.loading.deal_cells import balance as balance_cells
 from lightning_amp.errors import DataError
 
 CellRowsOf = Mapping[str, NDArray[np.int64]]
@@ -44,7 +43,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         cells: modality -> rows to take, by default all
 
     Raises:
-        DataError: the batch size is not positive, or there are no cells
+        DataError: there are no cells
     """
 
     def __init__(
@@ -60,10 +59,6 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         cycle: bool = True,
         cells: CellRowsOf | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise DataError(
-                f"batch_size={batch_size!r} was asked; it counts cells per rank and must be at least 1"
-            )
         self.contacts = dict(contacts)
         self.cells = dict(cells) if cells is not None else {m: np.arange(len(c)) for m, c in contacts.items()}
         empty = [modality for modality, rows in self.cells.items() if len(rows) == 0]
@@ -129,7 +124,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             mine = np.array_split(batch, self.num_replicas)[self.rank]
             return mine if len(mine) else batch[-1:]
         if self.balance:
-            return batch[balance_cells(self.contacts[modality][batch], self.num_replicas)[self.rank]]
+            return batch[balance(self.contacts[modality][batch], self.num_replicas)[self.rank]]
         return batch[self.rank :: self.num_replicas]
 
 
@@ -177,3 +172,40 @@ class StepLoader(DataLoader[Batch]):
             )
         self.steps.resume(epoch=epoch, step=step)
         self._position = (epoch, step)
+
+
+def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int64]]:
+    """Divide cells with these contacts among ranks: equally many on each and, greedily, equal sums of contacts.
+
+    Contacts per cell vary several-fold, so that equal numbers of cells alone are unequal work. The deepest cell goes
+    first, each to the rank with the fewest contacts that still has room; then cells are swapped between the richest and
+    the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for every rank the positions of
+    its cells, ascending.
+    """
+    room = len(contacts) // n_ranks
+    assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"
+    members: list[list[int]] = [[] for _ in range(n_ranks)]
+    sums = np.zeros(n_ranks)
+    for cell in np.argsort(-contacts, kind="stable"):
+        rank = int(np.argmin([s if len(m) < room else np.inf for s, m in zip(sums, members, strict=True)]))
+        members[rank].append(int(cell))
+        sums[rank] += contacts[cell]
+    parts = np.array(members, dtype=np.int64)
+    # Each swap shrinks the spread of one pair; a few per rank take nearly all there is to gain.
+    for _ in range(4 * n_ranks):
+        if not _swap_once(parts, contacts):
+            break
+    return [np.sort(part) for part in parts]
+
+
+def _swap_once(parts: NDArray[np.int64], contacts: NDArray[np.float64]) -> bool:
+    """Swap the pair of cells that best evens out the richest and the poorest rank; False when none helps."""
+    sums = contacts[parts].sum(axis=1)
+    rich, poor = int(sums.argmax()), int(sums.argmin())
+    gap = sums[rich] - sums[poor]
+    moved = contacts[parts[rich]][:, None] - contacts[parts[poor]][None, :]
+    i, j = np.unravel_index(np.abs(gap - 2 * moved).argmin(), moved.shape)
+    if abs(gap - 2 * moved[i, j]) >= gap:
+        return False
+    parts[rich, i], parts[poor, j] = parts[poor, j], parts[rich, i]
+    return True

@@ -12,6 +12,7 @@ told.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -132,28 +133,9 @@ class AMPStrategy(MeshStrategy):
         Raises:
             PlanError: A value outside what is allowed.
         """
+        given = locals()
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        self.request = Request(
-            policy=policy,
-            plan=plan,
-            strategies=strategies,
-            device_memory=device_memory,
-            unfit=unfit,
-            rates=rates,
-            race=race,
-            rescue=rescue,
-            model_parallel_size=model_parallel_size,
-            data_dir=data_dir,
-            balance_cells=balance_cells,
-            share_batch_statistics=share_batch_statistics,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            bucket_mb=bucket_mb,
-            check_finite=check_finite,
-            lost_after=lost_after,
-            stuck_after=stuck_after,
-            micro_batches=micro_batches,
-            schedule=schedule,
-        )
+        self.request = Request(**{field.name: given[field.name] for field in fields(Request)})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

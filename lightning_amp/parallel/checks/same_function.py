@@ -25,7 +25,6 @@ def mismatch(
     reference: Values | nn.Module,
     example: Callable[[Any], Values],
     *,
-    stateless: bool = True,
     rtol: float = 0.0,
 ) -> str:
     """What a candidate does that its replacement would not, as what follows its name; "" if nothing.
@@ -35,13 +34,12 @@ def mismatch(
         reference: The values that are right, by name, or a module that computes them.
         example: Runs a module on a small example: what it returns, by name. Two tensors are the same if they have the
             same shape and their difference is at most `rtol` of the reference's norm; all else if it is equal.
-        stateless: Whether parameters and buffers are refused.
         rtol: Relative tolerance; 0 asks for equal numbers.
     """
     if not isinstance(candidate, nn.Module):
         return f"is {candidate!r}"
     state = sorted(candidate.state_dict())
-    if stateless and state:
+    if state:
         return f"has the state {state!r}"
     expected = example(reference) if isinstance(reference, nn.Module) else reference
     try:

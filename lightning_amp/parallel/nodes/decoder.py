@@ -3,7 +3,7 @@
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
     attention     of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py)
-    features      those of the own anchors; the softmax runs over all ranks' features (features.py)
+    features      those of the own anchors; the softmax runs over all ranks' features
 
 Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
 sums over ranks. Anchors are sharded in whole buckets, as evenly as they go.
@@ -26,10 +26,11 @@ unless the graph's vertices are sharded too; random draws inside of the strata a
 """
 
 import copy
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
@@ -37,12 +38,12 @@ from lightning_amp.parallel.checks.key import rows_problem
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
-from lightning_amp.parallel.nodes.features import AnchorFeatures
 from lightning_amp.parallel.nodes.halo_attention import HaloAttention
-from lightning_amp.parallel.ranks.anchor_shards import shard_anchors
+from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.parallel.s2_features.decoder import features_problem
+from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, features_problem
 from lightning_amp.planning.plan.specs import DomainParallel
+from lightning_amp.shapes import FeatureAnchor
 
 ROW_BY_ROW = (nn.LayerNorm, nn.Linear, nn.Identity)
 EXAMPLE_WINDOW = 3
@@ -165,3 +166,37 @@ def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
         f"nodes was asked for on {type(decoder).__name__!r}, which {found}; allowed is {allowed}: change it, or leave"
         " 'nodes' out"
     )
+
+
+class AnchorFeatures(ShardedFeatures):
+    """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
+
+    Softmax and scores are those of S2; a rank may own no feature, and takes part all the same. Where the own columns
+    are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered. `whole`, for `mean`, is
+    an all-gather [B, f] with the most features f of a rank.
+    """
+
+    def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:
+        nn.Module.__init__(self)
+        self.mesh, self.n_features = anchors.mesh, len(feature_anchor)
+        firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        owner = torch.bucketize(feature_anchor, firsts, right=True)
+        order = owner.argsort(stable=True)
+        self.sizes = owner.bincount(minlength=len(anchors.sizes)).tolist()
+        rank = anchors.mesh.get_local_rank()
+        first = list(accumulate(self.sizes, initial=0))[rank]
+        columns = order[first : first + self.sizes[rank]]
+        # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
+        self.register_buffer("feature_anchor", feature_anchor[columns] - anchors.own.start, persistent=False)
+        self.run = _run(columns)
+        self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
+        ascending = _run(order) is not None
+        self.register_buffer("places", None if ascending else order.argsort(), persistent=False)
+
+
+def _run(columns: Tensor) -> slice | None:
+    if not len(columns):
+        return slice(0, 0)
+    first = int(columns[0])
+    run = torch.arange(first, first + len(columns), device=columns.device)
+    return slice(first, first + len(columns)) if torch.equal(columns, run) else None

@@ -2,8 +2,12 @@
 
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
-The sum over ranks is the loss only because the normaliser is that of all features (sharded_softmax.py): softmax over
-only the own features gives another model, silently.
+    log_softmax(x)_f = x_f - log sum over ranks s of exp(L_s)       L_s = logsumexp of rank s's own x, -inf without any
+    backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)
+
+The sum over ranks is the loss only because the normaliser is that of all features: softmax over only the own features
+gives another model, silently. Normalisers are gathered, not reduced as a maximum and then a sum: that would be two
+collectives, and [B, R] is small.
 Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
 and takes part all the same, for the others wait for it.
 
@@ -40,7 +44,6 @@ from lightning_amp.parallel.contract.protocol import (
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.even_runs import own_run, run_length
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
 from lightning_amp.planning.plan.specs import FeatureParallel
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 
@@ -80,7 +83,7 @@ class ShardedFeatures(nn.Module):
         length = run_length(self.n_features, mesh)
         self.sizes = [max(0, min(length, self.n_features - r * length)) for r in range(mesh.size())]
         self.run: slice | None = own_run(self.n_features, mesh)
-        # of features that are no run, and of those in another order than the ranks', nodes/features.py has these
+        # of features that are no run, and of those in another order than the ranks', nodes/decoder.py has these
         self.columns = self.places = None
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
         self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
@@ -163,3 +166,31 @@ def _run(features: Any) -> dict[str, Tensor]:
         "log_softmax": features.log_softmax(values),
         "whole": features.whole(values),
     }
+
+
+def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
+    """Logarithm of the softmax over all ranks' features, for the own ones; every rank must call it."""
+    return cast(Tensor, _LogSoftmax.apply(logits, mesh))  # type: ignore[no-untyped-call]
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, mesh: DeviceMesh) -> Tensor:
+        own = logits.to(_at_least_float32(logits)).logsumexp(dim=1)
+        normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)
+        result = (logits - normaliser[:, None]).to(logits.dtype)
+        ctx.mesh = mesh
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
+        total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=_at_least_float32(grad)))
+        return (grad - result.exp() * total[:, None]).to(grad.dtype), None
+
+
+def _at_least_float32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

@@ -4,8 +4,8 @@
     prenorm, postnorm                    own channels from own channels (layer_norm.py)
     qk, value, ff, or pairs              the same (linear_and_conv.py)
     attention                            scores of the own channels are summed, values stay (the model's `shard`);
-                                         or keys and values are gathered first (gathered_attention.py)
-    decode                               scores of the own channels are summed (decode.py)
+                                         or keys and values are gathered first (key.py)
+    decode                               scores of the own channels are summed; with S2 only for the rank's own features
 
 Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
 
@@ -38,17 +38,62 @@ Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channel
 R ranks.
 """
 
-from torch import nn
+from typing import cast
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.parallel.checks.decode import decode_problem
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
+from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.channel_shards import Channels, shard_channels
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
 from lightning_amp.parallel.s5_hidden.key import refusal, share_key
 from lightning_amp.planning.plan.specs import HiddenParallel
+from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
+
+
+class HiddenDecode(nn.Module):
+    """A decode whose inner products are summed over the ranks' channels.
+
+    Args:
+        inner: A decode that is bilinear in cells and keys.
+        mesh: The mesh axis that shards the channels.
+    """
+
+    def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mesh = mesh
+
+    def forward(
+        self,
+        u: Float[Tensor, "cell own_dim"],
+        key: Float[Tensor, "anchor own_dim"],
+        feature_anchor: FeatureAnchor,
+    ) -> Counts:
+        """Scores of all features, replicated."""
+        return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
+
+    def scatter(
+        self,
+        u: Float[Tensor, "cell own_dim"],
+        key: Float[Tensor, "anchor own_dim"],
+        feature_anchor: FeatureAnchor,
+        run: int,
+    ) -> OwnCounts:
+        """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        assert ranks * run >= len(feature_anchor), (
+            f"{ranks!r} runs of {run!r} do not hold {len(feature_anchor)!r} features"
+        )
+        part = cast(Tensor, self.inner(u, key, feature_anchor))
+        filled = F.pad(part, (0, ranks * run - len(feature_anchor))).view(len(part), ranks, run)
+        own = collectives.scatter(self.mesh, filled.movedim(1, 0))
+        return own[:, : max(0, min(run, len(feature_anchor) - rank * run))]
 
 
 def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:

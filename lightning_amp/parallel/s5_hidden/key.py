@@ -6,15 +6,22 @@ Legend: D dim.
 """
 
 from functools import partial
+from typing import Any, cast
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.key import channels_problem
-from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, CONVOLUTION_KEY, ShardableAttention
+from lightning_amp.parallel.contract.protocol import (
+    ATTENTION_KEY,
+    CONVOLUTION_KEY,
+    BucketedAttention,
+    ShardableAttention,
+)
 from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.channel_shards import Channels
-from lightning_amp.parallel.s5_hidden.gathered_attention import GatheredAttention
+from lightning_amp.parallel.ranks.channel_shards import Channels, gather_channels
 from lightning_amp.parallel.s5_hidden.layer_norm import ShardedLayerNorm
 from lightning_amp.parallel.s5_hidden.linear_and_conv import ShardedConv1d, ShardedLinear
 
@@ -125,3 +132,45 @@ def _share_convolution(pairs: nn.Module, fqn: str, channels: Channels) -> Sharde
 def _check_activation(activation: nn.Module, fqn: str) -> None:
     if type(activation) not in CHANNELWISE:
         raise refusal(fqn, f"is {activation!r}", f"one of {[kind.__name__ for kind in CHANNELWISE]!r}")
+
+
+OwnChannels = Float[Tensor, "anchor own_dim"]
+
+
+class GatheredAttention(nn.Module):
+    """Bucketed attention over all channels that returns the own ones: the paper's form without S4.
+
+        rows[:, I_r] = attend(prepare(q, k, values), first, last)[:, I_r]         I_r the channels of rank r
+
+    Collectives: forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one
+    reduce-scatter of 2 R N d; no scores are summed. What grows: the gathered tensors [2 N, D], and what is made of
+    them, stay for the backward pass on every rank, which is what the form is measured for.
+
+    Args:
+        inner: Bucketed attention over all channels.
+    """
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, channels: Channels) -> None:
+        super().__init__()
+        self.inner = cast(Any, inner)
+        self.channels = channels
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return self.inner.n_buckets(n)
+
+    def prepare(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> tuple[Tensor, ...]:
+        """What `attend` reads, from all ranks' channels."""
+        parts = [q, values] if q is k else [q, k, values]
+        whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
+        return self.inner.prepare(whole[0], whole[-2], whole[-1])
+
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row own_dim"]:
+        """Own channels of the rows of the buckets [first, last)."""
+        return self.channels.select(self.inner.attend(state, first, last))
+
+    def forward(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> OwnChannels:
+        """Attention over all buckets at once."""
+        return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]

@@ -15,7 +15,8 @@ Where a CPU runs streamed strata side by side, others stand beside each one at t
 highest moments need not meet.
 
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
-divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted.
+divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted; of the graph's vertices
+under nodes, those that are no anchors, and edges, are taken as split evenly, and ghosts are left out.
 Legend: sizes/rank_sizes.py.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isqrt
+from typing import NamedTuple
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.kept_tensors import latent_terms, table_numbers
@@ -36,7 +38,6 @@ from lightning_amp.planning.memory.temporaries import (
     backward_peak,
     forward_peak,
 )
-from lightning_amp.planning.memory.vertex_memory import vertex_bytes
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.strategies import STRATEGIES
@@ -346,3 +347,33 @@ def _region(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int
     # under S2 joined and summed, in copies
     summed = axes.features == "sharded" or axes.placement in ("strata", "nodes")
     return 0, rows * decoder.dim * (3 if summed else 1)
+
+
+INDEX_BYTES = 8
+
+
+class VertexBytes(NamedTuple):
+    """What the split of the vertices under nodes changes.
+
+    Fewer bytes of parameters (embedding, gradient, optimiser state) and of what is kept, for the rows of other ranks;
+    more of buffers: which rows are where, and the rank's own edges, beside the lists of all.
+    """
+
+    parameters: int = 0
+    kept: int = 0
+    buffers: int = 0
+
+
+def vertex_bytes(shape: ModelShape, sizes: RankSizes | None) -> VertexBytes:
+    """What the split of the vertices changes on one rank; nothing where they are not split."""
+    vertices = shape.vertices
+    if vertices is None or sizes is None or not sizes.by_nodes:
+        return VertexBytes()
+    own = sizes.anchors + -(-max(0, vertices.count - sizes.decoder.anchors) // sizes.ranks)
+    away = vertices.count - own
+    per_edge = 2 * INDEX_BYTES + shape.element_bytes
+    return VertexBytes(
+        parameters=shape.element_bytes * sizes.decoder.dim * away,
+        kept=shape.vertex_bytes * away // vertices.count,
+        buffers=INDEX_BYTES * (vertices.count + own) + per_edge * -(-vertices.edges // sizes.ranks),
+    )

@@ -55,15 +55,6 @@ def register_technique(
     """
     _check_id(strategy)
     _check_spec(strategy, spec)
-    _check_kinds(
-        strategy,
-        texts={"title": title, "shrinks": shrinks},
-        functions={
-            "targets": targets,
-            "install": install,
-            "shape_after": install if shape_after is None else shape_after,
-        },
-    )
     if signal is not None and signal not in known_signals():
         raise PlanError(
             f"{strategy} was registered with signal={signal!r}; known are {', '.join(known_signals())} and None:"
@@ -110,14 +101,3 @@ def _check_spec(strategy: str, spec: Any) -> None:
             f"{strategy} was registered with spec={spec.__name__}, the name of another spec in a plan's JSON; choose"
             f" a name other than {', '.join(specs_by_name())}"
         )
-
-
-def _check_kinds(strategy: str, *, texts: dict[str, Any], functions: dict[str, Any]) -> None:
-    for name, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
-            raise PlanError(
-                f"{strategy} was registered with {name}={text!r}; allowed is a text of a few words"
-            )
-    for name, function in functions.items():
-        if not callable(function):
-            raise PlanError(f"{strategy} was registered with {name}={function!r}; allowed is a function")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.count_operators import OperatorCounter
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -23,7 +24,6 @@ from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import StepMeter
-from lightning_amp.simulation.count_operators import OperatorCounter
 from tests.parallel.attention.test_fused import (
     DIM,
     DOUBLE,

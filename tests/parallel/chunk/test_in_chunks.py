@@ -11,7 +11,6 @@ from torch import nn
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
-from lightning_amp.graph.check import difference
 from lightning_amp.parallel.chunk.in_chunks import InChunks, chunk_block
 from lightning_amp.parallel.chunk.planned import lower_within
 from lightning_amp.parallel.install import install_rules
@@ -19,6 +18,7 @@ from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock
 from tests.any_module import make
 from tests.graph.calls import calls_of, forward_of
+from tests.graph.same_outcome import difference
 from tests.graph.test_capture import Custom
 from tests.parallel.chunk.small_blocks import Attention, FeedForward, NoBias, x_of
 

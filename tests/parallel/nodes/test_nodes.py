@@ -23,8 +23,7 @@ from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.parallel.install import change_of, install
 from lightning_amp.parallel.nodes import halo_exchange as halo
-from lightning_amp.parallel.nodes.decoder import share_anchors
-from lightning_amp.parallel.nodes.features import AnchorFeatures
+from lightning_amp.parallel.nodes.decoder import AnchorFeatures, share_anchors
 from lightning_amp.parallel.nodes.halo_attention import HaloAttention
 from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.planning.plan.model_shape import DecoderShape

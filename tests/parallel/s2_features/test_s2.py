@@ -18,8 +18,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.parallel.install import change_of, install
-from lightning_amp.parallel.ranks.sharded_softmax import log_softmax
-from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, share_features
+from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, log_softmax, share_features
 from lightning_amp.planning.plan.specs import FeatureParallel
 from tests.parallel.sharded_cases import (
     Case,

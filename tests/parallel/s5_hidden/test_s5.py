@@ -18,7 +18,7 @@ from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.ranks.channel_shards import shard_channels
-from lightning_amp.parallel.s5_hidden.decode import HiddenDecode
+from lightning_amp.parallel.s5_hidden.decoder import HiddenDecode
 from lightning_amp.parallel.s5_hidden.layer_norm import ShardedLayerNorm
 from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
 from lightning_amp.planning.plan.specs import ChunkedAttention, HiddenParallel

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks.count_operators import OperatorCounter
 from benchmarks.kernel_count import count
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -15,7 +16,6 @@ from lightning_amp.parallel.install import install
 from lightning_amp.parallel.scores import dense_entries
 from lightning_amp.parallel.scores.dense_entries import known_entries
 from lightning_amp.planning.plan.specs import StreamStrata
-from lightning_amp.simulation.count_operators import OperatorCounter
 from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")

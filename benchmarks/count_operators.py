@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import lightning_amp
 from lightning_amp._torch import TorchDispatchMode, tree_leaves
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(lightning_amp.__file__).parent)
 ALLOCATING = (
     "empty",
     "empty_like",
@@ -59,8 +60,8 @@ class OperatorCounter(TorchDispatchMode):
         operators: All that were dispatched.
         kernels: Those that make or change a tensor.
         bytes: What the kernels read and write.
-        parts: Kernels by the module of this package that asked for them, "autograd" where torch did.
-        host_syncs: Operators that the host waits for, by name and by the line of this package that asked for them.
+        parts: Kernels by the module of lightning_amp that asked for them, "autograd" where torch did.
+        host_syncs: Operators that the host waits for, by name and by the line of lightning_amp that asked for them.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ def _moved(tensor: Tensor) -> int:
 
 
 def _asked_by(*, lines: bool = False) -> str:
-    """The innermost module of this package on the stack, this one left out."""
+    """The innermost module of the package on the stack."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
