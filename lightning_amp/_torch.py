@@ -53,6 +53,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 # a context that sees every operator: counts of bytes, draws that depend on the cell
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# a context in which no such context sees anything: what plans a step is no part of it
+from torch.utils._python_dispatch import _disable_current_modes as unseen
+
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -104,6 +107,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "undo_fully_shard",
+    "unseen",
     "values_are_checked",
     "whole_of",
 ]

@@ -27,7 +27,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.config is not None:
         refuse(arguments, f"--config {arguments.config!r}", {"--plot": "plot"}, "which draws strata")
         # the step of one rank is counted for the plan, and all ranks do the same
-        made = plan_of_configuration(arguments)
+        made, _ = plan_of_configuration(arguments)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         return
     request = request_of(arguments)

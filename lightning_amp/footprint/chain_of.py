@@ -5,10 +5,12 @@ step calls them: of a U-Net those of its way down, its middle and its way up. A 
 block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and says why.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_amp.footprint.block_call import BlockCall
 from lightning_amp.footprint.build_chain import build_chain
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.chain_recorder import ChainRecorder, OperatorRates
@@ -38,13 +40,23 @@ def chain_of(
     Raises:
         ModelError: As `profile_module`.
     """
+    return chain_and_calls(module, batch, batch_size=batch_size, rates=rates, around=around)[0]
+
+
+def chain_and_calls(
+    module: LightningModule,
+    batch: Any,
+    *,
+    batch_size: int | None = None,
+    rates: OperatorRates = CPU_CORE,
+    around: Around = BY_ITSELF,
+) -> tuple[Chain, tuple[BlockCall, ...]]:
+    """As `chain_of`, and how each of its blocks was called."""
     step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
-    chain = build_chain(step, values=bool(reason))
-    return Chain(
-        blocks=chain.blocks,
-        tensors=chain.tensors,
-        moments=chain.moments,
+    chain = replace(
+        build_chain(step, values=bool(reason)),
         seconds=step.seconds,
         measured=REAL if reason else FAKE,
         reason=reason,
     )
+    return chain, tuple(call.given for call in step.calls)

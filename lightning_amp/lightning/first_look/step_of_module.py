@@ -14,17 +14,21 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.footprint.block_call import BlockCall
+from lightning_amp.footprint.chain_of import chain_and_calls
 from lightning_amp.footprint.chain_recorder import OperatorRates
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
+from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates
 
 T = TypeVar("T")
@@ -50,6 +54,7 @@ class StepOfModule:
     ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
         self._batch_size = batch_size
+        self._calls: tuple[BlockCall, ...] = ()
         self._batch: Any = None
 
     @classmethod
@@ -82,11 +87,13 @@ class StepOfModule:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
         """
         self._batch = self._take_batch()
+        chain, self._calls = self._counted(partial(chain_and_calls, rates=operator_rates(rates)))
         return Seen(
             profile=self._profiled(),
-            chain=self._counted(partial(chain_of, rates=operator_rates(rates))),
+            chain=chain,
             units=units_of(self._module),
             rates=rates,
+            chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
         )
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
@@ -100,6 +107,12 @@ class StepOfModule:
             return self._profiled()
         finally:
             installed.undo()
+
+    def code(self, rules: Sequence[Rule]) -> str:
+        """What the blocks run that rules of `chunk` name, as Python; for after `seen`."""
+        budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
+        found = block_code(self._module, self._calls, budgets)
+        return "\n\n\n".join(f"# {names}\n{code}" for names, code in found.items())
 
     def _profiled(self) -> ModuleProfile:
         return self._counted(profile_module)

@@ -37,10 +37,10 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
 
 
-def diagnose_module(seen: Seen, *, ranks: int = 1) -> ModuleDiagnosis:
-    """What the profile says, and which techniques help."""
+def diagnose_module(seen: Seen, *, ranks: int = 1, budget: int | None = None) -> ModuleDiagnosis:
+    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only."""
     profile = seen.profile
-    helps, does_not_help = advice(seen, ranks=ranks)
+    helps, does_not_help = advice(seen, ranks=ranks, budget=budget)
     return ModuleDiagnosis(
         largest=profile.largest,
         evidence=(*evidence(profile), *where(profile)),
@@ -120,7 +120,7 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
         predicted_base_bytes=seen.held_bytes,
         predicted_stratum_bytes=0,
         predicted_peak_bytes=peak,
-        diagnosis=diagnose_module(seen, ranks=ranks),
+        diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
         notes=(
             *(note for note in given.notes if not note.startswith(LEAST)),
             *_missing(seen, ranks=ranks, peak=peak, budget=given.budget_bytes),
@@ -203,7 +203,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         predicted_step_seconds=best.seconds,
         rates_device=seen.rates.device,
         candidates=compared.candidates,
-        diagnosis=diagnose_module(seen, ranks=best.ranks),
+        diagnosis=diagnose_module(seen, ranks=best.ranks, budget=base.budget_bytes),
         notes=(*base.notes, *_counted_on(seen.profile), *notes),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import Unit
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.time.device_rates import Rates
@@ -27,12 +28,14 @@ class Seen:
         chain: Its blocks, and what a choice of recomputed ones costs.
         units: Parameters that can be gathered together.
         rates: What the device reaches.
+        chunks: Its blocks in chunks; None where nobody has looked at their operators.
     """
 
     profile: ModuleProfile
     chain: Chain
     units: tuple[Unit, ...]
     rates: Rates
+    chunks: ChunkForms | None = None
 
     @property
     def seconds(self) -> float:
