@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_amp._torch import FakeTensorMode
+from lightning_amp._torch import FakeTensorMode, own_class
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import HOOKS, Capture
+from lightning_amp.graph.capture import Capture
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
 from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
@@ -51,11 +51,13 @@ def plain(module: nn.Module) -> nn.Module:
 
     Hooks on the module itself are left out: they run around whatever the forward is.
     """
-    found = object.__new__(type(module))
+    kind, left_out = own_class(module)
+    found = object.__new__(kind)
     vars(found).update(
-        (name, OrderedDict() if name in HOOKS else value)
+        # hooks of every kind: those of state_dict hold what `fully_shard` knows of a module
+        (name, OrderedDict() if name.startswith("_") and "_hooks" in name else value)
         for name, value in vars(module).items()
-        if name != "forward" and not isinstance(value, ModuleChunks)
+        if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
     return found
 
