@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import ModelError
 
 Put = Callable[[int, Tensor], None]
@@ -81,6 +82,12 @@ class ChunkedRegion:
             return list(_Chunked.apply(self, *inputs))  # type: ignore[no-untyped-call]
         return run_region(self, inputs)
 
+    def some(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+        """The chunks to run: all; of tensors without values two and the last, for all others are like the second."""
+        if isinstance(inputs[0], FakeTensor):
+            return tuple(dict.fromkeys((*self.bounds[:2], self.bounds[-1])))
+        return self.bounds
+
     def piece(self, tensor: Tensor, dim: int | None, start: int, size: int) -> Tensor:
         """The part of an input or result that belongs to one chunk, as a view."""
         if dim is None:
@@ -92,7 +99,7 @@ class ChunkedRegion:
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The forward pass without anything kept for a backward pass."""
     wholes, autocast = [_room(output, inputs[0].device) for output in region.outputs], _autocast_of(inputs)
-    for start, size in region.bounds:
+    for start, size in region.some(inputs):
 
         def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
             output = region.outputs[k]
@@ -137,7 +144,7 @@ class _Chunked(torch.autograd.Function):
             _Gradient(t, d) if n else None
             for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)
         ]
-        for start, size in ctx.region.bounds:
+        for start, size in ctx.region.some(inputs):
             with torch.enable_grad(), ctx.autocast():
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
         return None, *(None if total is None else total.value() for total in sums)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import unseen
 from lightning_amp.errors import InstallError, ModelError
@@ -78,7 +79,9 @@ class InChunks:
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with_gradients = torch.is_grad_enabled()
         # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
-        with unseen(), torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        # neither is what is recorded here a part of a block that is computed again, whose hooks would count it
+        alone = saved_tensors_hooks(_as_it_is, _as_it_is)
+        with unseen(), alone, torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
             found = capture(module, args, kwargs, key=key)
             train = self._train and with_gradients
             if found.graph is not None:
@@ -112,6 +115,10 @@ class InChunks:
         # a plan has nothing of the block that it was made for
         twin.known = self.known
         return twin
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _shapes(found: Capture) -> str:

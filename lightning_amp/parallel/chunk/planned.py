@@ -2,8 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from types import FunctionType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,19 +116,11 @@ def lower_within(capture: Capture, budget_bytes: int) -> tuple[Lowered, ChunkPla
 
 
 def forward_bytes(lowered: Lowered) -> int:
-    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors.
-
-    Of every region the first two chunks and the last one are run: all others are like the second.
-    """
-    some = {
-        name: replace(region, bounds=tuple(dict.fromkeys((*region.bounds[:2], region.bounds[-1]))))
-        for name, region in lowered.regions.items()
-    }
-    forward: Any = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
+    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
     assert lowered.capture.graph is not None, "what was lowered has a graph"
     given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
         with LiveBytes() as live:
-            forward(*tensors)
+            lowered.forward(*tensors)
     return int(live.peak)

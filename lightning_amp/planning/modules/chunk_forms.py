@@ -36,8 +36,12 @@ from lightning_amp.planning.modules.recompute_choice import Choice, choose, lean
 
 LEVELS = 5
 """Budgets that a block is planned for."""
+NEVER = 2**60
+"""More bytes than any step has."""
 PASSES = 3
 """Forward passes that forward and backward pass take together."""
+SLOWEST = 2.0
+"""Times that of a block as it is, what a form may take that no budget asks for."""
 WORTH = 0.95
 """Of a block's bytes: what a form may take at most."""
 Tables = Callable[[], Sequence[Table | str]]
@@ -63,7 +67,7 @@ class ChunkForms:
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
         self._plain, self._tables = chain, tables
-        self._leanest: dict[bool, Choice] = {}
+        self._leanest: dict[tuple[bool, bool], Choice] = {}
 
     @cached_property
     def chain(self) -> Chain:
@@ -102,15 +106,29 @@ class ChunkForms:
         )
 
     def choose(self, budget_bytes: int | None, *, recompute: bool) -> Choice:
-        """The fastest choice within a budget; that of the least bytes where there is none, and without a budget."""
+        """The fastest choice within a budget, that of the least bytes where there is none.
+
+        Where nothing has to be chosen, that of the least bytes without forms that are far slower than the block.
+        """
         found = None
         if budget_bytes is not None:
             found = choose(self.chain, max(0, budget_bytes), recompute=recompute, chunk=True)
         if found is not None and found.forms:
             return found
-        if recompute not in self._leanest:
-            self._leanest[recompute] = leanest(self.chain, recompute=recompute, chunk=True)
-        return self._leanest[recompute]
+        key = recompute, budget_bytes is None or found is not None
+        if key not in self._leanest:
+            chain = self._without_slow() if key[1] else self.chain
+            self._leanest[key] = leanest(chain, recompute=recompute, chunk=True)
+        return self._leanest[key]
+
+    def _without_slow(self) -> Chain:
+        """The step in which forms that are far slower than the block have no room."""
+        moments = []
+        for moment in self.chain.moments:
+            block = None if moment.block is None else self.chain.blocks[moment.block]
+            slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
+            moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
+        return replace(self.chain, moments=tuple(moments))
 
     @cached_property
     def _found(self) -> tuple[list[Table | str], dict[int, tuple[list[_Level], BlockBytes]]]:
