@@ -140,7 +140,7 @@ def advice(seen: Seen, *, ranks: int, budget: int | None = None) -> tuple[dict[s
 
 def _is_needless(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
     """Whether a set has something that takes seconds to look for, and the step fits as it is, which is faster."""
-    slow = any(TECHNIQUES[name].slow for name in names)
+    slow = any(TECHNIQUES[name].slow for name in names) and not (seen.chunks and seen.chunks.known)
     return slow and budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
 
 

@@ -69,6 +69,11 @@ class ChunkForms:
         self._plain, self._tables = chain, tables
         self._leanest: dict[tuple[bool, bool], Choice] = {}
 
+    @property
+    def known(self) -> bool:
+        """Whether they were looked for."""
+        return "chain" in vars(self)
+
     @cached_property
     def chain(self) -> Chain:
         """The step, with all forms."""

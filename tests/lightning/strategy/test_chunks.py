@@ -30,8 +30,9 @@ class Stack(pl.LightningModule):
 
     def __init__(self, *, dropout: float = 0.1, layers: int = 3) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.blocks = nn.ModuleList(Attention(16) for _ in range(layers))
-        self.dropout, self.seen = nn.Dropout(dropout), 0
+        self.dropout, self.most = nn.Dropout(dropout), 0
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -44,7 +45,7 @@ class Stack(pl.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         with LiveBytes() as live:
             self(batch)
-        self.seen = max(self.seen, live.peak)
+        self.most = max(self.most, live.peak)
 
     test_step = predict_step = validation_step
 
@@ -141,10 +142,10 @@ def evaluated(rank: int, ranks: int) -> dict[str, int]:
         module, own = Stack(), AMPStrategy(strategies="chunk")
         trainer = trainer_of(own if name == "amp" else "auto", limit_val_batches=1)
         trainer.fit(module, rows(), rows())
-        found[f"{name} fit"], module.seen = module.seen, 0
+        found[f"{name} fit"], module.most = module.most, 0
         for kind in ("validate", "test", "predict"):
             getattr(trainer, kind)(module, rows())
-            found[f"{name} {kind}"], module.seen = module.seen, 0
+            found[f"{name} {kind}"], module.most = module.most, 0
     return found
 
 
