@@ -53,6 +53,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 # a context that sees every operator: counts of bytes, draws that depend on the cell
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# a context in which no such context sees anything: what plans a step is no part of it
+from torch.utils._python_dispatch import _disable_current_modes as unseen
+
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -93,6 +96,7 @@ __all__ = [
     "make_root",
     "multiplies_in_tf32",
     "negate_each",
+    "own_class",
     "past_threshold",
     "scale_each",
     "softmax_backward",
@@ -104,6 +108,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "undo_fully_shard",
+    "unseen",
     "values_are_checked",
     "whole_of",
 ]
@@ -186,6 +191,12 @@ def end_gathered(root: Any) -> None:
 def start_backward(root: Any, loss: torch.Tensor) -> None:
     """Let the backward pass of a loss begin and end as one through the root's forward: its gradients are reduced."""
     loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
+
+
+def own_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """A module's class below that which `fully_shard` gives it, and what that leaves on it, which no copy can have."""
+    kind = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)], (STATE_KEY, REGISTRY_KEY)
 
 
 def undo_fully_shard(root: nn.Module) -> None:

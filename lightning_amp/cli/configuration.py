@@ -23,8 +23,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of_configuration(arguments: argparse.Namespace) -> Plan:
+def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices.
+
+    Returns:
+        Beside it, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
 
     Raises:
         AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
@@ -62,10 +65,11 @@ def plan_of_configuration(arguments: argparse.Namespace) -> Plan:
         count=step.count,
         asked=replace(stages, micro_batches=told["micro_batches"]),
     )
+    code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""
     if memory is None:
-        return made
+        return made, code
     found = answers(lambda n: step_at(n).seen(rates), seen, ranks=made.mesh.data, budget=parse_bytes(memory))
-    return replace(made, notes=(*made.notes, *found))
+    return replace(made, notes=(*made.notes, *found)), code
 
 
 def _step(path: str) -> tuple[Callable[[int | None], Any], Any, dict[str, Any]]:

@@ -12,10 +12,12 @@ from lightning_amp.cli.request import (
     refuse,
     request_of,
 )
+from lightning_amp.errors import PlanError
 
 OUTLOOKS = {"--what-if": "what_if", "--recommend-devices": "recommend_devices"}
 NOTHING_FITS = 3
 """Exit status where nothing fits the memory that was named."""
+NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="say what other data would need, auto beside paper: bin=1mb,500kb,100kb,50kb strata=10,32 batch=1,64,256"
         " memory=8GiB,24GiB,80GiB (these are the defaults; with --shape anchors=... instead of bin)",
     )
+    parser.add_argument(
+        "--show-code",
+        action="store_true",
+        help="with --config: print what the blocks run that the plan computes in chunks, as Python",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -45,11 +52,21 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.planning.policies.request import check_request
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
+    if arguments.show_code and arguments.format == "json":
+        raise PlanError(
+            "--show-code was asked for with --format json, which holds the plan alone; leave one out"
+        )
     if arguments.config is not None:
         refuse(arguments, f"--config {arguments.config!r}", OUTLOOKS, "which plan other data")
-        made = plan_of_configuration(arguments)
+        made, code = plan_of_configuration(arguments)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
+        if arguments.show_code:
+            print(f"\n{code or NO_CODE}")
         return NOTHING_FITS if made.fits is False else 0
+    if arguments.show_code:
+        raise PlanError(
+            "--show-code was asked for without --config FILE.yaml, whose blocks it would show; name it"
+        )
     if arguments.what_if is not None or arguments.recommend_devices:
         from lightning_amp.cli.plan_questions import outlook
 

@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.plot is not None:
             check_target("--plot", arguments.plot, "schedule.png", overwrite=True)
         # the step of one rank is counted for the plan, and all ranks do the same or are stages of it
-        made = plan_of_configuration(arguments)
+        made, _ = plan_of_configuration(arguments)
         if arguments.plot is not None:
             _draw_schedule(arguments, made)
         print(made.to_json() if arguments.format == "json" else plan_report(made))

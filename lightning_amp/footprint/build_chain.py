@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_amp.footprint.chain import BlockCost, Chain, Moment
+from lightning_amp.footprint.chain import KEPT, RECOMPUTED, BlockCost, Chain, Moment
 
 
 class Storage(Protocol):
@@ -286,7 +286,7 @@ class _Builder:
                 after=place[1],
                 alive=tuple(sorted(held)),
                 block=place[2],
-                recomputed=place[3],
+                form=RECOMPUTED if place[3] else KEPT,
                 where=" ".join(filter(None, self._step.work[t])),
             )
             for place, rows in found.items()

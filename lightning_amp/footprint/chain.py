@@ -1,12 +1,13 @@
-"""What the bytes and the time of a training step follow from, for every choice of blocks that are computed again.
+"""What the bytes and the time of a training step follow from, for every choice of what is made of its blocks.
 
 A block is recomputed if nothing of its forward pass is kept but its inputs, and its forward pass runs again in the
 backward pass. Blocks stand in the order of their forward passes; backward passes run in reverse order, so that what is
 held between the two by the blocks before some place is a sum over these blocks.
 
-    held by a block     not recomputed   saved_bytes, and the tensors `keeps`
-                        recomputed       the tensors `inputs`
-    bytes at a moment   n_bytes + saved_bytes of the blocks first <= i < after that are not recomputed
+    held by a block     KEPT             saved_bytes, and the tensors `keeps`
+                        RECOMPUTED       the tensors `inputs`
+                        CHUNKED + n      saved_bytes and `keeps` of its n-th form in chunks
+    bytes at a moment   n_bytes + saved_bytes of the blocks first <= i < after, each in its form
                         + every tensor of `alive`, or held by one of these blocks, once
 
 Here `keeps` and `inputs` are of tensors that more than one block holds, or that are alive for other reasons for a
@@ -14,6 +15,28 @@ while: the residual stream, a mask, an activation that its own block and the nex
 """
 
 from dataclasses import dataclass
+
+KEPT, RECOMPUTED, CHUNKED = 0, 1, 2
+"""Forms of a block: as it is, computed again, the first of those in chunks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkForm:
+    """A block of which some operators run in chunks.
+
+    Attributes:
+        budget_bytes: That the block was given, in its two passes, beside its arguments and parameters.
+        saved_bytes: What it alone keeps from its forward to its backward pass.
+        keeps: Tensors (places in `Chain.tensors`) that it holds too.
+        extra_seconds: What it takes more than the block as it is.
+        again: Whether it is recomputed besides: its forward pass runs in chunks once more before its backward pass.
+    """
+
+    budget_bytes: int
+    saved_bytes: int
+    keeps: tuple[int, ...]
+    extra_seconds: float
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +53,7 @@ class BlockCost:
         keeps: Tensors (places in `Chain.tensors`) that it holds too if it is not recomputed.
         inputs: Tensors that it holds if it is.
         fixed: Why it cannot be recomputed, "" where it can.
+        chunks: Its forms in chunks; none where none were looked for.
     """
 
     fqn: str
@@ -41,6 +65,20 @@ class BlockCost:
     keeps: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
     fixed: str = ""
+    chunks: tuple[ChunkForm, ...] = ()
+
+    def held(self, form: int) -> tuple[int, tuple[int, ...]]:
+        """Bytes that it alone holds between its passes in a form, and the tensors that it holds too."""
+        if form >= CHUNKED:
+            found = self.chunks[form - CHUNKED]
+            return found.saved_bytes, found.keeps
+        return (0, self.inputs) if form == RECOMPUTED else (self.saved_bytes, self.keeps)
+
+    def extra_seconds(self, form: int) -> float:
+        """What a form takes more than the block as it is."""
+        if form >= CHUNKED:
+            return self.chunks[form - CHUNKED].extra_seconds
+        return self.forward_seconds if form == RECOMPUTED else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +90,8 @@ class Moment:
         first: Of the blocks whose forward pass has ended and whose backward pass has not begun.
         after: One past the last of them.
         alive: Tensors that are alive whatever those blocks hold.
-        block: Block that is at work, if the moment exists for one of its forms only; None if for both.
-        recomputed: Of these, the form.
+        block: Block that is at work, if the moment exists for one of its forms only; None if for all.
+        form: Of these, the form.
         where: Phase and module, for a person.
     """
 
@@ -62,7 +100,7 @@ class Moment:
     after: int = 0
     alive: tuple[int, ...] = ()
     block: int | None = None
-    recomputed: bool = False
+    form: int = KEPT
     where: str = ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_amp.footprint.block_call import BlockCall
 from lightning_amp.footprint.build_chain import build_chain
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.chain_recorder import ChainRecorder, OperatorRates
@@ -54,15 +55,17 @@ def chain_and_passes(
     batch_size: int | None = None,
     rates: OperatorRates = CPU_CORE,
     around: Around = BY_ITSELF,
-) -> tuple[Chain, Passes | str]:
-    """The chain of a step, and its passes through the named blocks as stages of a pipeline, or why there are none.
+) -> tuple[Chain, Passes | str, tuple[BlockCall, ...]]:
+    """The chain of a step, and its passes through the named blocks as stages of a pipeline, or why there are none,
+    and how each of its blocks was called.
 
     Arguments and errors as for `chain_of`; `names` are those of the blocks, in order.
     """
     step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
     chain = build_chain(step, values=bool(reason))
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
+    calls = tuple(call.given for call in step.calls)
     rows = length_of(batch) if batch_size is None else batch_size
     if not names or rows is None:
-        return chain, "the tensors of its batch have no length in common" if names else NO_BLOCKS
-    return chain, passes_of(step, names, rows=rows, values=bool(reason))
+        return chain, "the tensors of its batch have no length in common" if names else NO_BLOCKS, calls
+    return chain, passes_of(step, names, rows=rows, values=bool(reason)), calls

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from lightning_amp._torch import FLASH_ATTENTION, FakeTensor, autograd_node, autograd_order, tree_leaves
+from lightning_amp.footprint.block_call import BlockCall
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of
@@ -66,6 +67,7 @@ class Call:
 
     fqn: str
     start: int
+    given: BlockCall
     end: int = 0
     first_order: int = 0
     last_order: int = 0
@@ -147,7 +149,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """A forward pass of a block; one inside a backward pass is somebody's recomputation, and is not looked at."""
         if autograd_node() is not None or self._open is not None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = Call(fqn, len(self.work), fixed=fixed, first_order=autograd_order())
+        given = BlockCall.of(fqn, args, kwargs)
+        call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call.inputs, call.input_bytes = self._lives_of(tensors), sum(t.nbytes for t in tensors)

@@ -223,14 +223,11 @@ class CopyFakes(TorchFunctionMode):
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """A fake tensor on the same device; on the CPU where this one has no values itself."""
-    if isinstance(tensor, FakeTensor):
-        raise ModelError(
-            "a profile was asked for of fake tensors; give real tensors, or such on the device 'meta'"
-        )
-    if tensor.is_meta:
+    """A fake tensor on the same device; on the CPU where this one is on the device "meta"."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        device = "cpu" if tensor.is_meta else tensor.device
         with fake:
-            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         found.requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
             found = nn.Parameter(found, tensor.requires_grad)

@@ -20,7 +20,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
-from lightning_amp.parallel.chunk.in_chunks import chunk_block
+from lightning_amp.parallel.chunk.in_chunks import InChunks, chunk_block
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import is_decomposed
@@ -153,6 +153,7 @@ class Installed:
         self.swaps: list[Swap] = []
         self.forwards: dict[str, nn.Module] = {}
         self._runs: dict[str, Any] = {}
+        self._chunks: dict[Any, Any] = {}
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
 
@@ -221,7 +222,17 @@ class Installed:
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
 
+    @staticmethod
+    def _run_of(module: nn.Module) -> Any:
+        return getattr(vars(module).get("forward"), "func", None)
+
     def _set_forward(self, fqn: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        if isinstance(forward, InChunks):
+            forward.known = self._chunks
+            if fqn in self.forwards and isinstance(self._run_of(module), RecomputedForward):
+                # what is computed again runs in chunks, both times
+                self._run_of(module).inside = forward
+                return
         if "forward" in vars(module):
             raise InstallError(
                 f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"

@@ -107,3 +107,22 @@ def test_any_number_of_devices(config: str, capsys: Any) -> None:
     found = planned(["simulate", "--config", config, "--devices", "512"], capsys)
     assert found.mesh.data == 512
     assert json.loads(found.to_json())["diagnosis"]["largest"] == "saved"
+
+
+@IGNORED
+def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None:
+    assert main(["plan", "--config", config, "--strategies", "chunk", "--show-code"]) == 0
+    text = capsys.readouterr().out
+    report, _, code = text.partition("\n# blocks.0, ")
+    assert "chunk" in report
+    assert "def region_0(put, size" in code
+    assert "aten.gelu.default(" in code
+    found = planned(["simulate", "--config", config, "--strategies", "chunk"], capsys)
+    assert found.strategies == ("S1", "chunk")
+    assert [rule.strategy for rule in found.rules if rule.strategy == "chunk"] == ["chunk"] * 8
+    assert main(["plan", "--config", config, "--show-code"]) == 0
+    assert "no block of this plan runs in chunks" in capsys.readouterr().out
+    assert main(["plan", "--config", config, "--show-code", "--format", "json"]) == 2
+    assert "--show-code was asked for with --format json" in capsys.readouterr().err
+    assert main(["plan", "data", "--show-code"]) == 2
+    assert "--show-code was asked for without --config" in capsys.readouterr().err

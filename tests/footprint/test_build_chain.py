@@ -43,7 +43,7 @@ def step(*, gradient: int = 20, old: int = 0, late: int = 0) -> Any:
 
 def most(chain: Chain, *, recomputed: bool) -> dict[tuple[int, ...], int]:
     """Bytes of the block's own moments, by the shared tensors that are alive beside them."""
-    return {m.alive: m.n_bytes for m in chain.moments if m.block == 0 and m.recomputed == recomputed}
+    return {m.alive: m.n_bytes for m in chain.moments if m.block == 0 and m.form == recomputed}
 
 
 def test_what_a_block_holds_between_its_passes() -> None:

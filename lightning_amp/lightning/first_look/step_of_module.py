@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.footprint.block_call import BlockCall
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.chain_of import chain_and_passes
 from lightning_amp.footprint.chain_recorder import OperatorRates
@@ -22,12 +23,15 @@ from lightning_amp.footprint.passes import Passes
 from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
+from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
+from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates
 
 T = TypeVar("T")
@@ -53,6 +57,7 @@ class StepOfModule:
     ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
         self._batch_size = batch_size
+        self._calls: tuple[BlockCall, ...] = ()
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
         self._blocks, self._no_stages = blocks_for_stages(module)
@@ -88,13 +93,15 @@ class StepOfModule:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
         """
         self._batch = self._take_batch()
+        chain = self._chain(None, rates)
         return Seen(
             profile=self._profiled(()),
-            chain=self._chain(None, rates),
+            chain=chain,
             units=units_of(self._module),
             rates=rates,
             passes=partial(self._passes_of, rates=rates) if self._blocks else None,
             no_stages=self._no_stages,
+            chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
         )
 
     def forget(self) -> None:
@@ -115,7 +122,8 @@ class StepOfModule:
     def _chain(self, rows: int | None, rates: Rates) -> Chain:
         """Of a batch of some length, with its passes kept."""
         count = partial(chain_and_passes, names=self._blocks, rates=operator_rates(rates))
-        chain, self._passes[rows] = self._counted(count, rows)
+        chain, self._passes[rows], calls = self._counted(count, rows)
+        self._calls = calls if rows is None else self._calls
         return chain
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
@@ -133,6 +141,12 @@ class StepOfModule:
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """What `seen` or `count` has found last with rules for the same modules; None where none has."""
         return self._profiles.get(_places(rules))
+
+    def code(self, rules: Sequence[Rule]) -> str:
+        """What the blocks run that rules of `chunk` name, as Python; for after `seen`."""
+        budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
+        found = block_code(self._module, self._calls, budgets)
+        return "\n\n\n".join(f"# {names}\n{code}" for names, code in found.items())
 
     def _profiled(self, rules: Sequence[Rule]) -> ModuleProfile:
         found = self._profiles[_places(rules)] = self._counted(profile_module)

@@ -62,6 +62,7 @@ class InstalledPlan:
         model: The module to install in.
         changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`.
         resumed: The plan that a race had ended with where the run goes on from a checkpoint.
+        trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class InstalledPlan:
         *,
         changed: Callable[..., None],
         resumed: Plan | None = None,
+        trained: Plan | None = None,
     ) -> None:
         self._request, self._here, self._trainer = request, here, trainer
-        self._model, self._changed, self._resumed = model, changed, resumed
+        self._model, self._changed, self._resumed, self._trained = model, changed, resumed, trained
         self._foreign = adapt(model)
         self._installed = Installed()
         self._end_race: Callable[[], None] = lambda: None
@@ -88,7 +90,7 @@ class InstalledPlan:
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
         notes = self._foreign.notes
-        self._facts = Facts(self._request, self._here, self._trainer)
+        self._facts = Facts(self._request, self._here, self._trainer, trained=self._trained)
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
             plan = plan_in_force(self._facts, notes=notes, given=self._resumed)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -39,7 +40,8 @@ from lightning_amp.planning.plan.model_shape import (
     outside_strata,
     with_counts,
 )
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
@@ -67,15 +69,25 @@ class Facts:
     Args:
         request, here, trainer: What is asked, by which rank, in which run.
         cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
+        trained: The plan of the run before.
     """
 
     def __init__(
-        self, request: Request, here: ThisRank, trainer: pl.Trainer, *, cells: Cells | None = None
+        self,
+        request: Request,
+        here: ThisRank,
+        trainer: pl.Trainer,
+        *,
+        cells: Cells | None = None,
+        trained: Plan | None = None,
     ) -> None:
         self.request, self.here, self.trainer = request, here, trainer
         self._cells = cells_per_step(trainer) if cells is None else cells
         self._compared = cells is not None
         self.step = StepOfModule.of(trainer)
+        before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
+        self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
+        """Rules by which an evaluation runs as the fit before it."""
 
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
@@ -227,7 +239,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     made = replace(made, notes=(*made.notes, *note, *notes))
     seen, _ = facts.seen
     if seen is None:
-        return made
+        return _evaluated(made, facts.in_chunks)
     assert facts.step is not None, "it has been seen"
     return plan_module(
         made,
@@ -264,8 +276,21 @@ def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
     needing = [name for name in named if TECHNIQUES[name].counted]
     if needing and why:
         raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
+    if "chunk" in needing and not facts.in_chunks:
+        raise PlanError(
+            "chunk was asked for in a run that does not train, and how much of it follows from the plan of a fit; fit"
+            " with this Trainer first, or give the plan of a fit: AMPStrategy(plan='plan.json')"
+        )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
+
+
+def _evaluated(made: Plan, in_chunks: Sequence[Rule]) -> Plan:
+    """The plan of a run that does not train, with what the fit before it has run in chunks."""
+    if not in_chunks:
+        return made
+    strategies = in_order({*made.strategies, "chunk"})
+    return replace(made, strategies=strategies, rules=(*made.rules, *in_chunks))
 
 
 def predict_anew(plan: Plan, facts: Facts) -> Plan:

@@ -232,8 +232,9 @@ class AMPStrategy(MeshStrategy):
         # late, for it reaches the reference model and every technique, which a Trainer does not need
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
-        self.plan, keep = None, vars(self).update
-        planned = InstalledPlan(self.request, self._here, trainer, model, changed=keep, resumed=self._resumed)
+        keep, trained, self.plan = vars(self).update, self.plan, None
+        given, resumed = (self.request, self._here, trainer, model), self._resumed
+        planned = InstalledPlan(*given, changed=keep, resumed=resumed, trained=trained)
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         self._shards = planned.install()

@@ -11,7 +11,7 @@ After the first recomputation of a block its results are compared with those of 
 Without gradients, as in validation, the block runs as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,13 @@ class RecomputedForward:
         fqn: Name of the block, for messages; `install` sets it.
         changing: Buffers that the block changes, by its mode.
         compared: Whether a second pass has been compared with its first.
+        inside: What runs both times in place of the block's own forward; `install` sets it for blocks in chunks.
     """
 
     fqn: str = ""
     changing: dict[Any, frozenset[Place]] = field(default_factory=dict)
     compared: bool = False
+    inside: Callable[..., Any] | None = None
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's result.
@@ -61,7 +63,7 @@ class RecomputedForward:
         Raises:
             InstallError: The block changes what cannot be put back before its second pass.
         """
-        forward = type(block).forward
+        forward = self.inside or type(block).forward
         if not torch.is_grad_enabled():
             return forward(block, *args, **kwargs)
         name = f"{self.fqn or 'a block'} ({type(block).__name__})"

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import ModelError
 
 Put = Callable[[int, Tensor], None]
@@ -81,6 +82,12 @@ class ChunkedRegion:
             return list(_Chunked.apply(self, *inputs))  # type: ignore[no-untyped-call]
         return run_region(self, inputs)
 
+    def some(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+        """The chunks to run: all; of tensors without values two and the last, for all others are like the second."""
+        if isinstance(inputs[0], FakeTensor):
+            return tuple(dict.fromkeys((*self.bounds[:2], self.bounds[-1])))
+        return self.bounds
+
     def piece(self, tensor: Tensor, dim: int | None, start: int, size: int) -> Tensor:
         """The part of an input or result that belongs to one chunk, as a view."""
         if dim is None:
@@ -94,7 +101,7 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     wholes = [_room(output, inputs[0].device) for output in region.outputs]
     pairs = tuple(zip(inputs, region.input_dims, strict=True))
     with _autocast_of(inputs)():
-        for start, size in region.bounds:
+        for start, size in region.some(inputs):
 
             def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
                 output = region.outputs[k]
@@ -137,7 +144,7 @@ class _Chunked(torch.autograd.Function):
             for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)
         ]
         with torch.enable_grad(), ctx.autocast():
-            for start, size in ctx.region.bounds:
+            for start, size in ctx.region.some(inputs):
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
         return None, *(None if total is None else total.value() for total in sums)
 

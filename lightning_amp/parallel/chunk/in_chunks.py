@@ -3,27 +3,29 @@
 The technique `chunk` leaves the module as it is, hooks around it included, and sets what its forward runs.
 """
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_amp._torch import unseen
 from lightning_amp.errors import InstallError, ModelError, PlanError
-from lightning_amp.graph.capture import capture, find_blocks
+from lightning_amp.graph.capture import Capture, capture, find_blocks
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
 from lightning_amp.parallel.chunk.planned import Planned, plain, plan_graph
 from lightning_amp.parallel.contract.change import Change
+from lightning_amp.planning.chunks.choose_chunks import OverBudget
 from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.quantities import format_bytes
 
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
 that are alike are planned once, while the time to plan one graph grows with the square of its operators."""
-_SHARED: WeakValueDictionary[Any, Planned] = WeakValueDictionary()
-"""Plans in use: blocks of one class and signature under one budget are planned once."""
 
 
 def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
@@ -46,16 +48,20 @@ def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
 
 
 class InChunks:
-    """Called as `forward(module, *args, **kwargs)`; a copy or pickle of it plans again.
+    """Called as `forward(module, *args, **kwargs)`; a copy has the plans of what it is a copy of, a pickle none.
+
+    Attributes:
+        known: Plans by budget and signature; `install` lets all blocks of a model have the same.
 
     Args:
         budget_bytes: For one forward pass without gradients.
         train: With gradients, the budget is for forward and backward pass together, what is kept between them included.
+            It is that of a plan, made for one batch: another call that needs more is run with the least, and a warning.
     """
 
     def __init__(self, budget_bytes: int, *, train: bool = False) -> None:
         self._budget_bytes, self._train = budget_bytes, train
-        self._known: dict[Any, Planned] = {}
+        self.known: dict[Any, Planned] = {}
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the module returns; a call of a new signature is planned first."""
@@ -69,17 +75,18 @@ class InChunks:
             ModelError: The module cannot be captured.
         """
         own = plain(module)
-        key = signature(own, args, kwargs)
-        if key not in self._known:
-            shared = (self._budget_bytes, self._train, key)
-            found = _SHARED.get(shared) or self._plan(own, args, kwargs, key)
-            self._known[key] = _SHARED[shared] = found
-        return self._known[key]
+        call = signature(own, args, kwargs)
+        key = self._budget_bytes, self._train, call
+        if key not in self.known:
+            self.known[key] = self._plan(own, args, kwargs, call)
+        return self.known[key]
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with_gradients = torch.is_grad_enabled()
         # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
-        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        # neither is what is recorded here a part of a block that is computed again, whose hooks would count it
+        alone = saved_tensors_hooks(_as_it_is, _as_it_is)
+        with unseen(), alone, torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
             train = self._train and with_gradients
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
@@ -88,7 +95,7 @@ class InChunks:
                     return plan_blocks(module, args, kwargs, self._budget_bytes, reason)
             found = capture(module, args, kwargs, key=key)
             if found.graph is not None:
-                return plan_graph(found, self._budget_bytes, train=train)
+                return self._of_graph(found, train=train)
             if train:
                 raise ModelError(
                     f"chunk was asked for on {type(module).__name__!r} in training, which cannot be captured:"
@@ -96,5 +103,36 @@ class InChunks:
                 )
             return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason)
 
+    def _of_graph(self, found: Capture, *, train: bool) -> Planned:
+        try:
+            return plan_graph(found, self._budget_bytes, train=train)
+        except OverBudget as error:
+            if not self._train:
+                raise
+            least, asked = format_bytes(error.least_bytes), format_bytes(self._budget_bytes)
+            warnings.warn(
+                f"a block {found.kind.__name__!r} has {asked} by the plan, made for another batch; called with"
+                f" {_shapes(found)} it needs {least} at least, in chunks, and takes that: plan for the largest batch",
+                stacklevel=2,
+            )
+            return plan_graph(found, error.least_bytes, train=train)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": {}}
+        return {**vars(self), "known": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
+        twin = InChunks(self._budget_bytes, train=self._train)
+        # a plan has nothing of the block that it was made for
+        twin.known = self.known
+        return twin
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _shapes(found: Capture) -> str:
+    """Of a block's tensor arguments."""
+    assert found.graph is not None, "what was planned has a graph"
+    given = [node.meta["val"] for node in found.graph.graph.nodes if node.op == "placeholder"]
+    return ", ".join(str(list(tensor.shape)) for tensor in given[len(found.names) :]) or "no tensors"

@@ -3,15 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensorMode
+from lightning_amp._torch import FakeTensorMode, own_class
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import HOOKS, Capture
+from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
 from lightning_amp.planning.chunks.choose_chunks import STEPS, OverBudget, choose_chunks
@@ -39,7 +38,7 @@ class ModuleChunks:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
 
@@ -52,11 +51,13 @@ def plain(module: nn.Module) -> nn.Module:
 
     Hooks on the module itself are left out: they run around whatever the forward is.
     """
-    found = object.__new__(type(module))
+    kind, left_out = own_class(module)
+    found = object.__new__(kind)
     vars(found).update(
-        (name, OrderedDict() if name in HOOKS else value)
+        # hooks of every kind: those of state_dict hold what `fully_shard` knows of a module
+        (name, OrderedDict() if name.startswith("_") and "_hooks" in name else value)
         for name, value in vars(module).items()
-        if name != "forward" and not isinstance(value, ModuleChunks)
+        if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
     return found
 
@@ -115,9 +116,9 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) ->
 def forward_bytes(lowered: Lowered) -> int:
     """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        forward, tensors = _some_chunks(lowered)
+        tensors = _arguments(lowered)
         with LiveBytes() as live:
-            forward(*tensors)
+            lowered.forward(*tensors)
     return int(live.peak)
 
 
@@ -128,11 +129,11 @@ def step_bytes(lowered: Lowered) -> int:
     """
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        forward, tensors = _some_chunks(lowered)
+        tensors = _arguments(lowered)
         for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
             tensor.requires_grad_(needs_grad)
         with live:
-            results = forward(*tensors)
+            results = lowered.forward(*tensors)
         learned = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.empty_like(result) for result in learned]
         with live:
@@ -148,16 +149,8 @@ def _inference_table(capture: Capture, table: Table) -> Table:
         return table_of(capture)
 
 
-def _some_chunks(lowered: Lowered) -> tuple[Any, list[Tensor]]:
-    """A generated forward to be counted, and what it is given, which is fake in a fake mode.
-
-    Of every region the first two chunks and the last one are run: all others are like the second.
-    """
-    some = {
-        name: replace(region, bounds=tuple(dict.fromkeys((*region.bounds[:2], region.bounds[-1]))))
-        for name, region in lowered.regions.items()
-    }
-    forward = FunctionType(lowered.forward.__code__, {**lowered.forward.__globals__, **some})
+def _arguments(lowered: Lowered) -> list[Tensor]:
+    """What a generated forward is given; fake in a fake mode, where a region runs some of its chunks."""
     assert lowered.capture.graph is not None, "what was lowered has a graph"
     given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
-    return forward, [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]

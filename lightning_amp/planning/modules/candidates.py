@@ -81,7 +81,7 @@ def compare(
     """
     found, dropped, limit = list[Draft](), dict(refused), budget if limit is None else limit
     for names in _sets():
-        if names in refused:
+        if names in refused or _is_needless(seen, names, ranks=ranks, budget=limit):
             continue
         made = draft(seen, names, ranks=ranks, budget=limit)
         if isinstance(made, str):
@@ -133,11 +133,14 @@ def draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None)
     return made
 
 
-def advice(seen: Seen, *, ranks: int) -> tuple[dict[str, str], dict[str, str]]:
+def advice(seen: Seen, *, ranks: int, budget: int | None = None) -> tuple[dict[str, str], dict[str, str]]:
     """What each technique by itself would make of the peak, or why it would not help; those that help most first."""
     helps: dict[str, tuple[int, str]] = {}
     does_not: dict[str, str] = {}
     for name, technique in TECHNIQUES.items():
+        if _is_needless(seen, (name,), ranks=ranks, budget=budget):
+            does_not[name] = f"{name} was not looked for, which takes seconds: the step fits as it is"
+            continue
         n = max(ranks, technique.fewest)
         whole, made = as_it_is(seen, n), draft(seen, (name,), ranks=n, budget=None)
         if isinstance(made, str):
@@ -166,6 +169,12 @@ def _advise_stages(
             f"pipeline would not: the peak would be {peaks}, for a stage keeps the gradients of two steps, and what is"
             " in flight"
         )
+
+
+def _is_needless(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
+    """Whether a set has something that takes seconds to look for, and the step fits as it is, which is faster."""
+    slow = any(TECHNIQUES[name].slow for name in names) and not (seen.chunks and seen.chunks.known)
+    return slow and budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
 
 
 def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str:

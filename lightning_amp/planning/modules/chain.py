@@ -1,48 +1,58 @@
-"""The peak and the extra time of a training step in which some blocks are recomputed; see footprint/chain.py."""
+"""The peak and the extra time of a training step of which some blocks run in another form; see footprint/chain.py."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.chain import CHUNKED as CHUNKED
+from lightning_amp.footprint.chain import KEPT as KEPT
+from lightning_amp.footprint.chain import RECOMPUTED as RECOMPUTED
 from lightning_amp.footprint.chain import BlockCost as BlockCost
 from lightning_amp.footprint.chain import Chain as Chain
+from lightning_amp.footprint.chain import ChunkForm as ChunkForm
 from lightning_amp.footprint.chain import Moment as Moment
 
+Forms = Collection[str] | Mapping[str, int]
+"""Names of blocks with their forms; names alone are of blocks that are recomputed. All others are as they are."""
 
-def peak_bytes(chain: Chain, recomputed: Collection[str]) -> int:
-    """Most bytes alive at once while the named blocks are recomputed.
+
+def peak_bytes(chain: Chain, forms: Forms) -> int:
+    """Most bytes alive at once while the named blocks run in these forms.
 
     Raises:
-        PlanError: A name that is no block of the chain, or of a block that cannot be recomputed.
+        PlanError: A name that is no block of the chain, or a form that the block does not have.
     """
-    moment = peak_moment(chain, recomputed)
-    return 0 if moment is None else bytes_at(chain, moment, recomputed)
+    moment = peak_moment(chain, forms)
+    return 0 if moment is None else bytes_at(chain, moment, forms)
 
 
-def peak_moment(chain: Chain, recomputed: Collection[str]) -> Moment | None:
+def peak_moment(chain: Chain, forms: Forms) -> Moment | None:
     """When memory is at its peak; None for a chain without moments."""
-    _check_names(chain, recomputed)
-    again = [block.fqn in recomputed for block in chain.blocks]
-    exist = [m for m in chain.moments if m.block is None or again[m.block] == m.recomputed]
-    return max(exist, key=lambda m: bytes_at(chain, m, recomputed), default=None)
+    found = _by_name(chain, forms)
+    of_block = [found.get(block.fqn, KEPT) for block in chain.blocks]
+    exist = [m for m in chain.moments if m.block is None or of_block[m.block] == m.form]
+    return max(exist, key=lambda m: bytes_at(chain, m, found), default=None)
 
 
-def bytes_at(chain: Chain, moment: Moment, recomputed: Collection[str]) -> int:
+def bytes_at(chain: Chain, moment: Moment, forms: Forms) -> int:
     """Bytes alive at a moment."""
-    held, saved = set(moment.alive), 0
+    found, held, saved = _by_name(chain, forms), set(moment.alive), 0
     for block in chain.blocks[moment.first : moment.after]:
-        again = block.fqn in recomputed
-        held.update(block.inputs if again else block.keeps)
-        saved += 0 if again else block.saved_bytes
+        n_bytes, tensors = block.held(found.get(block.fqn, KEPT))
+        held.update(tensors)
+        saved += n_bytes
     return moment.n_bytes + saved + sum(chain.tensors[k] for k in held)
 
 
-def extra_seconds(chain: Chain, recomputed: Collection[str]) -> float:
-    """Time that recomputing the named blocks adds to a step."""
-    return sum(block.forward_seconds for block in chain.blocks if block.fqn in recomputed)
+def extra_seconds(chain: Chain, forms: Forms) -> float:
+    """Time that these forms add to a step."""
+    found = _by_name(chain, forms)
+    return sum(block.extra_seconds(found.get(block.fqn, KEPT)) for block in chain.blocks)
 
 
-def _check_names(chain: Chain, recomputed: Collection[str]) -> None:
-    unknown = sorted(set(recomputed) - set(chain.names))
+def _by_name(chain: Chain, forms: Forms) -> Mapping[str, int]:
+    found = forms if isinstance(forms, Mapping) else dict.fromkeys(forms, RECOMPUTED)
+    again = {name for name, form in found.items() if form == RECOMPUTED}
+    unknown = sorted(again - set(chain.names))
     if unknown:
         fixed = {block.fqn: block.fixed for block in chain.blocks if block.fixed}
         why = fixed.get(unknown[0], "no block of that name was called in the step")
@@ -50,3 +60,4 @@ def _check_names(chain: Chain, recomputed: Collection[str]) -> None:
             f"recomputing {unknown[0]!r} was asked for, which is not possible: {why}; allowed are"
             f" {', '.join(chain.names) or 'none'}"
         )
+    return found

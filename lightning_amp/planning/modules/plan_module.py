@@ -40,10 +40,10 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
 
 
-def diagnose_module(seen: Seen, *, ranks: int = 1) -> ModuleDiagnosis:
-    """What the profile says, and which techniques help."""
+def diagnose_module(seen: Seen, *, ranks: int = 1, budget: int | None = None) -> ModuleDiagnosis:
+    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only."""
     profile = seen.profile
-    helps, does_not_help = advice(seen, ranks=ranks)
+    helps, does_not_help = advice(seen, ranks=ranks, budget=budget)
     return ModuleDiagnosis(
         largest=profile.largest,
         evidence=(*evidence(profile), *where(profile)),
@@ -144,7 +144,7 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
         predicted_base_bytes=seen.held_bytes,
         predicted_stratum_bytes=0,
         predicted_peak_bytes=peak,
-        diagnosis=diagnose_module(seen, ranks=ranks),
+        diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
         notes=(
             *(note for note in given.notes if not note.startswith(LEAST)),
             *_missing(seen, replace(as_it_is(seen, ranks), peak_bytes=peak), given.budget_bytes),
@@ -170,7 +170,11 @@ def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) ->
     if isinstance(found, str):
         note = f"the stages are cut evenly, and what they hold was not counted: {found}"
         ranks = base.mesh.data * base.mesh.model
-        return replace(base, diagnosis=diagnose_module(seen, ranks=ranks), notes=(*base.notes, note))
+        return replace(
+            base,
+            diagnosis=diagnose_module(seen, ranks=ranks, budget=base.budget_bytes),
+            notes=(*base.notes, note),
+        )
     kept = tuple(rule for rule in base.rules if not isinstance(rule.spec, PipelineStages))
     without = replace(base, rules=kept, strategies=in_order({rule.strategy for rule in kept}))
     compared = Compared(best=found, candidates=(), dropped={})
@@ -182,7 +186,7 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
     asked = Asked(model=given.mesh.model, micro_batches=spec.micro_batches, schedule=spec.schedule, ends=ends)
     found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
     ranks = given.mesh.data * given.mesh.model
-    given = replace(given, diagnosis=diagnose_module(seen, ranks=ranks), stages=())
+    given = replace(given, diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes), stages=())
     if isinstance(found, str):
         return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
     return replace(
@@ -289,7 +293,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         predicted_step_seconds=best.seconds,
         rates_device=seen.rates.device,
         candidates=compared.candidates,
-        diagnosis=diagnose_module(seen, ranks=best.ranks * best.model),
+        diagnosis=diagnose_module(seen, ranks=best.ranks * best.model, budget=base.budget_bytes),
         stages=best.stages,
         notes=(*base.notes, *_counted_on(seen.profile), *notes),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lightning_amp.footprint.chain import Chain
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.footprint.passes import Passes
+from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import Unit
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.stages import Stage
@@ -35,6 +36,7 @@ class Seen:
         rates: What the device reaches.
         passes: Its blocks as stages of a pipeline, for a batch of any length; None where there can be no pipeline.
         no_stages: Why there is none.
+        chunks: Its blocks in chunks; None where nobody has looked at their operators.
     """
 
     profile: ModuleProfile
@@ -43,6 +45,7 @@ class Seen:
     rates: Rates
     passes: PassesOf | None = None
     no_stages: str = "its blocks were not looked at"
+    chunks: ChunkForms | None = None
 
     @property
     def seconds(self) -> float:

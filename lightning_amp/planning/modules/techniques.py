@@ -8,19 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
-from lightning_amp.planning.modules.chain import Chain, extra_seconds, peak_bytes
+from lightning_amp.planning.modules.chain import CHUNKED, Chain, extra_seconds, peak_bytes
+from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
-from lightning_amp.planning.modules.recompute_choice import choose
+from lightning_amp.planning.modules.recompute_choice import choose, leanest
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
-from lightning_amp.planning.plan.specs import FullyShard, RecomputeBlock
+from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, RecomputeBlock
 from lightning_amp.planning.time.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
 
 Add = Callable[[Seen, Draft, int | None], Draft | str]
 """(step, plan so far, budget) -> the plan with the technique, or why not. With a budget there is as much of it as is
 needed to fit, and as little memory as can be where that is not enough; with None there is all of it."""
-CLOSE = 0.002
-"""Part of the peak to which the least is found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +32,7 @@ class Technique:
         limit: Why it may not help where these are most of the peak.
         fewest: Ranks that it needs.
         counted: Whether a count of the step with its rules installed, on one device, has what it saves.
+        slow: Whether to look for it takes seconds, which are not spent where a step fits without.
     """
 
     add: Add
@@ -40,6 +40,7 @@ class Technique:
     limit: str
     fewest: int = 1
     counted: bool = True
+    slow: bool = False
 
 
 def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
@@ -91,19 +92,9 @@ def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
 
 def _blocks(chain: Chain, budget: int) -> tuple[str, ...]:
     """The fastest choice within a budget, or that with the least bytes; at least one block where any may help."""
-    found = choose(chain, max(0, budget))
-    if found is not None:
-        return found.recomputed or chain.names
-    low, high = max(0, budget), peak_bytes(chain, chain.names)
-    best = chain.names
-    while high - low > CLOSE * high:
-        middle = (low + high) // 2
-        found = choose(chain, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found.recomputed, min(middle, found.peak_bytes)
-    return best or chain.names
+    budget = max(0, budget)
+    found = choose(chain, budget) or leanest(chain, at_least=budget)
+    return found.recomputed or chain.names
 
 
 def _recomputed(chain: Chain, name: str, n: int) -> Target:
@@ -120,6 +111,48 @@ def _recomputed(chain: Chain, name: str, n: int) -> Target:
     )
 
 
+def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
+    """Parts of blocks run in chunks; of a plan that recomputes, every block has the better of the two, or both."""
+    before = [target.fqn for target in draft.targets if target.strategy == "recompute"]
+    forms = seen.chunks
+    if forms is None or forms.reason:
+        return "the blocks were not looked at" if forms is None else forms.reason
+    relief = -draft.peak_bytes
+    relief += peak_bytes(seen.chain, before) if before else seen.peak_bytes(draft.ranks)
+    found = forms.choose(None if budget is None else budget + relief, recompute=bool(before))
+    chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
+    again = [*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)]
+    if not chunked:
+        return "no block takes less in chunks, or none has to"
+    if before and not again:
+        return "chunks alone do as well"
+    others = tuple(target for target in draft.targets if target.strategy != "recompute")
+    return replace(
+        draft,
+        peak_bytes=max(0, found.peak_bytes - relief),
+        seconds=draft.seconds - extra_seconds(seen.chain, before) + found.extra_seconds,
+        targets=(
+            *others,
+            *(_recomputed(seen.chain, name, len(again)) for name in again),
+            *(_in_chunks(forms, name, form, len(chunked)) for name, form in chunked.items()),
+        ),
+    )
+
+
+def _in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Target:
+    form, calls = forms.form(name, number), [b for b in forms.chain.blocks if b.fqn == name]
+    seconds = sum(call.extra_seconds(number) - form.again * call.forward_seconds for call in calls)
+    of_all = f"{n} of {len({block.fqn for block in forms.chain.blocks})} blocks run in chunks"
+    within = f"this one within {format_bytes(form.budget_bytes)} beside its arguments"
+    return Target(
+        strategy="chunk",
+        fqn=name,
+        spec=ChunkBlock(budget_bytes=form.budget_bytes),
+        why=f"{of_all}, {within}, for {format_seconds(max(seconds, LEAST_SECONDS))} more",
+        saves_bytes=0 if form.again else max(0, sum(c.saved_bytes - c.held(number)[0] for c in calls)),
+    )
+
+
 TECHNIQUES: dict[str, Technique] = {
     "fsdp": Technique(
         add=_fsdp,
@@ -132,5 +165,11 @@ TECHNIQUES: dict[str, Technique] = {
         add=_recompute,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the blocks keep little beside their inputs, or one of them needs as much by itself",
+    ),
+    "chunk": Technique(
+        add=_chunk,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="the peak is outside of the blocks, or what they keep is whole between the chunks",
+        slow=True,
     ),
 }

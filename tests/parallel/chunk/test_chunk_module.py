@@ -138,14 +138,14 @@ def test_gradients_are_the_modules_own() -> None:
     right = torch.autograd.grad((module(x) * weights).sum(), named)
     for own, other in zip(found, right, strict=True):
         close(own, other)
-    assert len(small.forward.func._known) == 2
+    assert len(small.forward.func.known) == 2
 
 
 @pytest.mark.parametrize("mode", ["inference", "eval", "autocast", "frozen", "float32", "longer", "flag"])
 def test_another_signature_is_planned_anew(mode: str) -> None:
     module, x = net()
     small = lightning_amp.chunk(module, x, budget="100KiB")
-    known = small.forward.func._known
+    known = small.forward.func.known
     if mode == "inference":
         with torch.inference_mode():
             close(small(x), module(x))

@@ -11,7 +11,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.planning.modules.candidates import compare, fewest_ranks
-from lightning_amp.planning.modules.chain import BlockCost, Chain, Moment
+from lightning_amp.planning.modules.chain import RECOMPUTED, BlockCost, Chain, Moment
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, told_apart
 from lightning_amp.planning.modules.questions import largest_batch
@@ -44,7 +44,7 @@ def chain(n: int = BLOCKS, *, fixed: int = 0, work: int = 50, rest: int = 200) -
         for k in range(n)
     )
     moments = [Moment(n_bytes=rest, after=n)]
-    moments += [Moment(n_bytes=rest + work + SAVED, after=k, block=k, recomputed=True) for k in range(n)]
+    moments += [Moment(n_bytes=rest + work + SAVED, after=k, block=k, form=RECOMPUTED) for k in range(n)]
     return Chain(blocks=blocks, moments=tuple(moments), seconds=12.0)
 
 

@@ -1,15 +1,27 @@
-"""Claim: the choice is the fastest of all that fit, on random chains of every kind, and never slower with more."""
+"""Claim: the choice of forms is the fastest of all that fit, on random chains of every kind, and never slower with more
+bytes; the leanest choice is that of the least peak.
+"""
 
 import random
 import time
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.modules.chain import BlockCost, Chain, Moment, extra_seconds, peak_bytes
-from lightning_amp.planning.modules.recompute_choice import choose
+from lightning_amp.planning.modules.chain import (
+    CHUNKED,
+    KEPT,
+    RECOMPUTED,
+    BlockCost,
+    Chain,
+    ChunkForm,
+    Moment,
+    extra_seconds,
+    peak_bytes,
+)
+from lightning_amp.planning.modules.recompute_choice import CLOSE, choose, leanest
 
 
 def cost(fqn: str, seconds: float = 1.0, saved: int = 0, **more: object) -> BlockCost:
@@ -36,7 +48,7 @@ def random_chain(draw: random.Random, n: int) -> Chain:
         for again in (False, True):
             moments.append(
                 Moment(
-                    n_bytes=draw.randint(0, 40), first=first, after=i, alive=some(), block=i, recomputed=again
+                    n_bytes=draw.randint(0, 40), first=first, after=i, alive=some(), block=i, form=int(again)
                 )
             )
         if i + 1 != cut:
@@ -66,6 +78,51 @@ def test_the_choice_is_that_of_brute_force(seed: int) -> None:
             assert found.extra_seconds == extra_seconds(chain, found.recomputed)
 
 
+def with_chunks(chain: Chain, draw: random.Random) -> Chain:
+    """Up to two forms in chunks of every block, at each of its calls."""
+    n_forms = {block.fqn: draw.randint(0, 2) for block in chain.blocks}
+    blocks, moments = [], list(chain.moments)
+    for i, block in enumerate(chain.blocks):
+        keeps = [tuple(k for k in range(len(chain.tensors)) if draw.random() < 0.3) for _ in range(2)]
+        forms = [
+            ChunkForm(
+                budget_bytes=9, saved_bytes=draw.randint(0, 9), keeps=k, extra_seconds=draw.randint(0, 9)
+            )
+            for k in keeps[: n_forms[block.fqn]]
+        ]
+        (kept,) = (m for m in chain.moments if m.block == i and m.form == KEPT)
+        blocks.append(replace(block, chunks=tuple(forms)))
+        moments += [
+            replace(kept, n_bytes=draw.randint(0, 40), form=CHUNKED + n) for n in range(n_forms[block.fqn])
+        ]
+    return replace(chain, blocks=tuple(blocks), moments=tuple(moments))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_forms_in_chunks_are_chosen_as_by_brute_force(seed: int, recompute: bool) -> None:
+    draw = random.Random(2000 + seed)
+    chain = with_chunks(random_chain(draw, draw.randint(1, 5)), draw)
+    n_chunks = {block.fqn: len(block.chunks) for block in chain.blocks}
+    forms = [
+        [KEPT, *([RECOMPUTED] if recompute and name in chain.names else []), *range(CHUNKED, CHUNKED + n)]
+        for name, n in n_chunks.items()
+    ]
+    every = [dict(zip(n_chunks, choice, strict=True)) for choice in product(*forms)]
+    rows = [(peak_bytes(chain, c), extra_seconds(chain, c)) for c in every]
+    least, most = min(rows)[0], max(rows)[0]
+    for budget in (least - 1, least, (least + most) // 2, most):
+        found = choose(chain, max(0, budget), recompute=recompute, chunk=True)
+        fitting = [seconds for n_bytes, seconds in rows if n_bytes <= budget]
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert found.extra_seconds == pytest.approx(min(fitting))
+            assert found.peak_bytes == peak_bytes(chain, found.forms) <= budget
+            assert set(found.forms.values()) <= {f for options in forms for f in options} - {KEPT}
+    lean = leanest(chain, recompute=recompute, chunk=True)
+    assert least <= lean.peak_bytes <= least * (1 + CLOSE) + 1
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_more_bytes_are_never_slower(seed: int) -> None:
     chain = random_chain(random.Random(1000 + seed), 10)
@@ -85,7 +142,7 @@ def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
         keeps = (i - 1,) if i else ()
         blocks.append(cost(f"b.{i}", seconds, saved, keeps=keeps, inputs=keeps))
         moments.append(Moment(n_bytes=saved, after=i, alive=keeps, block=i))
-        moments.append(Moment(n_bytes=saved + 5, after=i, alive=keeps, block=i, recomputed=True))
+        moments.append(Moment(n_bytes=saved + 5, after=i, alive=keeps, block=i, form=RECOMPUTED))
     return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, Moment(n_bytes=0, after=n)))
 
 

@@ -1,0 +1,95 @@
+"""How a block was called in a step, without any tensor of the step: shapes, types, which of them are one tensor."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp._torch import FakeTensorMode, tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A tensor without its memory; `same` is equal for one and the same tensor of a call."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    same: int
+
+    def make(self) -> Tensor:
+        """A tensor of this kind, of whatever mode is active."""
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return found.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCall:
+    """One call of a block in a forward pass with gradients.
+
+    Attributes:
+        fqn: Name of the block.
+        args: What it was called with, with a `Like` in the place of every tensor.
+        kwargs: The same by name.
+        autocast: Kinds of devices, whether autocast was on for them, and its type.
+        sparse: Whether an argument is a tensor that is not dense, and cannot be told by its shape.
+    """
+
+    fqn: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    sparse: bool = False
+
+    @classmethod
+    def of(cls, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "BlockCall":
+        """Of a call that is about to be made."""
+        sparse = []
+
+        def like(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.layout is not torch.strided:
+                sparse.append(value)
+                return None
+            shape = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+            return Like(*shape, value.requires_grad, id(value))
+
+        kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+        found = tree_map(like, (tuple(args), dict(kwargs)))
+        return cls(
+            fqn=fqn,
+            args=found[0],
+            kwargs=found[1],
+            autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            sparse=bool(sparse),
+        )
+
+    def arguments(self, fake: FakeTensorMode) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fake tensors in the place of the tensors."""
+        made: dict[int, Tensor] = {}
+
+        def tensor(value: Any) -> Any:
+            if not isinstance(value, Like):
+                return value
+            if value.same not in made:
+                made[value.same] = value.make()
+            return made[value.same]
+
+        with fake:
+            found = tree_map(tensor, (self.args, dict(self.kwargs)))
+        return found[0], found[1]
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Gradients and autocast as they were at the call."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            yield

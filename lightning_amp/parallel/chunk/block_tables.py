@@ -1,0 +1,64 @@
+"""Blocks of a module, as a step has called them -> their tables, which planning looks for chunks in; and what runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_amp._torch import FakeTensorMode
+from lightning_amp.footprint.block_call import BlockCall
+from lightning_amp.graph.capture import Capture, Captures, find_blocks
+from lightning_amp.graph.table import Table
+from lightning_amp.parallel.chunk.lower import table_of
+from lightning_amp.parallel.chunk.planned import plain, plan_graph
+
+
+def block_tables(module: nn.Module, calls: Sequence[BlockCall]) -> list[Table | str]:
+    """For every call the table that a rule of `chunk` would be planned by, or why there is none.
+
+    Calls of one class and signature share one table.
+    """
+    known: dict[Any, Table | str] = {}
+    found: list[Table | str] = []
+    for capture in _captured(module, calls):
+        if isinstance(capture, str):
+            found.append(capture)
+            continue
+        if capture.key not in known:
+            known[capture.key] = capture.reason or table_of(capture)
+        found.append(known[capture.key])
+    return found
+
+
+def block_code(module: nn.Module, calls: Sequence[BlockCall], budgets: Mapping[str, int]) -> dict[str, str]:
+    """The forward that is generated for blocks in chunks in training, by the names of all that run the same.
+
+    Args:
+        module: Whose blocks they are.
+        calls: Of a step.
+        budgets: Bytes of a block's rule of `chunk`, by its name.
+    """
+    wanted = [call for call in calls if call.fqn in budgets]
+    groups: dict[tuple[Any, int], list[str]] = {}
+    code: dict[tuple[Any, int], str] = {}
+    for call, capture in zip(wanted, _captured(module, wanted), strict=True):
+        assert not isinstance(capture, str), "a rule of chunk is for a block that can be captured"
+        key = capture.key, budgets[call.fqn]
+        if key not in code:
+            code[key] = plan_graph(capture, budgets[call.fqn], train=True).chunks.code[""]
+        groups.setdefault(key, []).append(call.fqn)
+    return {", ".join(dict.fromkeys(names)): code[key] for key, names in groups.items()}
+
+
+def _captured(module: nn.Module, calls: Sequence[BlockCall]) -> list[Capture | str]:
+    """What became of every call, or why it was not looked at."""
+    blocks, captures, fake = find_blocks(module), Captures(), FakeTensorMode(allow_non_fake_inputs=True)
+    found: list[Capture | str] = []
+    for call in calls:
+        if call.sparse:
+            found.append("it is called with a tensor that is not dense")
+            continue
+        args, kwargs = call.arguments(fake)
+        with call.precision():
+            found.append(captures.of(plain(blocks[call.fqn]), args, kwargs))
+    return found

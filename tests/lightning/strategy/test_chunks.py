@@ -1,0 +1,168 @@
+"""Claim: under strategy amp blocks of any module train in chunks to the numbers of a plain Trainer, with the peak that
+was predicted and never above the budget; evaluation runs by the same rules; what cannot be is said.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import ChunkBlock
+from tests.lightning.strategy.any_module_cases import Meter, fitted, of_example, same, trainer_of
+from tests.parallel.chunk.small_blocks import Attention
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+SHARES = (None, 0.6)
+"""Budgets as shares of what is beyond parameters, gradients and optimiser state; None names no budget."""
+
+
+class Stack(pl.LightningModule):
+    """Blocks of attention over a long sequence, with dropout between them."""
+
+    def __init__(self, *, dropout: float = 0.1, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Attention(16) for _ in range(layers))
+        self.dropout, self.most = nn.Dropout(dropout), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.dropout(block(x))
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with LiveBytes() as live:
+            self(batch)
+        self.most = max(self.most, live.peak)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def rows(n: int = 4, *, length: int = 128) -> DataLoader[Any]:
+    x = torch.randn(n, length, 16, generator=torch.Generator().manual_seed(1))
+    return DataLoader(x, batch_size=2)  # type: ignore[arg-type]
+
+
+def example(rank: int, ranks: int, name: str, strategies: str | None) -> list[dict[str, Any]]:
+    """An example under a plain Trainer and in chunks."""
+    plain_meter = Meter()
+    plain, found = of_example(name, "auto", plain_meter), []
+    for share in SHARES:
+        meter, budget = Meter(), None if share is None else int(share * plain_meter.live.peak)
+        strategy = AMPStrategy(strategies=strategies, device_memory=budget, unfit="train")
+        run = of_example(name, strategy, meter)
+        errors = [(run["parameters"][key] - value).abs().max() for key, value in plain["parameters"].items()]
+        plan = run["plan"]
+        found.append(
+            {
+                "measured": meter.live.peak, "plain": plain_meter.live.peak, "budget": budget,
+                "predicted": plan.predicted_peak_bytes, "error": float(max(errors)), "json": plan.to_json(),
+            }
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn", "vit", "gpt2", "geneformer"]
+)
+def test_examples_train_in_chunks_to_the_numbers_of_a_plain_trainer(name: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(example, 1, tmp_path, name, "chunk", timeout=280)
+    for run in found:
+        print(name, {key: value for key, value in run.items() if key != "json"})
+        plan = Plan.from_json(run["json"])
+        assert plan.to_json() == run["json"]
+        assert run["predicted"] == pytest.approx(run["measured"], rel=0.05)
+        assert run["error"] <= 1e-10
+
+
+def stack(rank: int, ranks: int) -> dict[str, Any]:
+    """A stack of attention as it is, and under several requests."""
+    meter = Meter()
+    plain = fitted(Stack().double(), rows(), "auto", callbacks=[meter], precision="64-true", max_epochs=3)
+    found = {"plain": meter.live.peak}
+    for name, options in {
+        "least": {"strategies": "chunk"},
+        "half": {"device_memory": meter.live.peak // 2},
+        "third": {"device_memory": meter.live.peak // 3, "unfit": "train"},
+    }.items():
+        own = Meter()
+        run = fitted(
+            Stack().double(),
+            rows(),
+            AMPStrategy(**options),  # type: ignore[arg-type]
+            callbacks=[own],
+            precision="64-true",
+            max_epochs=3,
+        )
+        errors = [(run["parameters"][key] - value).abs().max() for key, value in plain["parameters"].items()]
+        found[name] = {
+            "error": float(max(errors)), "random": same(run["random"], plain["random"]),
+            "measured": own.live.peak, "json": run["plan"].to_json(),
+        }  # fmt: skip
+    return found
+
+
+def test_a_stack_of_attention_trains_within_its_budget(tmp_path: Path) -> None:
+    """Dropout is on: its numbers are those of a plain run, in the same order."""
+    (found,) = run_ranks(stack, 1, tmp_path, timeout=200)
+    for name in ("least", "half", "third"):
+        run, plan = found[name], Plan.from_json(found[name]["json"])
+        print(name, run["measured"], plan.predicted_peak_bytes, found["plain"], plan.strategies)
+        assert run["error"] <= 1e-10
+        assert run["random"]
+        assert "chunk" in plan.strategies
+        assert all(rule.spec.budget_bytes > 0 for rule in plan.rules if isinstance(rule.spec, ChunkBlock))
+        assert plan.predicted_peak_bytes == pytest.approx(run["measured"], rel=0.05)
+        if plan.fits and name != "least":
+            assert run["measured"] <= plan.budget_bytes
+    least = Plan.from_json(found["least"]["json"])
+    assert least.predicted_peak_bytes < found["plain"] / 2
+
+
+def evaluated(rank: int, ranks: int) -> dict[str, int]:
+    """Most bytes of a forward pass in every kind of evaluation, plain and under amp."""
+    found = {}
+    for name in ("plain", "amp"):
+        module, own = Stack(), AMPStrategy(strategies="chunk")
+        trainer = trainer_of(own if name == "amp" else "auto", limit_val_batches=1)
+        trainer.fit(module, rows(), rows())
+        found[f"{name} fit"], module.most = module.most, 0
+        for kind in ("validate", "test", "predict"):
+            getattr(trainer, kind)(module, rows())
+            found[f"{name} {kind}"], module.most = module.most, 0
+    return found
+
+
+def test_evaluation_runs_by_the_plan_of_the_fit(tmp_path: Path) -> None:
+    (found,) = run_ranks(evaluated, 1, tmp_path, timeout=200)
+    print(found)
+    for kind in ("fit", "validate", "test", "predict"):
+        assert found[f"amp {kind}"] < 0.7 * found[f"plain {kind}"]
+
+
+def never_fitted(rank: int, ranks: int) -> str:
+    with pytest.raises(PlanError) as refused:
+        trainer_of(AMPStrategy(strategies="chunk")).predict(Stack(), rows())
+    return str(refused.value)
+
+
+def test_chunks_of_a_module_that_was_never_fitted_are_refused(tmp_path: Path) -> None:
+    (text,) = run_ranks(never_fitted, 1, tmp_path, timeout=100)
+    assert "chunk was asked for in a run that does not train" in text
+    assert "plan=" in text
