@@ -1,0 +1,84 @@
+"""Claim: a module that looks as if it could be stages and is not one is refused with the reason, and never trained
+otherwise than by one process; what is unusual and can be stages is exact (float64, 1e-10).
+"""
+
+import logging
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader
+
+from tests.lightning.pipeline.attacks import EXACT, REFUSED, Net, batches
+from tests.lightning.pipeline.pipeline_cases import trainer_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"schedule": "gpipe", "micro_batches": 3},
+    {"schedule": "1f1b", "micro_batches": 3},
+    {"schedule": "interleaved", "micro_batches": 4},
+)
+
+
+def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any]) -> dict[str, Any]:
+    """Three steps, with a validation after them."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    seed_everything(1, verbose=False)
+    module, loader = kind(), DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    trainer = trainer_of(rank, settings, {"num_sanity_val_steps": 0})
+    trainer.fit(module, loader, loader)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"state": {n: v.clone() for n, v in module.state_dict().items()}, "logged": logged}
+
+
+def trained(rank: int, ranks: int) -> dict[Any, Any]:
+    return {
+        (kind.__name__, n): train((rank, ranks), kind, settings)
+        for n, settings in enumerate(SCHEDULES)
+        for kind in EXACT
+    }
+
+
+def test_what_can_be_stages_is_exact(tmp_path: Path) -> None:
+    expected = {kind.__name__: train(None, kind, {}) for kind in EXACT}
+    for found in run_ranks(trained, 2, tmp_path, timeout=200):
+        for (name, n), run in found.items():
+            said = f"{name} under {SCHEDULES[n]}"
+            for key, value in expected[name]["state"].items():
+                assert torch.allclose(run["state"][key], value, rtol=0, atol=1e-10), f"{said}: {key}"
+            assert run["logged"] == pytest.approx(expected[name]["logged"], abs=1e-10), said
+
+
+def refused(rank: int, ranks: int, folder: Path, schedule: int) -> dict[str, str]:
+    found = {}
+    for n, kind in enumerate(REFUSED):
+        # a rank that is refused leaves the others, whose next message fails
+        dist.destroy_process_group()
+        store = dist.FileStore(str(folder / f"store{n}"), ranks)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+        )
+        try:
+            train((rank, ranks), kind, SCHEDULES[schedule])
+            found[kind.__name__] = ""
+        except Exception as error:
+            found[kind.__name__] = f"{type(error).__name__}: {error}"
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+@pytest.mark.parametrize("schedule", range(2))
+def test_what_cannot_is_refused(schedule: int, tmp_path: Path) -> None:
+    both = run_ranks(refused, 2, tmp_path, tmp_path, schedule, timeout=200)
+    for kind, words in REFUSED.items():
+        said = [found[kind.__name__] for found in both]
+        assert all(said), f"{kind.__name__} was trained: {said!r}"
+        assert any(words in one for one in said), f"{kind.__name__}: {said!r}"
