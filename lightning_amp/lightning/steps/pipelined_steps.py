@@ -118,7 +118,7 @@ class PipelinedSteps:
             run = within(lambda own: plain(own, *rest), muted)
             with self._same_tensors():
                 error = self._check.look(run, batch, parts[0], sizes, seed=self._seed(name, rest, n))
-            self._share(StepRecord(error=error))
+            self._broadcast(StepRecord(error=error))
             self._check = None
         work = Work(
             # a single micro-batch is the batch itself
@@ -243,25 +243,29 @@ class PipelinedSteps:
         return self._share(record).returned
 
     def _share(self, record: StepRecord) -> StepRecord:
-        """Of the last stage, on all ranks, which then log alike; a collective over the model axis."""
-        group, is_last = self._stages.mesh.get_group(), self._stages.is_last
-        box: list[Any] = [self._packed(record) if is_last else None]
-        dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
-        shared = self._recorder.unpacked(box[0])
-        if shared.error is not None:
-            raise shared.error
-        # whose objects are those that the step has handed out
-        shared = record if is_last else shared
-        self._recorder.play(shared, recorded_here=is_last)
+        """Of the last stage, on all ranks, which then log alike."""
+        shared = self._broadcast(record)
+        self._recorder.play(shared, recorded_here=self._stages.is_last)
         device = self._stages.device
         shared.returned = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, shared.returned)
         return shared
 
-    def _packed(self, record: StepRecord) -> bytes:
-        try:
-            return self._recorder.packed(record)
-        except ModelError as error:
-            return self._recorder.packed(StepRecord(error=error))
+    def _broadcast(self, record: StepRecord) -> StepRecord:
+        """From the last stage, or the error in it; a collective over the model axis."""
+        group, is_last = self._stages.mesh.get_group(), self._stages.is_last
+        box: list[Any] = [None]
+        if is_last:
+            try:
+                box[0] = self._recorder.packed(record)
+            except ModelError as error:
+                record = StepRecord(error=error)
+                box[0] = self._recorder.packed(record)
+        dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
+        # here with the objects that the step has handed out
+        shared = record if is_last else self._recorder.unpacked(box[0])
+        if shared.error is not None:
+            raise shared.error
+        return shared
 
 
 def within(

@@ -61,7 +61,8 @@ class Attributes:
             for name, part in modules.items()
             for is_buffer, table in ((False, vars(part)), (True, part._buffers))
         ]
-        self._marks = {id(value): mark_of(value, {}, DEPTH) for value in self._values()}
+        changing = (value for value in self._values() if not isinstance(value, PLAIN))
+        self._marks = {id(value): mark_of(value, {}, DEPTH) for value in changing}
         self._contents: dict[int, tuple[Any, Any]] = {}
         for value in self._values():
             self._keep(value)
@@ -72,17 +73,19 @@ class Attributes:
         Raises:
             ModelError: A tensor or an object of another kind than lists, dictionaries and sets was changed in place.
         """
-        for name, is_buffer, table, values in self._tables:
+        for *_, table, values in self._tables:
             for key in [key for key, _ in _of_user(table) if key not in values]:
                 del table[key]
             table.update(values)
-            for key, value in values.items():
-                if not isinstance(value, CONTAINERS) and mark_of(value, {}, DEPTH) != self._marks[id(value)]:
-                    raise ModelError(_refusal(Change(name, key, is_buffer).told, "has changed what is in it"))
         for _, part, training in self._modes:
             part.training = training
         for container, content in self._contents.values():
             _fill(container, content)
+        for name, is_buffer, _, values in self._tables:
+            for key, value in values.items():
+                # a buffer that was changed in place is refused on all ranks at once (pipelined_steps.py)
+                if not is_buffer and self._is_changed(value):
+                    raise ModelError(_refusal(Change(name, key, is_buffer).told))
 
     def changes(self) -> list[Change]:
         """What is another now."""
@@ -96,10 +99,13 @@ class Attributes:
                 if key not in before or value is not before[key]:
                     if not (isinstance(value, PLAIN) and key in before and _equal(value, before[key])):
                         found.append(Change(name, key, is_buffer, value))
-                elif not isinstance(value, PLAIN) and mark_of(value, {}, DEPTH) != self._marks[id(value)]:
+                elif self._is_changed(value):
                     found.append(self._changed(Change(name, key, is_buffer, value)))
             found += [Change(name, key, is_buffer, how="gone") for key in before if key not in table]
         return found
+
+    def _is_changed(self, value: Any) -> bool:
+        return not isinstance(value, PLAIN) and mark_of(value, {}, DEPTH) != self._marks[id(value)]
 
     def _changed(self, change: Change) -> Change:
         """A list that has grown, as most do that outputs are kept in, is sent without what the others have."""
@@ -154,10 +160,11 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _refusal(name: str, what: str) -> str:
+def _refusal(name: str) -> str:
     return (
-        f"a step was run as stages of a pipeline, and {what}: {name!r}. Every micro-batch does it, and it cannot be put"
-        " back; do it in on_train_batch_end, or leave 'pipeline' out"
+        f"a step was run as stages of a pipeline, and has changed what is in {name!r}, as every micro-batch does, and"
+        " which cannot be put back: keep numbers, tensors, lists and dictionaries, change it in on_train_batch_end, or"
+        " leave 'pipeline' out"
     )
 
 

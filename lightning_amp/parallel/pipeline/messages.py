@@ -52,7 +52,7 @@ class Messages:
         """What the stage before sends; the random numbers go on as it left them.
 
         Returns:
-            The same nesting as the placeholders with values, and the leaves of the graph in it that need gradients.
+            The same nesting as the placeholders with values, and those that may get gradients.
 
         Raises:
             InstallError: The stage before has other shapes than the placeholders.
@@ -76,10 +76,10 @@ class Messages:
                 own = torch.empty(value.shape, dtype=value.dtype, device=self._device)
                 self._receive(own, stage - 1, self._tag(stage - 1, micro_batch, i))
                 value = own
-                if _has_gradients(own) and torch.is_grad_enabled():
-                    leaves.append(own.requires_grad_())
+                if _has_gradients(own):
+                    leaves.append(own)
                     # a block may write into what it is handed, which it may not into a leaf
-                    value = own.clone()
+                    value = own.requires_grad_().clone() if torch.is_grad_enabled() else own
             values.append(value)
         return tree_unflatten(values, form), leaves
 

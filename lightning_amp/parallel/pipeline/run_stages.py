@@ -296,7 +296,7 @@ def _as_leaves(result: Any) -> Any:
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().requires_grad_(value.is_floating_point())
+        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
     return tree_map(leaf, result)
 

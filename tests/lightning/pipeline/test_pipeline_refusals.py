@@ -130,7 +130,7 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], st
     "sum": (Summed, {}, {}, "it is no mean over samples"),
     "drawn": (Drawn, {}, {}, "it is no mean over samples"),
     "contrastive": (Contrastive, {}, {}, "it is no mean over samples"),
-    "buffers": (Counting, {}, {}, "has changed the buffers ['seen']"),
+    "buffers": (Counting, {}, {}, "has changed the parameters or buffers ['seen']"),
     "manual": (Manual, {}, {}, "automatic_optimization=False"),
     "batch norm": (Normed, {}, {}, "statistics of a batch"),
     "hooks": (Hooked, {}, {}, "forward_hooks"),

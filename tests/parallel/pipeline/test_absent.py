@@ -65,7 +65,7 @@ def test_a_module_with_it_is_a_module() -> None:
     assert isinstance(absent, nn.Parameter)
     assert absent.is_meta
     assert absent.requires_grad
-    layer.load_state_dict({"weight": X, "bias": X[0]})
+    layer.load_state_dict({"weight": absent, "bias": X[0]})
     nn.init.normal_(layer.weight)
     layer.requires_grad_(False).requires_grad_(True)
     optimizer = torch.optim.AdamW(layer.parameters())
