@@ -6,7 +6,7 @@ values is refused, unless placeholders are being computed (placeholders.py), and
 alone is absent too. To write into one is allowed: whoever holds it does the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,12 @@ class Absent(Tensor):
         """Run an operator, if no value is read that is not here."""
         kwargs = kwargs or {}
         with disable_torch_function():
-            if _placeholders_are_made or _writes_into_absent(func, args):
+            if _writes_into_absent(func, args):
+                return func(*args, **kwargs)
+            if _makers:
+                # before autocast, which would not cast what is on no device
+                plain = func.__name__ == "__get__" and func is not Tensor.device.__get__
+                args, kwargs = (args, kwargs) if plain else tree_map(_makers[-1], (args, kwargs))
                 return func(*args, **kwargs)
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, FakeTensor):
@@ -49,18 +54,17 @@ def absent_parameter(like: nn.Parameter) -> AbsentParameter:
     return made
 
 
-_placeholders_are_made = 0
+_makers: list[Callable[[Any], Any]] = []
 
 
 @contextmanager
-def placeholders_are_made() -> Iterator[None]:
-    """While it lasts operators may read absent parameters beside values: placeholders come of it."""
-    global _placeholders_are_made
-    _placeholders_are_made += 1
+def placeholders_are_made(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While it lasts operators may read absent parameters beside values: by `make` these become placeholders."""
+    _makers.append(lambda value: make(value) if isinstance(value, Absent | AbsentParameter) else value)
     try:
         yield
     finally:
-        _placeholders_are_made -= 1
+        _makers.pop()
 
 
 def _refusal(func: Any, value: Tensor) -> str:

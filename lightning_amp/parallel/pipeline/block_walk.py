@@ -181,7 +181,8 @@ class BlockWalk:
 
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
-        key = (index, block.training, *map(_print_of, tree_leaves((args, kwargs))))
+        on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = (index, block.training, on, *map(_print_of, tree_leaves((args, kwargs))))
         made, sets = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
         if None not in key:
             self._shapes[key] = made, sets

@@ -57,7 +57,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Placeholders":
         """Let absent parameters be read beside values."""
-        self._made.enter_context(placeholders_are_made())
+        self._made.enter_context(placeholders_are_made(self.of))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
