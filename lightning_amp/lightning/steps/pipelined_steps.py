@@ -145,8 +145,8 @@ class PipelinedSteps:
         """As many micro-batches as the batch has samples for, and the schedule an order."""
         parts, sizes = cut(batch, self._spec.micro_batches)
         n, ranks = len(parts), self._stages.mesh.size()
-        if self._spec.schedule == "interleaved":
-            # rounds of one length
+        if self._spec.schedule == "interleaved" and n < self._spec.micro_batches:
+            # rounds of one length, of a batch that is smaller than others
             while n % max(1, n // ranks):
                 n -= 1
         return (parts, sizes) if n == len(parts) else cut(batch, n)

@@ -62,7 +62,9 @@ class Attributes:
             for is_buffer, table in ((False, vars(part)), (True, part._buffers))
         ]
         changing = (value for value in self._values() if not isinstance(value, PLAIN))
-        self._marks = {id(value): mark_of(value, {}, DEPTH) for value in changing}
+        # modules by themselves: their own attributes are looked at anyway
+        self._known: dict[int, Any] = {id(part): part for part in modes.values()}
+        self._marks = {id(value): self._mark(value) for value in changing}
         self._contents: dict[int, tuple[Any, Any]] = {}
         for value in self._values():
             self._keep(value)
@@ -105,7 +107,10 @@ class Attributes:
         return found
 
     def _is_changed(self, value: Any) -> bool:
-        return not isinstance(value, PLAIN) and mark_of(value, {}, DEPTH) != self._marks[id(value)]
+        return not isinstance(value, PLAIN) and self._mark(value) != self._marks[id(value)]
+
+    def _mark(self, value: Any) -> Any:
+        return mark_of(value, dict(self._known), DEPTH)
 
     def _changed(self, change: Change) -> Change:
         """A list that has grown, as most do that outputs are kept in, is sent without what the others have."""

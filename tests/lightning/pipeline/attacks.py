@@ -568,8 +568,9 @@ REFUSED: dict[type[Net], str] = {
     Reentrant: "use_reentrant=True",
     Gathers: "self.all_gather",
     ClipsByHand: "configure_gradient_clipping",
-    Unsendable: "attributes ['way']",
     Metered: "'meter'",
+    # by all ranks: after the last one nobody leaves a group that others wait in
+    Unsendable: "attributes ['way']",
 }
 """Words of what is said, by one rank at least."""
 

@@ -23,10 +23,11 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 SCHEDULES: tuple[dict[str, Any], ...] = (
-    {"schedule": "gpipe", "micro_batches": 3},
     {"schedule": "1f1b", "micro_batches": 3},
+    {"schedule": "gpipe", "micro_batches": 3},
     {"schedule": "interleaved", "micro_batches": 6},
 )
+EVERY = [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
 
 
 def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any]) -> dict[str, Any]:
@@ -41,22 +42,18 @@ def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any
     return {"state": {n: v.clone() for n, v in module.state_dict().items()}, "logged": logged}
 
 
-def trained(rank: int, ranks: int) -> dict[Any, Any]:
-    return {
-        (kind.__name__, n): train((rank, ranks), kind, settings)
-        for n, settings in enumerate(SCHEDULES)
-        for kind in EXACT
-    }
+def trained(rank: int, ranks: int, schedule: int) -> dict[str, Any]:
+    return {kind.__name__: train((rank, ranks), kind, SCHEDULES[schedule]) for kind in EXACT}
 
 
-def test_what_can_be_stages_is_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", EVERY)
+def test_what_can_be_stages_is_exact(schedule: int, tmp_path: Path) -> None:
     expected = {kind.__name__: train(None, kind, {}) for kind in EXACT}
-    for found in run_ranks(trained, 2, tmp_path, timeout=200):
-        for (name, n), run in found.items():
-            said = f"{name} under {SCHEDULES[n]}"
+    for found in run_ranks(trained, 2, tmp_path, schedule, timeout=200):
+        for name, run in found.items():
             for key, value in expected[name]["state"].items():
-                assert torch.allclose(run["state"][key], value, rtol=0, atol=1e-10), f"{said}: {key}"
-            assert run["logged"] == pytest.approx(expected[name]["logged"], abs=1e-10), said
+                assert torch.allclose(run["state"][key], value, rtol=0, atol=1e-10), f"{name}: {key}"
+            assert run["logged"] == pytest.approx(expected[name]["logged"], abs=1e-10), name
 
 
 def refused(rank: int, ranks: int, folder: Path, schedule: int) -> dict[str, str]:
@@ -83,7 +80,7 @@ def said_of(rank: tuple[int, int], kind: type[Net], settings: dict[str, Any]) ->
     return ""
 
 
-@pytest.mark.parametrize("schedule", range(2))
+@pytest.mark.parametrize("schedule", EVERY[:2])
 def test_what_cannot_is_refused(schedule: int, tmp_path: Path) -> None:
     both = run_ranks(refused, 2, tmp_path, tmp_path, schedule, timeout=200)
     said = {kind.__name__: [found[kind.__name__] for found in both] for kind in REFUSED}

@@ -108,7 +108,7 @@ def test_blocks_of_a_stage_can_be_computed_again_with_the_same_draws_and_fewer_b
     pairs = zip(each(found, "pipeline,recompute"), each(found, "pipeline"), strict=True)
     for again, kept in pairs:
         close(again, kept)
-        assert again["peak"] < 0.75 * kept["peak"], (again["peak"], kept["peak"])
+        assert again["peak"] < 0.85 * kept["peak"], (again["peak"], kept["peak"])
 
 
 def test_a_validation_between_steps_changes_nothing_and_is_logged_on_all_ranks(found: Any) -> None:
