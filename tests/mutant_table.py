@@ -1280,7 +1280,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "normaliser: samples that depend on each other",
-        f"{L}/steps/sample_check.py",
+        f"{L}/steps/pipelined/sample_check.py",
         "if first.shape != second.shape or not _close(first, second):",
         "if first.shape != second.shape:",
         ATTACKS,
@@ -1288,7 +1288,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "doubled: what a step counts",
-        f"{L}/steps/step_attributes.py",
+        f"{L}/steps/pipelined/step_attributes.py",
         "for container, content in self._contents.values():",
         "for container, content in ():",
         ATTACKS,
@@ -1296,7 +1296,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "missing: attributes of the step on other ranks",
-        f"{L}/steps/step_record.py",
+        f"{L}/steps/pipelined/step_record.py",
         "apply(record.attributes, named)",
         "pass",
         ATTACKS,
@@ -1304,7 +1304,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "missing: what micro-batches log and the step does not",
-        f"{L}/steps/step_record.py",
+        f"{L}/steps/pipelined/step_record.py",
         "if lost:",
         "if False:",
         ATTACKS,
@@ -1312,7 +1312,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "shard: a value of an earlier stage is logged",
-        f"{L}/steps/step_record.py",
+        f"{L}/steps/pipelined/step_record.py",
         "if has_no_values(obj):",
         "if False:",
         ATTACKS,
@@ -1320,7 +1320,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "normaliser: a loss that is no mean over samples",
-        f"{L}/steps/pipelined_steps.py",
+        f"{L}/steps/pipelined/pipelined_steps.py",
         "if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):",
         "if True:",
         REFUSED,
@@ -1328,7 +1328,7 @@ MUTANTS = [
     Mutant(
         "pipeline",
         "scale: gradients of earlier steps are not put aside",
-        f"{L}/steps/pipelined_steps.py",
+        f"{L}/steps/pipelined/pipelined_steps.py",
         "parameter.grad = None",
         "pass",
         TWO,

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.steps.pipelined_steps import PipelinedSteps, refuse_hooks
+from lightning_amp.lightning.steps.pipelined.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.install import Installed

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning.steps.micro_batches import cut
+from lightning_amp.lightning.steps.pipelined.micro_batches import cut
 from lightning_amp.lightning.strategy.request import Request
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close

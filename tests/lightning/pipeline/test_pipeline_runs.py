@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_amp.lightning.steps.micro_batches import cut
-from lightning_amp.lightning.steps.pipelined_steps import seed_of
+from lightning_amp.lightning.steps.pipelined.micro_batches import cut
+from lightning_amp.lightning.steps.pipelined.pipelined_steps import seed_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import PipelineStages
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens, trainer_of

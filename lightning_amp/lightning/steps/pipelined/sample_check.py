@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.steps.micro_batches import alike
-from lightning_amp.lightning.steps.step_attributes import differing, values_of
+from lightning_amp.lightning.steps.pipelined.micro_batches import alike
+from lightning_amp.lightning.steps.pipelined.step_attributes import differing, values_of
 from lightning_amp.parallel.pipeline.run_stages import Stages, Work, dim_of_samples
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}

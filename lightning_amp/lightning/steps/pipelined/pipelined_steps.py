@@ -38,9 +38,9 @@ from torchmetrics import Metric
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.steps.micro_batches import cut
-from lightning_amp.lightning.steps.sample_check import SampleCheck
-from lightning_amp.lightning.steps.step_record import StepRecord, StepRecorder
+from lightning_amp.lightning.steps.pipelined.micro_batches import cut
+from lightning_amp.lightning.steps.pipelined.sample_check import SampleCheck
+from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, StepRecorder
 from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.parallel.pipeline.draws import draws_stay
 from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
