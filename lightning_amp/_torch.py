@@ -15,6 +15,9 @@ from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
 
+# runs an operator without what a subclass of Tensor has in its place
+from torch._C import DisableTorchFunctionSubclass as disable_torch_function
+
 # one operator with its schema, as the nodes of a captured graph have it
 from torch._ops import OpOverload as OpOverload
 
@@ -88,6 +91,7 @@ __all__ = [
     "begin_gathered",
     "copy_each",
     "default_store",
+    "disable_torch_function",
     "end_gathered",
     "functional_collectives",
     "is_compiled",

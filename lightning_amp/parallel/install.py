@@ -28,6 +28,7 @@ from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.contract.stand_in import named_parts, part
 from lightning_amp.parallel.nodes.decoder import share_anchors
 from lightning_amp.parallel.nodes.graph_encoder import share_vertices
+from lightning_amp.parallel.pipeline.block_walk import BlockCall
 from lightning_amp.parallel.pipeline.blocks import pipeline_stages
 from lightning_amp.parallel.s2_features.decoder import share_features
 from lightning_amp.parallel.s2_features.wide_linear import share_rows
@@ -227,13 +228,17 @@ class Installed:
         return getattr(vars(module).get("forward"), "func", None)
 
     def _set_forward(self, fqn: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = self._run_of(module)
         if isinstance(forward, InChunks):
             forward.known = self._chunks
-            if fqn in self.forwards and isinstance(self._run_of(module), RecomputedForward):
+            if fqn in self.forwards and isinstance(before, RecomputedForward):
                 # what is computed again runs in chunks, both times
-                self._run_of(module).inside = forward
+                before.inside = forward
                 return
-        if "forward" in vars(module):
+        if isinstance(forward, BlockCall) and isinstance(before, RecomputedForward):
+            # a stage runs it in the way of the other technique
+            forward = forward.around(before)
+        elif "forward" in vars(module):
             raise InstallError(
                 f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"
                 f" {module.forward!r}; leave it as its class has it, or take the rule out of the plan"

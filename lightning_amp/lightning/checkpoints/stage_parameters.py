@@ -1,7 +1,8 @@
 """Parameters of a pipeline's stages in one run: on the ranks that use them, whole in checkpoints and afterwards.
 
-A parameter of the blocks is on the ranks of these blocks. Of those beside the blocks nothing says in advance which
-stages use them: all ranks hold them until a backward pass has reached them, and then those ranks that it has reached.
+A parameter of the blocks is on the ranks of these blocks. Of those beside the blocks, or of a module that is in a block
+and beside them too, nothing says in advance which stages use them: all ranks hold them until a backward pass has
+reached them, and then those ranks that it has reached.
 Elsewhere a parameter is a placeholder on the device "meta" in the module, without gradient and without state of the
 optimiser; its own object, emptied, is kept for the end of the run. A parameter on several ranks (a tied head) gets the
 sum of their gradients, added in the order of the ranks and sent back, so that all have the same bits.
@@ -32,6 +33,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.read_directory import fill
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.parallel.pipeline.absent import AbsentParameter, absent_parameter
 
 
 @dataclass(eq=False)
@@ -47,7 +49,7 @@ class Held:
     """
 
     own: nn.Parameter
-    absent: nn.Parameter
+    absent: AbsentParameter
     places: list[tuple[nn.Module, str]]
     ranks: tuple[int, ...] | None = None
     here: bool = True
@@ -87,7 +89,7 @@ class StageParameters(Shards):
         self._mesh, self._model = mesh, mesh["model"]
         self._rank = self._model.get_local_rank()
         self._optimizers: list[Optimizer] = []
-        self._of_block = {id(part): rank for block, rank in blocks for part in block.modules()}
+        self._owners = _owners(module, {id(block): rank for block, rank in blocks})
         self.held = self._find(module)
         # a stage may have no parameter at all
         self._like = self.held[0].own.detach().new_zeros(()) if self.held else torch.zeros(())
@@ -105,11 +107,11 @@ class StageParameters(Shards):
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    absent = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                    absent = absent_parameter(parameter)
                     held = found.setdefault(id(parameter), Held(parameter, absent, []))
                     held.places.append((part, name))
         for held in found.values():
-            ranks = {self._of_block.get(id(part)) for part, _ in held.places}
+            ranks = set[int | None]().union(*(self._owners[id(part)] for part, _ in held.places))
             held.ranks = None if None in ranks else tuple(sorted(rank for rank in ranks if rank is not None))
         return list(found.values())
 
@@ -234,10 +236,13 @@ class StageParameters(Shards):
 
     def _buffers(self) -> dict[str, tuple[Tensor, int]]:
         """Of blocks, with the rank that runs them."""
+        owners = {at: self._owners[id(part)] for at, part in self._module.named_modules()}
         return {
-            f"{at}.{name}": (buffer, self._of_block[id(part)])
+            f"{at}.{name}": (buffer, rank)
             for at, part in self._module.named_modules()
-            if id(part) in self._of_block
+            if len(owners[at]) == 1
+            for rank in owners[at]
+            if rank is not None
             for name, buffer in part.named_buffers(recurse=False)
         }
 
@@ -327,6 +332,22 @@ class StageParameters(Shards):
                 f"The run ended early, and {lost} parameters that other stages of the pipeline hold could not be"
                 " collected: they are nan now. Load a checkpoint before you use the module."
             )
+
+
+def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | None]]:
+    """Of every module, by its id, the ranks of the blocks that it is in, with None where it is beside them too."""
+    found: dict[int, set[int | None]] = {}
+
+    def walk(part: nn.Module, rank: int | None) -> None:
+        rank = ranks.get(id(part), rank)
+        if rank in found.setdefault(id(part), set()):
+            return
+        found[id(part)].add(rank)
+        for child in part.children():
+            walk(child, rank)
+
+    walk(module, None)
+    return found
 
 
 def _state_of(optimizer: Any) -> Any:

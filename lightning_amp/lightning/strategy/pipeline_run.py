@@ -9,21 +9,38 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.steps.pipelined_steps import PipelinedSteps, refuse_hooks
+from lightning_amp.lightning.steps.pipelined.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.install import Installed
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, spans
 from lightning_amp.parallel.pipeline.blocks import refuse_batch_statistics
 from lightning_amp.parallel.pipeline.run_stages import Stages
-from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import (
+    BalanceCells,
+    DataParallel,
+    PipelineStages,
+    RecomputeBlock,
+    ShareBatchStatistics,
+)
+
+TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock)
+"""Rules that go together with stages."""
+SEE_GRADIENTS = (
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+)
+NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
 
-def check_run(request: Request, trainer: pl.Trainer, model: nn.Module) -> None:
+def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, plan: Plan) -> None:
     """Refuse what a pipeline would train otherwise than one process.
 
     Raises:
-        PlanError: Options, callbacks or a module that do not go together with stages.
+        PlanError: Options, callbacks, other techniques or a module that do not go together with stages.
         InstallError: Batch normalisation, or hooks on parameters.
     """
     refuse_batch_statistics(model)
@@ -56,6 +73,20 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module) -> None:
         for callback in getattr(trainer, "callbacks", ())
         if is_named(callback, (*AVERAGED, *KEEPS_LAYERS))
     ]
+    asked += [
+        (True, rule.strategy, "it was not tried inside of stages: leave it out")
+        for rule in plan.rules
+        if not isinstance(rule.spec, TOGETHER)
+    ]
+    asked += [
+        (
+            True,
+            f"{norm!r} in {hook}",
+            "a rank has the gradients of its stage only: take the Trainer's gradient_clip_val, or"
+            " self.trainer.strategy.gradient_norm(), which every rank calls",
+        )
+        for hook, norm in _norms_by_hand(trainer.lightning_module)
+    ]
     for found, what, why in asked:
         if found:
             raise PlanError(f"pipeline was asked for together with {what}; {why}, or leave 'pipeline' out")
@@ -65,17 +96,21 @@ def pipelined(
     module: pl.LightningModule, installed: Installed, spec: PipelineStages, mesh: DeviceMesh
 ) -> tuple[StageParameters, Callable[[], None]]:
     """Free what other stages hold, and let the module's steps run as stages; returns what undoes the latter."""
-    calls: list[tuple[nn.Module, BlockCall]] = [
-        (block, _call_of(block)) for block in installed.forwards.values()
-    ]
+    blocks = {name: block for name, block in installed.forwards.items() if _call_of(block) is not None}
+    calls = [(block, call) for block in blocks.values() if (call := _call_of(block)) is not None]
     stages = Stages(calls[0][1].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
     ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
     parameters = StageParameters(module, [(block, ranks[call.index]) for block, call in calls], mesh)
-    steps = PipelinedSteps(module, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
+    steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
     return parameters, steps.undo
 
 
-def _call_of(block: Any) -> BlockCall:
+def _call_of(block: Any) -> BlockCall | None:
     call = block.forward.func
-    assert isinstance(call, BlockCall), "the technique of a pipeline has installed it"
-    return call
+    return call if isinstance(call, BlockCall) else None
+
+
+def _norms_by_hand(module: pl.LightningModule) -> list[tuple[str, str]]:
+    """Hooks of the user's that take a norm over all gradients, of which a rank has its stage's, and how."""
+    codes = {name: getattr(getattr(type(module), name), "__code__", None) for name in SEE_GRADIENTS}
+    return [(name, norm) for name, code in codes.items() for norm in NORMS if code and norm in code.co_names]

@@ -7,12 +7,14 @@
 
 so that what lies between two blocks is run by the later one's rank. What passes from stage to stage is all that the
 block at the cut returns; a block of the stage that is handed anything else of earlier blocks is refused, and so is a
-step that calls a block twice, out of order, or not at all.
+step that calls a block twice, out of order, or not at all. An attribute that a block of another rank sets is a
+placeholder for as long as the step runs.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +22,19 @@ from torch import nn
 
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.pipeline.draws import packed_draws
 from lightning_amp.parallel.pipeline.placeholders import Placeholders, without_values
 
 Receive = Callable[[Any], Any]
 """What a block would return, as placeholders -> what it has returned on another rank."""
+Run = Callable[..., Any]
+"""Block, arguments -> what it returns."""
+Attribute = tuple[dict[str, Any], str, Any]
+"""A table of names, a name in it, and what it stands for."""
+GONE = object()
+"""Of an attribute that is not there."""
+WITHOUT_VALUES = ("FakeTensor", "meta tensor", "device meta", "_local_scalar_dense", "data-dependent")
+"""What errors of torch say of tensors without values."""
 
 
 class Leave(BaseException):
@@ -49,7 +60,9 @@ class _Pass:
     span: Span
     receive: Receive
     leaves: bool
+    with_gradients: bool
     placeholders: ExitStack = field(default_factory=ExitStack)
+    set_before: list[Attribute] = field(default_factory=list)
     next: int = 0
     result: Any = None
 
@@ -105,7 +118,7 @@ class BlockWalk:
         Raises:
             InstallError: The step does not walk the blocks once and in order.
         """
-        now = self._pass = _Pass(span, receive, leave or not span.is_last)
+        now = self._pass = _Pass(span, receive, leave or not span.is_last, torch.is_grad_enabled())
         try:
             with now.placeholders:
                 if span.first:
@@ -116,7 +129,7 @@ class BlockWalk:
         except Leave:
             return now.result, None
         except Exception as error:
-            if "FakeTensor" not in str(error) or isinstance(error, InstallError):
+            if isinstance(error, InstallError) or not any(word in str(error) for word in WITHOUT_VALUES):
                 raise
             raise InstallError(
                 f"a step was to be run as stages of a pipeline, and reads beside the blocks of {self.name!r} what an"
@@ -125,6 +138,8 @@ class BlockWalk:
             ) from error
         finally:
             self._pass = None
+            for attribute in reversed(now.set_before):
+                _set(*attribute)
         if now.next < self.blocks:
             raise InstallError(
                 f"a step was to be run as stages of a pipeline, and called {now.next!r} of the {self.blocks!r} blocks"
@@ -132,11 +147,11 @@ class BlockWalk:
             )
         return now.result, returned
 
-    def call(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Block `index` is called."""
+    def call(self, index: int, block: nn.Module, run: Run, args: Any, kwargs: Any) -> Any:
+        """Block `index` is called, which `run` runs."""
         now = self._pass
         if now is None:
-            return type(block).forward(block, *args, **kwargs)
+            return run(block, *args, **kwargs)
         if index != now.next:
             raise InstallError(
                 f"a step was to be run as stages of a pipeline, and called block {index!r} of {self.name!r} where block"
@@ -144,9 +159,9 @@ class BlockWalk:
             )
         now.next += 1
         if index == 0:
-            self.random_state_before = torch.get_rng_state()
+            self.random_state_before = packed_draws()
         if index < now.span.first:
-            made = self._placeholder(index, block, args, kwargs)
+            made = self._placeholder(now, index, block, args, kwargs)
             if index < now.span.first - 1:
                 return made
             now.placeholders.close()
@@ -155,25 +170,54 @@ class BlockWalk:
             now.result = result
             return result
         self._refuse_others(index, (args, kwargs))
-        now.result = type(block).forward(block, *args, **kwargs)
+        if now.with_gradients and not torch.is_grad_enabled():
+            self._refuse_reentrant(index)
+        now.result = run(block, *args, **kwargs)
         if index == now.span.end - 1 and now.leaves:
             raise Leave
         if index == self.blocks - 1:
-            self.random_state_after = torch.get_rng_state()
+            self.random_state_after = packed_draws()
         return now.result
 
-    def _placeholder(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the block would return, computed once for inputs of the same shapes."""
-        key = (index, block.training, *map(_print_of, tree_leaves((args, kwargs))))
-        if key not in self._shapes:
-            assert self._mode is not None, "on since the pass began"
-            with torch.no_grad():
-                inputs = tree_map(self._mode.of, (args, kwargs))
-                made = type(block).forward(block, *inputs[0], **inputs[1])
-            if None in key:
-                return made
-            self._shapes[key] = made
-        return self._shapes[key]
+    def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
+        on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = (index, block.training, on, *map(_print_of, tree_leaves((args, kwargs))))
+        made, sets = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
+        if None not in key:
+            self._shapes[key] = made, sets
+        for table, name, value in sets:
+            now.set_before.append((table, name, table.get(name, GONE)))
+            _set(table, name, value)
+        return made
+
+    def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute]]:
+        assert self._mode is not None, "on since the pass began"
+        before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
+        with torch.no_grad():
+            inputs = tree_map(self._mode.of, (args, kwargs))
+            made = type(block).forward(block, *inputs[0], **inputs[1])
+        sets = [
+            (table, name, table.get(name, GONE))
+            for table, held in before
+            for name in {**held, **table}
+            if table.get(name, GONE) is not held.get(name, GONE)
+        ]
+        for table, held in before:
+            table.clear()
+            table.update(held)
+        return made, sets
+
+    def _refuse_reentrant(self, index: int) -> None:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_filename.endswith("checkpoint.py") and frame.f_code.co_name == "forward":
+                raise InstallError(
+                    f"a step was to be run as stages of a pipeline, and runs block {index!r} of {self.name!r} within"
+                    " torch.utils.checkpoint(use_reentrant=True), which a stage cannot leave with a gradient: take"
+                    " use_reentrant=False, or strategies='pipeline,recompute' in its place"
+                )
 
     def _refuse_others(self, index: int, inputs: Any) -> None:
         for found in without_values(inputs):
@@ -191,10 +235,22 @@ class BlockCall:
 
     walk: BlockWalk
     index: int
+    run: Run | None = None
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See `BlockWalk.call`."""
-        return self.walk.call(self.index, block, args, kwargs)
+        return self.walk.call(self.index, block, self.run or type(block).forward, args, kwargs)
+
+    def around(self, run: Run) -> "BlockCall":
+        """The same, where another technique runs the block."""
+        return replace(self, run=run)
+
+
+def _set(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is GONE:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _print_of(leaf: Any) -> Any:

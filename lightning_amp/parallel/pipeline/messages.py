@@ -1,10 +1,13 @@
 """What stages send each other: activations and the state of the random numbers forward, gradients back.
 
 A receiver knows the shapes, for it has placeholders of what it waits for; so nothing but values is sent, and
-micro-batches may differ in size. Every tensor of a micro-batch has a tag of its own, and order does not matter. A
-floating tensor has a gradient sent back, zeros where it has none: whether the stage before needs it is not known here.
+micro-batches may differ in size. That sender and receiver mean the same is compared (`_print_of`): a block whose result
+has a shape, or a number beside its tensors, that its inputs do not tell is refused. Every tensor of a micro-batch has a
+tag of its own, and order does not matter. Which tensors have a gradient is sent back before the gradients: a parameter
+that none of them reaches has none here either, and its optimiser leaves it alone.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.pipeline.draws import go_on_with, packed_draws
 
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""What a block may return beside tensors."""
 MOST = 64
 """Tensors that a block may return."""
 
@@ -38,19 +44,30 @@ class Messages:
 
     def send_on(self, stage: int, micro_batch: int, result: Any) -> None:
         """Send what a stage's last block has returned, and the state of its random numbers, to the next stage."""
-        tensors = _tensors(result)
-        for i, tensor in enumerate([torch.get_rng_state(), *tensors]):
+        head = torch.cat([packed_draws(), _print_of(result)])
+        for i, tensor in enumerate([head, *_tensors(result)]):
             self._send(tensor.detach(), stage + 1, self._tag(stage, micro_batch, i))
 
     def receive(self, stage: int, micro_batch: int, placeholders: Any) -> tuple[Any, list[Tensor]]:
         """What the stage before sends; the random numbers go on as it left them.
 
         Returns:
-            The same nesting as the placeholders with values, and the leaves of the graph in it that need gradients.
+            The same nesting as the placeholders with values, and those that may get gradients.
+
+        Raises:
+            InstallError: The stage before has other shapes than the placeholders.
         """
-        state = torch.empty_like(torch.get_rng_state())
-        self._receive(state, stage - 1, self._tag(stage - 1, micro_batch, 0))
-        torch.set_rng_state(state)
+        draws, own_print = packed_draws(), _print_of(placeholders)
+        head = torch.cat([draws, own_print])
+        self._receive(head, stage - 1, self._tag(stage - 1, micro_batch, 0))
+        go_on_with(head[: len(draws)])
+        if not torch.equal(head[len(draws) :], own_print):
+            shapes = [tuple(tensor.shape) for tensor in _tensors(placeholders)]
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and the last block of stage {stage - 1!r} has returned"
+                f" something else than tensors of the shapes {shapes!r}, which follow from the shapes of its inputs;"
+                " what is neither a tensor nor tells its shape cannot depend on values or steps: leave 'pipeline' out"
+            )
         flat, form = tree_flatten(placeholders)
         leaves, values, i = [], [], 0
         for value in flat:
@@ -59,27 +76,30 @@ class Messages:
                 own = torch.empty(value.shape, dtype=value.dtype, device=self._device)
                 self._receive(own, stage - 1, self._tag(stage - 1, micro_batch, i))
                 value = own
-                if own.is_floating_point() and torch.is_grad_enabled():
-                    leaves.append(own.requires_grad_())
+                if _has_gradients(own):
+                    leaves.append(own)
                     # a block may write into what it is handed, which it may not into a leaf
-                    value = own.clone()
+                    value = own.requires_grad_().clone() if torch.is_grad_enabled() else own
             values.append(value)
         return tree_unflatten(values, form), leaves
 
     def send_back(self, stage: int, micro_batch: int, leaves: Sequence[Tensor]) -> None:
-        """Send the gradients of what a stage has received to the stage before."""
-        for i, leaf in enumerate(leaves):
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self._send(grad, stage - 1, self._tag(self._stages + stage, micro_batch, i))
+        """Send the gradients of what a stage has received, those that there are, to the stage before."""
+        there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
+        for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
+            if value is not None and leaves:
+                self._send(value, stage - 1, self._tag(self._stages + stage, micro_batch, i))
 
     def receive_back(self, stage: int, micro_batch: int, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Those tensors of what a stage has returned that need gradients, and their gradients."""
-        floating = [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
-        outputs, grads = [], []
-        for i, tensor in enumerate(floating):
-            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        """Those tensors of what a stage has returned that have gradients, and their gradients."""
+        found = [tensor for tensor in _tensors(result) if _has_gradients(tensor)]
+        there, outputs, grads = torch.empty(len(found), dtype=torch.uint8), [], []
+        for i, tensor in enumerate([there, *found]):
+            if not found or (i and not there[i - 1]):
+                continue
+            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
             self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
-            if tensor.requires_grad:
+            if i and tensor.requires_grad:
                 outputs.append(tensor)
                 grads.append(grad)
         return outputs, grads
@@ -91,12 +111,14 @@ class Messages:
             wait_until_sent(work)
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        tensor = tensor.contiguous()
+        tensor = _real(tensor.resolve_conj().contiguous())
         to = dist.get_global_rank(self._group, stage % self._ranks)
         self._sent.append((dist.isend(tensor, to, group=self._group, tag=tag), tensor))
 
     def _receive(self, tensor: Tensor, stage: int, tag: int) -> None:
-        dist.recv(tensor, dist.get_global_rank(self._group, stage % self._ranks), group=self._group, tag=tag)
+        dist.recv(
+            _real(tensor), dist.get_global_rank(self._group, stage % self._ranks), group=self._group, tag=tag
+        )
 
     def _tag(self, stage: int, micro_batch: int, i: int) -> int:
         return (micro_batch * 2 * self._stages + stage) * MOST + i
@@ -108,11 +130,34 @@ def wait_until_sent(work: Work | None) -> None:
     work.wait()
 
 
+def _has_gradients(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory in a type that can be sent."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _print_of(result: Any) -> Tensor:
+    """A digest of all that a receiver takes for granted, of one length."""
+    leaves, form = tree_flatten(result)
+    told = [
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
+    ]
+    digest = hashlib.blake2b(repr((told, form)).encode(), digest_size=8).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
 def _tensors(result: Any) -> list[Tensor]:
-    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if len(found) >= MOST:
+    leaves = tree_leaves(result)
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+    if strange or len(found) >= MOST:
         raise InstallError(
-            f"a step was to be run as stages of a pipeline, and a block returns {len(found)!r} tensors; fewer than"
-            f" {MOST!r} can be sent: leave 'pipeline' out"
+            f"a step was to be run as stages of a pipeline, and a block returns {len(found)!r} tensors and"
+            f" {sorted({type(leaf).__name__ for leaf in strange})!r}; allowed are fewer than {MOST!r} tensors, numbers"
+            " and texts, in any nesting of tuples, lists and dictionaries: let blocks return these, or leave"
+            " 'pipeline' out"
         )
     return found

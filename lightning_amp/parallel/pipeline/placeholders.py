@@ -6,13 +6,14 @@ So a value that should have been computed by another rank can nowhere be taken f
 write a placeholder into a tensor with values is refused, and so is one whose result or control flow needs its values.
 
 Where a rank's own blocks have begun the mode is off, which costs time in every operator: torch itself then refuses to
-mix placeholders and values.
+mix placeholders and values, and absent parameters do (absent.py).
 
 A placeholder reports the device of the run, so that tensors made beside it (`torch.arange(n, device=x.device)`) are
 real ones.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.pipeline.absent import placeholders_are_made
 
 
 def has_no_values(value: object) -> bool:
@@ -51,6 +53,18 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device, self._fake = device, FakeTensorMode()
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made = ExitStack()
+
+    def __enter__(self) -> "Placeholders":
+        """Let absent parameters be read beside values."""
+        self._made.enter_context(placeholders_are_made(self.of))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Refuse it again."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._made.close()
 
     def of(self, value: Any) -> Any:
         """The placeholder of a tensor; anything else as it is."""

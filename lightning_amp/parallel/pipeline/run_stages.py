@@ -6,9 +6,8 @@ Gradients are left in `.grad`. Where all forward passes come before the first ba
 be run for the whole batch at once (`Rest`), from what they have returned for the micro-batches: then the loss is any
 function of the batch.
 
-Random numbers: a micro-batch begins with its own seed, and every stage goes on with them
-where the one before left off. So a draw depends on the seed of the step and on the micro-batch, and neither on the
-number of stages nor on the schedule: it is that of one process that sets the seed before every micro-batch.
+Random numbers: a micro-batch begins with its own seed, and every stage goes on with them where the one before left off
+(draws.py). So they are those of one process that sets the seed before every micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_amp.errors import ModelError
-from lightning_amp.parallel.pipeline.block_walk import BlockWalk, Span
-from lightning_amp.parallel.pipeline.messages import Messages
+from lightning_amp.parallel.pipeline.block_walk import BlockWalk, Leave, Span
+from lightning_amp.parallel.pipeline.draws import draws_stay, packed_draws, seed_draws
+from lightning_amp.parallel.pipeline.messages import PLAIN, Messages
 from lightning_amp.parallel.pipeline.placeholders import without_values
 from lightning_amp.planning.pipeline.schedules import Order, Pass
 
@@ -101,27 +101,26 @@ class Stages:
         self.last_rank = (len(self.spans) - 1) % mesh.size()
         self.is_last = self.last_rank == mesh.get_local_rank()
 
+    @property
+    def forward_only(self) -> Order:
+        """The passes of this rank where there is one micro-batch, and nothing goes back."""
+        own = range(self.mesh.get_local_rank(), len(self.spans), self.mesh.size())
+        return tuple(Pass(False, stage, 0) for stage in own)
+
     def run(self, order: Order, work: Work) -> Ran:
         """Run this rank's passes of one step, in their order; the random numbers of the rank stay where they are."""
         messages = Messages(self.mesh, len(self.spans), self.device)
-        state, ran = torch.get_rng_state(), Ran(len(work.seeds))
+        ran, last = Ran(len(work.seeds)), len(self.spans) - 1
         alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
-        try:
+        with draws_stay():
             for now in order:
-                if (
-                    now.backward
-                    and now.stage == len(self.spans) - 1
-                    and work.rest
-                    and ran.returned[0] is None
-                ):
+                if now.backward and now.stage == last and work.rest and ran.returned[0] is None:
                     self._run_rest(work.rest, alive, ran)
                 if now.backward:
                     self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages, ran)
                 else:
                     alive[now.stage, now.micro_batch] = self._forward(now, work, messages, ran)
             messages.wait()
-        finally:
-            torch.set_rng_state(state)
         return ran
 
     def run_rest(self, step: Callable[[], Any], results: Sequence[Any], *, seed: int | None = None) -> Any:
@@ -133,15 +132,27 @@ class Stages:
 
         def receive(placeholders: Any) -> Any:
             if seed is not None:
-                torch.manual_seed(seed)
+                seed_draws(seed)
             return joined(results, placeholders)
 
         return self.walk.run(after_all, step, receive=receive, device=self.device)[1]
 
+    def placeholders(self, step: Callable[[], Any]) -> Any:
+        """What the last of all blocks would return, without values."""
+        found = []
+
+        def receive(placeholders: Any) -> Any:
+            found.append(placeholders)
+            raise Leave
+
+        after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
+        self.walk.run(after_all, step, receive=receive, device=self.device)
+        return found[0]
+
     def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
         """What the backward pass starts from, and the leaves at which it ends."""
         span, j, leaves = self.spans[now.stage], now.micro_batch, list[Tensor]()
-        torch.manual_seed(work.seeds[j])
+        seed_draws(work.seeds[j])
 
         def receive(placeholders: Any) -> Any:
             found, own = messages.receive(now.stage, j, placeholders)
@@ -157,15 +168,15 @@ class Stages:
             return result, leaves
         _refuse_placeholders(returned)
         ran.results[j], ran.returned[j] = _detached(result), _detached(returned)
-        ran.drew |= not torch.equal(self.walk.random_state_after, torch.get_rng_state())
+        ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
         return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves
 
     def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
         """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
         last = len(self.spans) - 1
         cut_off = [_as_leaves(alive[last, j][0]) for j in range(len(ran.results))]
-        torch.manual_seed(rest.seed)
-        before = torch.get_rng_state()
+        seed_draws(rest.seed)
+        before = packed_draws()
         returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
         _refuse_placeholders(returned)
         loss = loss_of(returned)
@@ -179,7 +190,7 @@ class Stages:
     @torch.no_grad()
     def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
         """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
-        torch.manual_seed(rest.seed + 1)
+        seed_draws(rest.seed + 1)
         again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
         if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
             raise ModelError(
@@ -246,15 +257,37 @@ def joined(results: Sequence[Any], placeholders: Any) -> Any:
 
 def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
     if not isinstance(whole, Tensor) or whole.shape == parts[0].shape:
+        if not all(_same(part, parts[0]) for part in parts[1:]):
+            raise ModelError(
+                "a batch was cut into micro-batches, and the last block returns something beside its samples that is"
+                f" another for every micro-batch ({_told(parts[0])}), such as a loss of its own: one of the batch"
+                " cannot be made of them. Leave 'pipeline' out, or take micro_batches=1"
+            )
         return parts[0]
-    unlike = [dim for dim, n in enumerate(whole.shape) if n != parts[0].shape[dim]]
-    if len(unlike) != 1 or sum(part.shape[unlike[0]] for part in parts) != whole.shape[unlike[0]]:
+    unlike = dim_of_samples(whole, parts[0])
+    if unlike is None or sum(part.shape[unlike] for part in parts) != whole.shape[unlike]:
         raise ModelError(
             f"a batch was cut into micro-batches, for which the last block returns tensors of shapes"
             f" {[tuple(part.shape) for part in parts]!r}, and {tuple(whole.shape)!r} for the batch; allowed is one"
             " dimension, that of the samples, in which they add up: leave 'pipeline' out, or take micro_batches=1"
         )
-    return torch.cat(parts, dim=unlike[0])
+    return torch.cat(parts, dim=unlike)
+
+
+def dim_of_samples(whole: Tensor, part: Tensor) -> int | None:
+    """The dimension in which what a block returns for a micro-batch differs from that of the batch, if it is one."""
+    unlike = [dim for dim, n in enumerate(whole.shape) if n != part.shape[dim]]
+    return unlike[0] if len(unlike) == 1 else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    return isinstance(one, PLAIN) and bool(one == other)
+
+
+def _told(value: Any) -> str:
+    return f"of shape {tuple(value.shape)!r}" if isinstance(value, Tensor) else repr(value)
 
 
 def _as_leaves(result: Any) -> Any:
@@ -263,7 +296,7 @@ def _as_leaves(result: Any) -> Any:
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().requires_grad_(value.is_floating_point())
+        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
     return tree_map(leaf, result)
 

@@ -11,7 +11,7 @@
                     whole batch, and the gradients of its inputs; else what follows them once more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
 
-These are the tensors of parallel/pipeline/ and lightning/steps/pipelined_steps.py.
+These are the tensors of parallel/pipeline/ and lightning/steps/pipelined/pipelined_steps.py.
 
 Known limits: states of random numbers (5 KB each) and metrics are left out; micro-batches count as the largest of them;
 a step that draws random numbers after the blocks runs these several times, one after the other.

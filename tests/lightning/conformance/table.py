@@ -24,8 +24,19 @@ import tests.lightning.conformance.callbacks
 import tests.lightning.conformance.data
 import tests.lightning.conformance.loop
 import tests.lightning.conformance.modules
-import tests.lightning.conformance.optimisation  # noqa: F401  they add rows
-from tests.lightning.conformance.cases import FEATURES, NODES, STRATA, WIDE, Feature, Outcome, Site
+import tests.lightning.conformance.optimisation
+import tests.lightning.conformance.pipelines  # noqa: F401  they add rows
+from tests.lightning.conformance.cases import (
+    FEATURES,
+    NODES,
+    PIPELINE,
+    RECOMPUTED,
+    STRATA,
+    WIDE,
+    Feature,
+    Outcome,
+    Site,
+)
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
@@ -175,16 +186,17 @@ same: on one rank as one device to 1e-12; on two ranks of the data axis as one d
 (double precision) and as `ddp` to 1e-12; on two ranks of the model axis as one device to 1e-9. Exceptions are in the
 notes. "refused" means that the run stopped, on every rank, with the message that is given.
 
-Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}.
+Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. Rows that begin with "stages" have a list of blocks
+in the place of the decoder; of their plans P is {pipeline} and R is {recomputed}.
 """
-ORDER = ("loop", "optimisation", "callbacks", "data", "modules")
-NAMES = {WIDE: "W", STRATA: "T", NODES: "N"}
+ORDER = ("loop", "optimisation", "callbacks", "data", "modules", "pipelines")
+NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R"}
 
 
 def document(rows: list[Row]) -> str:
     """docs/conformance.md."""
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
-    head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES)
+    head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED)
     columns = "| feature | 1 rank | 2 ranks | 2 ranks, model axis | compared | note |"
     lines = [head, columns, "|---|---|---|---|---|---|", *map(_line, rows)]
     refusals = [row for row in rows if row.messages]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
@@ -23,6 +24,8 @@ QUIET = dict.fromkeys(
 )
 TOKENS, LENGTH, WIDTH, LAYERS, SAMPLES, STEPS = 11, 5, 8, 6, 7, 5
 Batch = dict[str, Tensor]
+METERED = 3
+"""The step of which the most bytes are counted that were alive beside what was there before."""
 
 
 class Block(nn.Module):
@@ -135,11 +138,22 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.outputs: list[Any] = []
         self.norms: list[float] = []
-        self.bytes = self.gradient_bytes = self.state_bytes = 0
+        self.bytes = self.gradient_bytes = self.state_bytes = self.peak = 0
+        self._meter: LiveBytes | None = None
+
+    def on_train_batch_start(  # type: ignore[override]
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == METERED:
+            self._meter = LiveBytes()
+            self._meter.__enter__()
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self.peak, self._meter = self._meter.peak, None
         self.outputs.append({key: value.detach().clone() for key, value in outputs.items()})
         self.bytes = sum(p.nbytes for p in module.parameters() if not p.is_meta)
 
@@ -207,6 +221,7 @@ def fit(
         "outputs": watch.outputs,
         "plan": getattr(trainer.strategy, "plan", None),
         "norms": watch.norms,
+        "peak": watch.peak,
         "bytes": (watch.bytes, watch.gradient_bytes, watch.state_bytes),
         "optimizer": trainer.optimizers[0].state_dict() if trainer.optimizers else {},
     }

@@ -83,20 +83,23 @@ def attend(*args: Any, **kwargs: Any) -> Tensor:
     return ATTEND(*args, **kwargs | {"dropout_p": 0.0})
 
 
-def any_module(rank: int | None, ranks: int, name: str) -> tuple[str, Run]:
-    """Two steps of an example, without dropout."""
+def any_module(
+    rank: int | None, ranks: int, name: str, settings: dict[str, Any], options: dict[str, Any]
+) -> tuple[str, Run]:
+    """Some steps of an example, without dropout."""
     warnings.simplefilter("ignore")
     module, batch = make(name, **({"samples": 4, "side": 8} if name == "evoformer" else {}))
     module.double()
     batch = apply_to_collection(batch, Tensor, lambda x: x.double() if x.is_floating_point() else x)
-    trainer = trainer_of(None if rank is None else (rank, ranks), {"micro_batches": 3}, {})
+    trainer = trainer_of(None if rank is None else (rank, ranks), settings, options)
+    batches = [batch] * (2 if not options else 5)
     try:
         # layers of dropout call it too
         with (
             patch.object(nn.functional, "dropout", lambda x, *_, **__: x),
             patch.object(nn.functional, "scaled_dot_product_attention", attend),
         ):
-            trainer.fit(module, DataLoader([batch, batch], batch_size=None))  # type: ignore[arg-type]
+            trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     except AmpError as error:
         return str(error), {}
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -104,7 +107,7 @@ def any_module(rank: int | None, ranks: int, name: str) -> tuple[str, Run]:
 
 
 def examples(rank: int, ranks: int) -> dict[str, tuple[str, Run]]:
-    return {name: any_module(rank, ranks, name) for name in EXAMPLES}
+    return {name: any_module(rank, ranks, name, {"micro_batches": 3}, {}) for name in EXAMPLES}
 
 
 def test_unedited_modules_train_as_on_one_process_or_are_refused(tmp_path: Path) -> None:
@@ -113,4 +116,39 @@ def test_unedited_modules_train_as_on_one_process_or_are_refused(tmp_path: Path)
             said, run = found[name]
             assert told in said if told else not said, f"{name}: {said!r}"
             if not told:
-                close(run, any_module(None, 1, name)[1])
+                close(run, any_module(None, 1, name, {}, {})[1])
+
+
+MATRIX = {
+    (schedule, accumulated): (
+        {"schedule": schedule, "micro_batches": 4},
+        {"accumulate_grad_batches": accumulated},
+    )
+    for schedule in SCHEDULES
+    for accumulated in (1, 3)
+}
+
+
+def matrix(rank: int, ranks: int, name: str) -> dict[Any, tuple[str, Run]]:
+    return {
+        key: any_module(rank, ranks, name, settings, options | {"gradient_clip_val": 0.05})
+        for key, (settings, options) in MATRIX.items()
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [name for name, told in EXAMPLES.items() if not told])
+def test_unedited_modules_train_as_on_one_process_in_every_way(name: str, ranks: int, tmp_path: Path) -> None:
+    runs = run_ranks(matrix, ranks, tmp_path, name, timeout=800)
+    for n in (1, 3):
+        options = {"accumulate_grad_batches": n, "gradient_clip_val": 0.05}
+        expected = any_module(None, 1, name, {}, options)[1]
+        for schedule in SCHEDULES:
+            for said, run in (found[schedule, n] for found in runs):
+                if said:
+                    # fewer blocks than stages
+                    assert "the longest list of modules" in said
+                else:
+                    close(run, expected)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning.steps.micro_batches import cut
+from lightning_amp.lightning.steps.pipelined.micro_batches import cut
 from lightning_amp.lightning.strategy.request import Request
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], st
     "sum": (Summed, {}, {}, "it is no mean over samples"),
     "drawn": (Drawn, {}, {}, "it is no mean over samples"),
     "contrastive": (Contrastive, {}, {}, "it is no mean over samples"),
-    "buffers": (Counting, {}, {}, "has changed the buffers ['seen']"),
+    "buffers": (Counting, {}, {}, "has changed the parameters or buffers ['seen']"),
     "manual": (Manual, {}, {}, "automatic_optimization=False"),
     "batch norm": (Normed, {}, {}, "statistics of a batch"),
     "hooks": (Hooked, {}, {}, "forward_hooks"),

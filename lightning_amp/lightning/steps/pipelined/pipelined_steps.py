@@ -13,13 +13,18 @@ step is refused on all ranks, before any parameter changes. That run is also wha
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
 compared in evaluation mode instead, and what is logged is of a draw of its own.
 
+What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
+of which half the samples are the same: where these have another result the step is refused, and so it is where a block
+remembers what it was given (sample_check.py).
+
 Validation, test and prediction run the whole batch as one micro-batch.
 
-Known limit: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed.
+Known limits: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed, and neither
+are samples that begin to depend on each other after the first step.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -28,16 +33,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers
-from lightning_amp.lightning.steps.micro_batches import cut
-from lightning_amp.lightning.steps.step_record import StepRecord, StepRecorder
+from lightning_amp.lightning.steps.pipelined.micro_batches import cut
+from lightning_amp.lightning.steps.pipelined.sample_check import SampleCheck
+from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, StepRecorder
 from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
+from lightning_amp.parallel.pipeline.draws import draws_stay
 from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
-from lightning_amp.planning.pipeline.schedules import Order, Pass, schedule
+from lightning_amp.planning.pipeline.schedules import Order, schedule
 from lightning_amp.planning.plan.specs import PipelineStages
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
@@ -53,6 +60,7 @@ class PipelinedSteps:
 
     Args:
         module: The LightningModule.
+        blocks: Its blocks, by name.
         stages: Of this rank.
         parameters: Of all stages.
         spec: The schedule, and how many micro-batches.
@@ -62,6 +70,7 @@ class PipelinedSteps:
     def __init__(
         self,
         module: LightningModule,
+        blocks: Mapping[str, nn.Module],
         stages: Stages,
         parameters: StageParameters,
         spec: PipelineStages,
@@ -70,7 +79,8 @@ class PipelinedSteps:
     ) -> None:
         self._module, self._stages, self._parameters = module, stages, parameters
         self._spec, self._data_rank = spec, data_rank
-        self._recorder = StepRecorder(module)
+        self._recorder = StepRecorder(module, list(blocks.values()))
+        self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._changed: list[str] = []
         self._replace("training_step", self._train)
         for name in EVALUATED:
@@ -99,11 +109,17 @@ class PipelinedSteps:
     # --- training ---
 
     def _train(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
-        parts, sizes = cut(batch, self._spec.micro_batches)
+        parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
         whole, part = (lambda: plain(batch, *rest)), (lambda j: plain(parts[j], *rest))
         seen, muted = partial(self._recorder.recording, record), self._recorder.muted
         at_once = n > 1 and self._spec.schedule == "gpipe"
+        if n > 1 and self._check is not None:
+            run = within(lambda own: plain(own, *rest), muted)
+            with self._same_tensors():
+                error = self._check.look(run, batch, parts[0], sizes, seed=self._seed(name, rest, n))
+            self._broadcast(StepRecord(error=error))
+            self._check = None
         work = Work(
             # a single micro-batch is the batch itself
             step=within(part, muted if n > 1 else seen),
@@ -113,8 +129,9 @@ class PipelinedSteps:
             if at_once
             else None,
         )
-        with self._gradients_aside() as parameters, self._same_buffers():
-            ran = self._stages.run(self._order(n), work)
+        with self._gradients_aside() as parameters:
+            with self._same_tensors():
+                ran = self._stages.run(self._order(n), work)
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
@@ -123,6 +140,16 @@ class PipelinedSteps:
                 self._whole(whole, part, ran, work, record)
         record = self._share(record)
         return _with_gradients(record.returned, parameters, grads)
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """As many micro-batches as the batch has samples for, and the schedule an order."""
+        parts, sizes = cut(batch, self._spec.micro_batches)
+        n, ranks = len(parts), self._stages.mesh.size()
+        if self._spec.schedule == "interleaved" and n < self._spec.micro_batches:
+            # rounds of one length, of a batch that is smaller than others
+            while n % max(1, n // ranks):
+                n -= 1
+        return (parts, sizes) if n == len(parts) else cut(batch, n)
 
     def _order(self, micro_batches: int) -> Order:
         orders = schedule(
@@ -155,41 +182,54 @@ class PipelinedSteps:
                 parameter.grad = grad
 
     @contextmanager
-    def _same_buffers(self) -> Iterator[None]:
-        """Refuse, with a ModelError, a step that changes what a checkpoint has beside parameters and metrics."""
-        before = [
-            (name, b, b._version) for name, b in common_buffers(self._module).items() if not b.is_inference()
-        ]
+    def _same_tensors(self) -> Iterator[None]:
+        """Refuse, with a ModelError, a step that changes parameters, or buffers that are no metric's, in place.
+
+        Of a buffer that a checkpoint has, another tensor in its place is refused too.
+        """
+        of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
+        kept = self._kept_buffers()
         yield
-        changed = [name for name, buffer, version in before if buffer._version != version]
+        now = self._kept_buffers()
+        changed = [name for name, tensor, version in before if tensor._version != version]
+        changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
         if changed:
             raise ModelError(
-                f"a training_step was run as stages of a pipeline, and has changed the buffers {changed!r}: every"
-                " micro-batch changes them, and on one rank only; change them in on_train_batch_end, or leave"
+                f"a step was run as stages of a pipeline, and has changed the parameters or buffers {changed[:5]!r}:"
+                " every micro-batch changes them, and on one rank only; change them in on_train_batch_end, or leave"
                 " 'pipeline' out"
             )
+
+    def _kept_buffers(self) -> dict[str, Tensor]:
+        return {
+            f"{at}.{name}" if at else name: buffer
+            for at, part in self._module.named_modules()
+            if not isinstance(part, Metric)
+            for name, buffer in part.named_buffers(recurse=False)
+            if name not in part._non_persistent_buffers_set
+        }
 
     @torch.no_grad()
     def _whole(
         self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord
     ) -> None:
         """On the last stage: what one run of the step does beside its gradients, if it has the same loss."""
-        state = torch.get_rng_state()
-        try:
+        with draws_stay():
             with self._recorder.recording(record):
                 record.returned = _without_graph(self._stages.run_rest(whole, ran.results))
             losses = [loss_of(returned) for returned in ran.returned]
             loss = loss_of(record.returned)
             if ran.drew:
-                with self._recorder.muted(), _evaluating(self._module):
+                part, whole = within(part, self._recorder.muted), within(whole, self._recorder.muted)
+                with _evaluating(self._module):
                     loss = loss_of(self._stages.run_rest(whole, ran.results))
                     losses = [
                         loss_of(self._stages.run_rest(partial(part, j), [own]))
                         for j, own in enumerate(ran.results)
                     ]
             record.error = _compare(loss, losses, work.weights)
-        finally:
-            torch.set_rng_state(state)
 
     # --- the rest ---
 
@@ -197,24 +237,34 @@ class PipelinedSteps:
         record = StepRecord()
         seen = partial(self._recorder.recording, record)
         work = Work(step=within(lambda j: plain(batch, *rest), seen), seeds=[self._seed(name, rest, 0)])
-        stages, ranks = len(self._stages.spans), self._stages.mesh.size()
-        own = range(self._stages.mesh.get_local_rank(), stages, ranks)
-        ran = self._stages.run(tuple(Pass(False, stage, 0) for stage in own), work)
+        with self._same_tensors():
+            ran = self._stages.run(self._stages.forward_only, work)
         record.returned = ran.returned[0]
         return self._share(record).returned
 
     def _share(self, record: StepRecord) -> StepRecord:
-        """Of the last stage, on all ranks, which then log alike; a collective over the model axis."""
-        group, device = self._stages.mesh.get_group(), self._stages.device
-        record.returned = tree_map(lambda v: v.cpu() if isinstance(v, Tensor) else v, record.returned)
-        box = [record if self._stages.is_last else None]
+        """Of the last stage, on all ranks, which then log alike."""
+        shared = self._broadcast(record)
+        self._recorder.play(shared, recorded_here=self._stages.is_last)
+        device = self._stages.device
+        shared.returned = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, shared.returned)
+        return shared
+
+    def _broadcast(self, record: StepRecord) -> StepRecord:
+        """From the last stage, or the error in it; a collective over the model axis."""
+        group, is_last = self._stages.mesh.get_group(), self._stages.is_last
+        box: list[Any] = [None]
+        if is_last:
+            try:
+                box[0] = self._recorder.packed(record)
+            except ModelError as error:
+                record = StepRecord(error=error)
+                box[0] = self._recorder.packed(record)
         dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
-        shared = box[0]
-        assert shared is not None, "sent by the last stage"
+        # here with the objects that the step has handed out
+        shared = record if is_last else self._recorder.unpacked(box[0])
         if shared.error is not None:
             raise shared.error
-        self._recorder.play(shared, metrics=not self._stages.is_last)
-        shared.returned = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, shared.returned)
         return shared
 
 

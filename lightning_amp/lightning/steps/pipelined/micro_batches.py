@@ -44,10 +44,33 @@ def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
     ends = [(j * n) // parts for j in range(parts + 1)]
     runs = [slice(first, end) for first, end in pairwise(ends)]
 
-    def of(run: slice) -> Any:
-        return apply_to_collection(batch, get_args(Samples), lambda x: x[run] if x.shape else x)
+    return [_of(batch, run) for run in runs], [run.stop - run.start for run in runs]
 
-    return [of(run) for run in runs], [run.stop - run.start for run in runs]
+
+def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, int]:
+    """Two batches whose first samples are the same and whose others are not.
+
+    Args:
+        batch: As for `cut`.
+        size: Of a micro-batch: how many samples they have, or two.
+        total: Samples of the batch, two or more.
+
+    Returns:
+        The two, and how many of their samples are the same.
+    """
+    n = max(2, size)
+    same = n // 2
+    others = [*range(same), *((n + i) % total for i in range(n - same))]
+    return _of(batch, list(range(n))), _of(batch, others), same
+
+
+def _of(batch: Any, run: slice | list[int]) -> Any:
+    def own(values: Any) -> Any:
+        if isinstance(values, SparseCounts) and isinstance(run, list):
+            values = values.to_dense()
+        return values[run] if values.shape else values
+
+    return apply_to_collection(batch, get_args(Samples), own)
 
 
 def _refuse_lists(batch: Any, n: int) -> None:

@@ -1,0 +1,195 @@
+"""Attributes that a step sets: put back after a part of a step, and the same on all ranks after the whole of it.
+
+A step may count its calls, keep outputs for the end of an epoch in a list, or hold something for the next step. A part
+of a step, of some samples or up to some block, leaves no trace of it. What the one run of the whole step leaves, which
+is on one rank, is done again on the others.
+
+Known limits: what lies in global variables and closures is not seen.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.first_pass import DEPTH, OF_EVERY_MODULE, PLAIN, mark_of
+
+NOT_THE_USER_S = OF_EVERY_MODULE | frozenset(vars(LightningModule())) | {"log", "all_gather"}
+CONTAINERS = (list, dict, set, deque)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one attribute.
+
+    Attributes:
+        module, name: Where it is.
+        is_buffer: Whether it is a buffer.
+        value: What it is now; of a list that has grown, what came to it.
+        how: "set", "grown" or "gone".
+    """
+
+    module: str
+    name: str
+    is_buffer: bool
+    value: Any = None
+    how: str = "set"
+
+    @property
+    def told(self) -> str:
+        """Its name, for messages."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+
+class Attributes:
+    """What the attributes of some modules are when this is made.
+
+    Args:
+        modules: By name.
+        modes: Modules of which the mode is looked at, training or not.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], modes: Mapping[str, nn.Module]) -> None:
+        self._modes = [(name, part, part.training) for name, part in modes.items()]
+        self._tables = [
+            (name, is_buffer, table, dict(_of_user(table)))
+            for name, part in modules.items()
+            for is_buffer, table in ((False, vars(part)), (True, part._buffers))
+        ]
+        changing = (value for value in self._values() if not isinstance(value, PLAIN))
+        # modules by themselves: their own attributes are looked at anyway
+        self._known: dict[int, Any] = {id(part): part for part in modes.values()}
+        self._marks = {id(value): self._mark(value) for value in changing}
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for value in self._values():
+            self._keep(value)
+
+    def put_back(self) -> None:
+        """Let all be as it was.
+
+        Raises:
+            ModelError: A tensor or an object of another kind than lists, dictionaries and sets was changed in place.
+        """
+        for *_, table, values in self._tables:
+            for key in [key for key, _ in _of_user(table) if key not in values]:
+                del table[key]
+            table.update(values)
+        for _, part, training in self._modes:
+            part.training = training
+        for container, content in self._contents.values():
+            _fill(container, content)
+        for name, is_buffer, _, values in self._tables:
+            for key, value in values.items():
+                # a buffer that was changed in place is refused on all ranks at once (pipelined_steps.py)
+                if not is_buffer and self._is_changed(value):
+                    raise ModelError(_refusal(Change(name, key, is_buffer).told))
+
+    def changes(self) -> list[Change]:
+        """What is another now."""
+        found = [
+            Change(name, "training", False, part.training)
+            for name, part, training in self._modes
+            if part.training != training
+        ]
+        for name, is_buffer, table, before in self._tables:
+            for key, value in dict(_of_user(table)).items():
+                if key not in before or value is not before[key]:
+                    if not (isinstance(value, PLAIN) and key in before and _equal(value, before[key])):
+                        found.append(Change(name, key, is_buffer, value))
+                elif self._is_changed(value):
+                    found.append(self._changed(Change(name, key, is_buffer, value)))
+            found += [Change(name, key, is_buffer, how="gone") for key in before if key not in table]
+        return found
+
+    def _is_changed(self, value: Any) -> bool:
+        return not isinstance(value, PLAIN) and self._mark(value) != self._marks[id(value)]
+
+    def _mark(self, value: Any) -> Any:
+        return mark_of(value, dict(self._known), DEPTH)
+
+    def _changed(self, change: Change) -> Change:
+        """A list that has grown, as most do that outputs are kept in, is sent without what the others have."""
+        value = change.value
+        if type(value) is list:
+            before = self._contents[id(value)][1]
+            if len(value) > len(before) and all(a is b for a, b in zip(before, value, strict=False)):
+                return Change(change.module, change.name, change.is_buffer, value[len(before) :], "grown")
+        return change
+
+    def _values(self) -> Iterator[Any]:
+        return (value for *_, values in self._tables for value in values.values())
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, CONTAINERS) and id(value) not in self._contents:
+            self._contents[id(value)] = value, copy.copy(value)
+        if isinstance(value, (*CONTAINERS, tuple)):
+            for part in value.values() if isinstance(value, dict) else value:
+                self._keep(part)
+
+
+def apply(changes: Iterable[Change], modules: Mapping[str, nn.Module]) -> None:
+    """Do what has changed on another rank here too."""
+    for change in changes:
+        part = modules[change.module]
+        table = part._buffers if change.is_buffer else vars(part)
+        value, here = change.value, table.get(change.name)
+        if change.how == "gone":
+            table.pop(change.name, None)
+        elif change.how == "grown":
+            here.extend(value)  # type: ignore[union-attr]
+        elif isinstance(here, CONTAINERS) and type(here) is type(value):
+            # the list itself may be known elsewhere
+            _fill(here, value)
+        else:
+            table[change.name] = value
+
+
+def _fill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+def _of_user(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Without what every module has, and without children."""
+    for key, value in table.items():
+        if key not in NOT_THE_USER_S and not key.startswith("__") and not isinstance(value, nn.Module):
+            yield key, value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"a step was run as stages of a pipeline, and has changed what is in {name!r}, as every micro-batch does, and"
+        " which cannot be put back: keep numbers, tensors, lists and dictionaries, change it in on_train_batch_end, or"
+        " leave 'pipeline' out"
+    )
+
+
+def values_of(blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Every attribute and buffer of some modules, and copies of tensors."""
+    return {
+        f"{name}.{key}": value.detach().clone() if isinstance(value, Tensor) else mark_of(value, {}, DEPTH)
+        for name, part in blocks.items()
+        for table in (vars(part), part._buffers)
+        for key, value in _of_user(table)
+    }
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first name with another value, "" for none."""
+    return next((name for name, value in now.items() if not _same(before.get(name), value)), "")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+        return both and bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(one == other)

@@ -1,0 +1,262 @@
+"""What a step does beside its loss, on the one rank that runs it to its end, done again on the others.
+
+`self.log`, the metrics that it updates, the attributes that it sets, and what it returns: the ranks of a pipeline
+before the last stage leave the step before any of it. The last stage records, and all ranks then log the same values in
+the same order. What a part of the step logs or updates, and the whole of it does not (within a block, say), would be
+lost, and is refused.
+
+Known limits: the states of metrics are sent whole after every step that updates them; a logger that a step calls by
+itself is that of the last stage's rank.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_amp._torch import tree_map
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.lightning.steps.pipelined.step_attributes import Attributes, Change, apply
+from lightning_amp.parallel.pipeline.placeholders import has_no_values
+
+MUTED = ("update", "forward", "compute")
+
+
+@dataclass
+class StepRecord:
+    """Of one step; `error` is what all ranks raise instead of going on."""
+
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attributes: list[Change] = field(default_factory=list)
+    returned: Any = None
+    error: Exception | None = None
+
+    @property
+    def told(self) -> set[str]:
+        """What it has logged and updated, for messages."""
+        return {_logged(name, args, kwargs) for name, args, kwargs in self.logged} | {
+            _updated(name) for name in self.metrics
+        }
+
+
+class StepRecorder:
+    """Of one module.
+
+    Args:
+        module: The LightningModule.
+        blocks: Its blocks, whose attributes are their rank's own.
+    """
+
+    def __init__(self, module: LightningModule, blocks: list[nn.Module]) -> None:
+        self._module = module
+        apart = [*blocks, *(metric for _, metric in self._metrics())]
+        inside = {id(part) for whole in apart for part in whole.modules()}
+        self._beside = {name: part for name, part in module.named_modules() if id(part) not in inside}
+        self._noted: set[str] = set()
+
+    @contextmanager
+    def recording(self, record: StepRecord) -> Iterator[None]:
+        """What is logged, and the metrics and attributes that change, go to the record; nothing is logged.
+
+        A step that does not come to its end leaves attributes as they were.
+        """
+        before = {name: metric._update_count for name, metric in self._metrics()}
+        attributes = self._attributes()
+
+        def recorder(name: str) -> Any:
+            def log(*args: Any, **kwargs: Any) -> None:
+                self._noted.add(_logged(name, args, kwargs))
+                record.logged.append((name, *self._sendable((args, kwargs))))
+
+            return log
+
+        updated = []
+        try:
+            with self._logging(recorder):
+                yield
+        except BaseException:
+            attributes.put_back()
+            raise
+        finally:
+            updated = [(n, metric) for n, metric in self._metrics() if metric._update_count != before[n]]
+            self._noted |= {_updated(name) for name, _ in updated}
+        record.metrics |= {name: self._sendable(_state(metric)) for name, metric in updated}
+        record.attributes += attributes.changes()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Nothing is logged, and metrics and attributes stay as they are: a part of a step is run, or of its batch."""
+        kept = [
+            (name, metric, {way: vars(metric).get(way) for way in MUTED}) for name, metric in self._metrics()
+        ]
+        attributes = self._attributes()
+        for name, metric, _ in kept:
+            vars(metric).update(dict.fromkeys(MUTED, self._noting(_updated(name))))
+        try:
+            with self._logging(lambda name: lambda *args, **kw: self._noted.add(_logged(name, args, kw))):
+                yield
+        finally:
+            for _, metric, own in kept:
+                for way, value in own.items():
+                    if value is None:
+                        vars(metric).pop(way)
+                    else:
+                        vars(metric)[way] = value
+            attributes.put_back()
+
+    def play(self, record: StepRecord, *, recorded_here: bool) -> None:
+        """Log what was recorded, and let metrics and attributes be what they are on the rank of the record.
+
+        Raises:
+            ModelError: A part of the step has logged or updated what the whole has not.
+        """
+        lost, self._noted = self._noted - record.told, set()
+        if lost:
+            raise ModelError(
+                f"a step was run as stages of a pipeline, and {sorted(lost)!r} happened within its blocks, or between"
+                " them, for micro-batches that one stage sees: log and update metrics after the blocks, or leave"
+                " 'pipeline' out"
+            )
+        named = dict(self._module.named_modules())
+        if not recorded_here:
+            for name, state in record.metrics.items():
+                _set_state(named[name], state, self._module.device)
+            apply(record.attributes, named)
+        for name, args, kwargs in record.logged:
+            log: Any = named[name].log
+            log(*args, **kwargs)
+
+    def packed(self, record: StepRecord) -> bytes:
+        """A record for other ranks.
+
+        Raises:
+            ModelError: Something in it has no values here, or cannot be sent.
+        """
+        try:
+            return self._pack(record)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            names = [change.told for change in record.attributes if not self._can_be_sent(change)]
+            raise ModelError(
+                f"a step was run as stages of a pipeline, and has set attributes {names!r} to something, or logged or"
+                f" returned it, that cannot be sent to other ranks ({error}); keep numbers and tensors, or leave"
+                " 'pipeline' out"
+            ) from error
+
+    def unpacked(self, packed: bytes) -> StepRecord:
+        """The record, with this rank's modules in it."""
+        found: StepRecord = _Unpickler(io.BytesIO(packed), dict(self._module.named_modules())).load()
+        return found
+
+    def _pack(self, found: Any) -> bytes:
+        file = io.BytesIO()
+        names = {id(part): name for name, part in self._module.named_modules()}
+        _Pickler(file, names).dump(found)
+        return file.getvalue()
+
+    def _can_be_sent(self, change: Change) -> bool:
+        try:
+            self._pack(change)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return False
+        return True
+
+    def _attributes(self) -> Attributes:
+        return Attributes(self._beside, dict(self._module.named_modules()))
+
+    def _metrics(self) -> list[tuple[str, Metric]]:
+        return [(name, part) for name, part in self._module.named_modules() if isinstance(part, Metric)]
+
+    def _noting(self, what: str) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Tensor:
+            self._noted.add(what)
+            return torch.zeros(())
+
+        return noted
+
+    def _sendable(self, values: Any) -> Any:
+        """Tensors as they are now."""
+
+        def send(value: Any) -> Any:
+            return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+        return tree_map(send, values, is_leaf=lambda value: isinstance(value, nn.Module))
+
+    @contextmanager
+    def _logging(self, make: Any) -> Iterator[None]:
+        modules = {n: part for n, part in self._module.named_modules() if isinstance(part, LightningModule)}
+        for name, part in modules.items():
+            part.log = make(name)  # type: ignore[method-assign]
+            part.all_gather = _refuse_all_gather  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            for part in modules.values():
+                for way in ("log", "all_gather"):
+                    vars(part).pop(way, None)
+
+
+class _Pickler(pickle.Pickler):
+    """Modules by their names, and tensors as copies on the host."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj)) if isinstance(obj, nn.Module) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        if has_no_values(obj):
+            raise ModelError(
+                f"a step was run as stages of a pipeline, and logs, returns or keeps a tensor of shape"
+                f" {tuple(obj.shape)!r} that an earlier stage has computed and no block hands on: let blocks hand it"
+                " on, or leave 'pipeline' out"
+            )
+        # not a view of something larger
+        return obj.detach().cpu().clone().__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(file)
+        self._modules = modules
+
+    def persistent_load(self, pid: Any) -> nn.Module:
+        return self._modules[pid]
+
+
+def _logged(module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    name = args[0] if args else kwargs.get("name")
+    return f"{module + '.' if module else ''}log({name!r})"
+
+
+def _updated(metric: str) -> str:
+    return f"the metric {metric!r}"
+
+
+def _refuse_all_gather(*args: Any, **kwargs: Any) -> None:
+    raise InstallError(
+        "a step was to be run as stages of a pipeline, and calls self.all_gather, for which all ranks would have to"
+        " come to the same place of it: gather in on_train_batch_end or at the end of an epoch, or leave 'pipeline' out"
+    )
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    names = (*metric._defaults, "_update_count", "_forward_cache")
+    return {name: getattr(metric, name) for name in names}
+
+
+def _set_state(metric: Any, state: dict[str, Any], device: torch.device) -> None:
+    for name, value in state.items():
+        setattr(metric, name, tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, value))
+    metric._computed = None

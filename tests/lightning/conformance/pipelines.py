@@ -1,0 +1,210 @@
+"""Rows of the conformance matrix: the blocks of any module, as stages of a pipeline on the model axis."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from tests.lightning.conformance.callbacks import checkpoint
+from tests.lightning.conformance.cases import (
+    N_FEATURES,
+    PIPELINE,
+    RECOMPUTED,
+    Batch,
+    Outcome,
+    Site,
+    Tiny,
+    feature,
+    fit,
+    trained,
+)
+
+TRAINED = "loss of every step, all parameters"
+ONLY: dict[str, Any] = {"plans": (PIPELINE,)}
+
+
+class Layered(Tiny):
+    """A list of blocks instead of a decoder, a layer that is used before and after them, and values of each epoch."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        LightningModule.__init__(self)
+        torch.manual_seed(4)
+        self.lr, self.losses, self.seen = 0.05, [], torchmetrics.MeanMetric()
+        self.encoder = nn.Linear(N_FEATURES, 8)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(4)), *blocks
+        )
+
+    def loss(self, batch: Batch) -> Tensor:
+        h = self.blocks(self.encode(batch))
+        return (h @ self.encoder.weight - batch["x"]).square().mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.seen(loss.detach())
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        cells, n = batch["cell"].double(), len(batch["x"])
+        for reduce_fx, value in (("mean", cells.mean()), ("sum", cells.sum()), ("max", cells.max())):
+            options: dict[str, Any] = {"reduce_fx": reduce_fx, "sync_dist": True, "batch_size": n}
+            self.log(f"cells_{reduce_fx}", value, on_step=False, on_epoch=True, **options)
+        return loss
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.blocks(self.encode(batch))
+
+
+@feature("stages: fit", checked=TRAINED, plans=(PIPELINE, RECOMPUTED))
+def staged_fit(site: Site) -> Outcome:
+    return fit(site, Layered())
+
+
+@feature(
+    "stages: fit, validate, test and predict with one Trainer", checked=TRAINED + ", logged loss", **ONLY
+)
+def evaluated(site: Site) -> Outcome:
+    module, trainer = Layered(), site.trainer(max_epochs=1, num_sanity_val_steps=2)
+    trainer.fit(module, site.loader(), site.loader(seed=9))
+    (valid,) = trainer.validate(module, site.loader(), verbose=False)
+    (tested,) = trainer.test(module, site.loader(), verbose=False)
+    found = torch.cat(trainer.predict(module, site.loader()))  # type: ignore[arg-type]
+    # of two ranks of the data axis each has its own cells
+    predicted = torch.stack(site.gather(found.square().mean())).mean()
+    return trained(site, module) | valid | tested | {"predicted": predicted}
+
+
+@feature("stages: accumulation and clipping by the global norm", checked=TRAINED, **ONLY)
+def accumulated(site: Site) -> Outcome:
+    return fit(site, Layered(), accumulate_grad_batches=3, gradient_clip_val=0.02)
+
+
+@feature("stages: clipping by value", checked=TRAINED, **ONLY)
+def clipped(site: Site) -> Outcome:
+    return fit(site, Layered(), gradient_clip_val=0.002, gradient_clip_algorithm="value")
+
+
+@feature(
+    "stages: self.log with sync_dist, and a metric", checked="what the Trainer holds after the run", **ONLY
+)
+def logged(site: Site) -> Outcome:
+    trainer = site.trainer()
+    trainer.fit(Layered(), site.loader())
+    return {name: value.double() for name, value in trainer.callback_metrics.items()}
+
+
+@feature("stages: ModelCheckpoint, EarlyStopping", checked="contents, the epoch that it stops at", **ONLY)
+def saved(site: Site) -> Outcome:
+    stop = EarlyStopping("val_loss", mode="max", patience=1)
+    saver = ModelCheckpoint(site.folder, monitor="val_loss", filename="best")
+    callbacks = [stop, saver]
+    found = fit(
+        site, Layered(), max_epochs=6, limit_val_batches=2, callbacks=callbacks, enable_checkpointing=True
+    )
+    return found | checkpoint(saver.best_model_path) | {"stopped": stop.stopped_epoch}
+
+
+@feature("stages: resuming from ckpt_path", checked=TRAINED, **ONLY)
+def resumed(site: Site) -> Outcome:
+    saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
+    fit(site, Layered(), callbacks=[saver], enable_checkpointing=True)
+    module = Layered()
+    path = next(Path(site.folder).glob("epoch=0*.ckpt"))
+    site.trainer().fit(module, site.loader(), ckpt_path=str(path))
+    return trained(site, module)
+
+
+class Thawed(Layered):
+    @property
+    def backbone(self) -> nn.Module:
+        return self.encoder
+
+
+@feature("stages: BackboneFinetuning", checked=TRAINED, against="one", **ONLY)
+def thawed(site: Site) -> Outcome:
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+    return fit(site, Thawed(), callbacks=[callback], max_epochs=3)
+
+
+@feature("stages: precision bf16-mixed", checked=TRAINED, rtol=2e-2, **ONLY)
+def half(site: Site) -> Outcome:
+    return {name: value.double() for name, value in fit(site, Layered(), precision="bf16-mixed").items()}
+
+
+@feature(
+    "stages: precision 16-mixed (loss scaling)",
+    checked=TRAINED,
+    refused={PIPELINE: "before the loss is scaled"},
+    rtol=2e-2,
+    **ONLY,
+)
+def scaled(site: Site) -> Outcome:
+    module = Layered()
+    site.trainer(precision=None, plugins=[MixedPrecision("16-mixed", "cpu")]).fit(module, site.loader())
+    return {name: value.double() for name, value in trained(site, module).items()}
+
+
+@feature(
+    "stages: BatchNorm",
+    checked=TRAINED,
+    against="one",
+    refused={PIPELINE: "statistics of a batch"},
+    **ONLY,
+)
+def normalised(site: Site) -> Outcome:
+    return fit(site, Layered(nn.BatchNorm1d(8)))
+
+
+class ByHand(Layered):
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@feature(
+    "stages: manual optimisation",
+    checked=TRAINED,
+    refused={PIPELINE: "automatic_optimization=False"},
+    **ONLY,
+)
+def by_hand(site: Site) -> Outcome:
+    return fit(site, ByHand())
+
+
+@feature(
+    "stages: StochasticWeightAveraging",
+    checked=TRAINED,
+    refused={PIPELINE: "StochasticWeightAveraging"},
+    **ONLY,
+)
+def averaged(site: Site) -> Outcome:
+    return fit(site, Layered(), max_epochs=3, callbacks=[StochasticWeightAveraging(0.01)])
+
+
+class Quasinewton(Layered):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@feature(
+    "stages: LBFGS",
+    checked=TRAINED,
+    against="one",
+    rtol=1e-7,
+    refused={PIPELINE: "all parameters at once"},
+    **ONLY,
+)
+def quasinewton(site: Site) -> Outcome:
+    return fit(site, Quasinewton(), max_epochs=1)

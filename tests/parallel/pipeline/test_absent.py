@@ -1,0 +1,77 @@
+"""Claim: nothing is computed from a parameter that another rank holds and a tensor with values; as a parameter of a
+module it can be listed, loaded, frozen and left alone by an optimiser.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.pipeline.absent import Absent, AbsentParameter, absent_parameter
+from lightning_amp.parallel.pipeline.placeholders import Placeholders, has_no_values
+
+X = torch.randn(3, 3)
+
+
+def added_in_place(p: Tensor) -> Tensor:
+    loss = X.clone()
+    loss += p
+    return loss
+
+
+OPERATORS: dict[str, Callable[[Tensor], object]] = {
+    "product": lambda p: X @ p,
+    "layer": lambda p: F.linear(X, p),
+    "table": lambda p: F.embedding(torch.tensor([0, 2]), p),
+    "added in place": added_in_place,
+    "a sum of it": lambda p: X.sum().add_(p.square().sum()),
+    "list": lambda p: torch._foreach_add_([X.clone()], [p]),
+    "copy": lambda p: X.clone().copy_(p),
+    "cat": lambda p: torch.cat([X, p]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_operator_reads_it_beside_values(name: str) -> None:
+    absent = absent_parameter(nn.Parameter(X))
+    with pytest.raises(InstallError, match="a parameter that another rank holds"):
+        OPERATORS[name](absent)
+
+
+def test_torch_itself_would_go_on_without_values() -> None:
+    assert (X @ X.to("meta")).device.type == "cpu"
+    assert torch.equal(added_in_place(X.to("meta")), X)
+
+
+def test_what_is_computed_from_it_alone_is_absent_too() -> None:
+    absent = absent_parameter(nn.Parameter(X))
+    penalty = absent.square().sum() * 2
+    assert isinstance(penalty, Absent)
+    assert has_no_values(penalty)
+    assert isinstance(absent.shape, torch.Size)
+    with pytest.raises(InstallError, match="another rank holds"):
+        X.sum() + penalty
+    with Placeholders(torch.device("cpu")):
+        assert has_no_values(X @ absent)
+
+
+def test_a_module_with_it_is_a_module() -> None:
+    layer = nn.Linear(3, 3)
+    layer._parameters["weight"] = absent = absent_parameter(layer.weight)
+    assert isinstance(absent, nn.Parameter)
+    assert absent.is_meta
+    assert absent.requires_grad
+    layer.load_state_dict({"weight": absent, "bias": X[0]})
+    nn.init.normal_(layer.weight)
+    layer.requires_grad_(False).requires_grad_(True)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer.bias.sum().backward()
+    optimizer.step()
+    assert list(optimizer.state_dict()["state"]) == [1]
+    assert isinstance(layer.double().weight, AbsentParameter)
+    assert has_no_values(copy.deepcopy(layer).weight)
+    assert torch.empty_like(absent, device="cpu", requires_grad=False).sum().device.type == "cpu"
