@@ -1,7 +1,7 @@
 """Techniques of any LightningModule on one device: the losses and the parameters of a short fit beside a plain one.
 
-The plain fit is a loop without Lightning in float64 on the CPU. `recompute`, `chunk` and `fsdp` (one rank, by NCCL on
-CUDA) train the same numbers up to rounding; `pipeline` is refused where there is one rank. A rescue is shown where
+The plain fit is a loop without Lightning in float64 on the CPU. `recompute` and `fsdp` (one rank, by NCCL on CUDA)
+train the same numbers up to rounding, and `lightning_amp.chunk` returns them; `pipeline` is refused on one rank. A rescue is shown where
 memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
 OutOfMemoryError. On a CPU a budget stands for it.
 """
@@ -25,7 +25,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 STEPS = 3
 ALLOWED = {"64-true": 1e-10, "32-true": 1e-4}
 """Relative errors that are rounding."""
-CHOICES = (("S1",), ("S1", "recompute"), ("S1", "chunk"), ("S1", "fsdp"), ("S1", "recompute", "fsdp"))
+CHOICES = (("S1",), ("S1", "recompute"), ("S1", "fsdp"), ("S1", "recompute", "fsdp"))
 LEARNING_RATE = 0.05
 Found = dict[str, Tensor]
 

@@ -184,7 +184,7 @@ def _sum(
         if work.is_meta and 0 < k < len(runs) - 1:
             continue
         if len(runs) == 1:
-            totals.append(_zeros(work, index, r, (theta, zi), form.least, gradients, others))
+            totals.append(_zeros(work, index, r, (cast(Tensor, theta), zi), form.least, gradients, others))
             continue
         width = run.stop - run.start
         chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
