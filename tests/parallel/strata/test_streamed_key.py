@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.count_operators import OperatorCounter
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.parallel.strata.streamed_key import StreamedKey, streamed_key
-from lightning_amp.simulation.count_operators import OperatorCounter
 
 N, D, W = 11, 4, 3
 
