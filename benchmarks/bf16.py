@@ -130,7 +130,8 @@ def accuracy(batches: Any, loader: SingleCellDataModule) -> float:
     if not all("celltype" in obs for obs in known.values()):
         return float("nan")
     types = {name: obs["celltype"].astype(str).to_numpy() for name, obs in known.items()}
-    return float(same_type_share(found, types)[0])
+    shares = same_type_share(found, types)
+    return float("nan") if shares is None else float(shares[0])
 
 
 def rows(name: str, data: Path, strategies: str, *, epochs: int, cells: int) -> Iterator[list[str]]:
@@ -141,7 +142,7 @@ def rows(name: str, data: Path, strategies: str, *, epochs: int, cells: int) -> 
         losses, share = train(data, precision, strategies, start, epochs=epochs, cells=cells)
         exact = exact or losses.losses
         apart = [abs(a - b) / abs(b) for a, b in zip(losses.losses, exact, strict=True)]
-        yield [
+        row = [
             name,
             precision,
             str(len(apart)),
@@ -151,6 +152,9 @@ def rows(name: str, data: Path, strategies: str, *, epochs: int, cells: int) -> 
             f"{share:.3f}",
             f"{1e3 * min(losses.seconds):.0f} ms",
         ]
+        # a run is long: what there is stays if the rest fails
+        print("; ".join(row), file=sys.stderr, flush=True)
+        yield row
 
 
 def main() -> None:

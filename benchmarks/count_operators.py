@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import lightning_amp
-from lightning_amp._torch import TorchDispatchMode, tree_leaves
+from lightning_amp._torch import PythonNode, TorchDispatchMode, autograd_node, tree_leaves
 
 PACKAGE = str(Path(lightning_amp.__file__).parent)
 ALLOCATING = (
@@ -61,6 +61,8 @@ class OperatorCounter(TorchDispatchMode):
         kernels: Those that make or change a tensor.
         bytes: What the kernels read and write.
         parts: Kernels by the module of lightning_amp that asked for them, "autograd" where torch did.
+        lines: All operators by name, by whether they are kernels, and by the line of lightning_amp that asked for them,
+            or the node of the graph whose backward pass did.
         host_syncs: Operators that the host waits for, by name and by the line of lightning_amp that asked for them.
     """
 
@@ -68,6 +70,7 @@ class OperatorCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators = self.kernels = self.bytes = 0
         self.parts: Counter[str] = Counter()
+        self.lines: Counter[tuple[str, bool, str]] = Counter()
         self.host_syncs: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,11 +79,19 @@ class OperatorCounter(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
         if _waits(func, args, tensors):
             self.host_syncs[func._opname, _asked_by(lines=True)] += 1
-        if not _is_view(func) and func._opname not in ALLOCATING:
+        kernel = not _is_view(func) and func._opname not in ALLOCATING
+        self.lines[func._opname, kernel, _node() or _asked_by(lines=True)] += 1
+        if kernel:
             self.kernels += 1
             self.bytes += sum(map(_moved, tensors))
             self.parts[_asked_by()] += 1
         return found
+
+
+def _node() -> str:
+    """The node of torch's whose backward pass runs; "" outside of one, and in one that is written in Python."""
+    node = autograd_node()
+    return "" if node is None or isinstance(node, PythonNode) else str(node.name())
 
 
 def _is_view(operator: Any) -> bool:

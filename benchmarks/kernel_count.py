@@ -1,18 +1,21 @@
 """How many operators and kernels one more stratum costs, forward and backward, with the settings of an accelerator.
 
     python -m benchmarks.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda] [--write]
+    python -m benchmarks.kernel_count --lines S4,sdpa,sparse,stream [--cells 8]
 
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
 entries, as the data module hands them out. What the words mean: benchmarks/count_operators.py.
-`--write` puts the counts into docs/gpu.md.
+`--write` puts the counts into docs/gpu.md. `--lines` lists the operators of one plan by the line that asks for them.
 """
 
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.count_operators import OperatorCounter
 from benchmarks.page import ROOT, write_part
@@ -56,6 +59,7 @@ class Count:
         views: Operators of a stratum that make and change nothing.
         host_syncs: Of a whole step: what the host waits for.
         parts: Kernels of a stratum by the module that asks for them.
+        lines: Operators of a stratum: name, whether it is a kernel, the line that asks for it, and how many.
         waits: Where in the package the host waits, and for which operator.
     """
 
@@ -68,6 +72,7 @@ class Count:
     views: float
     host_syncs: int
     parts: dict[str, float]
+    lines: list[tuple[str, bool, str, float]]
     waits: list[str]
 
 
@@ -93,6 +98,8 @@ def count(
     kernels, operators = (many.kernels - few.kernels) / more, (many.operators - few.operators) / more
     parts = Counter(many.parts)
     parts.subtract(few.parts)
+    lines = Counter(many.lines)
+    lines.subtract(few.lines)
     return Count(
         anchors=anchors,
         window=window,
@@ -103,6 +110,7 @@ def count(
         views=operators - kernels,
         host_syncs=many.host_syncs.total(),
         parts={name: n / more for name, n in parts.most_common() if n},
+        lines=[(*what, n / more) for what, n in sorted(lines.items(), key=_place) if n],
         waits=[f"{n} x {name} in {line}" for (name, line), n in many.host_syncs.most_common()],
     )
 
@@ -136,23 +144,44 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--device-type", default="cuda")
+    parser.add_argument(
+        "--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one'
+    )
     parser.add_argument("--write", action="store_true", help="put the counts into docs/gpu.md")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
-    found = [count(chosen, cells=cells, **sizes) for cells in arguments.cells for chosen in CHOICES]
-    if arguments.format == "json":
-        print(json.dumps([asdict(one) for one in found], indent=2))
+    if arguments.lines is not None:
+        _print_lines(tuple(filter(None, arguments.lines.split(","))), arguments.cells, sizes)
         return
-    rows = [_row(one) for one in found]
+    counts = [count(chosen, cells=cells, **sizes) for cells in arguments.cells for chosen in CHOICES]
+    if arguments.format == "json":
+        print(json.dumps([asdict(one) for one in counts], indent=2))
+        return
+    rows = [_row(one) for one in counts]
     if arguments.write:
         write_part(
             ROOT / "docs" / "gpu.md", "kernel_count", markdown(HEADER[:-1], [row[:-1] for row in rows])
         )
         return
     print(table(HEADER, rows))
-    for one in found:
+    for one in counts:
         for line in one.waits:
             print(f"{_name(one)}, {one.cells} cells: the host waits for {line}")
+
+
+def _print_lines(strategies: tuple[str, ...], cells: Sequence[int], sizes: dict[str, Any]) -> None:
+    for few in cells:
+        found = count(strategies, cells=few, **sizes)
+        print(
+            f"{_name(found)}, {few} cells: {found.kernels_per_stratum:g} kernels and"
+            f" {found.operators_per_stratum:g} operators a stratum"
+        )
+        rows = [[f"{n:g}", name, "" if kernel else "no", where] for name, kernel, where, n in found.lines]
+        print(table(["times", "operator", "kernel", "line, or node of the backward pass"], rows))
+
+
+def _place(line: tuple[tuple[str, bool, str], int]) -> tuple[str, str]:
+    return line[0][2], line[0][0]
 
 
 def _name(count: Count) -> str:

@@ -94,6 +94,7 @@ __all__ = [
     "disable_torch_function",
     "end_gathered",
     "functional_collectives",
+    "gelu_backward",
     "is_compiled",
     "is_watched",
     "make_fx",
@@ -127,6 +128,9 @@ FLASH_ATTENTION = {
 
 # x where another tensor is above a threshold, else 0, in one kernel
 past_threshold = torch.ops.aten.threshold_backward.default
+
+# the backward pass of a GELU, to memory that is there
+gelu_backward = torch.ops.aten.gelu_backward.grad_input
 
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input

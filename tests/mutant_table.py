@@ -22,6 +22,7 @@ S3 = "tests/parallel/attention/test_s3_chunked.py tests/models/test_local_attent
 S4 = "tests/parallel/scores/test_s4_key_first.py"
 S5 = "tests/parallel/s5_hidden/test_s5.py"
 STREAM = "tests/parallel/strata/test_stream.py"
+KEYS = "tests/parallel/strata/test_streamed_key.py"
 SIDE = "tests/parallel/strata/test_thread_pool.py"
 STRATA = "tests/parallel/strata/test_strata_parallel.py"
 NODES = "tests/parallel/nodes/test_nodes.py"
@@ -497,8 +498,8 @@ MUTANTS = [
         "fused",
         "scale: of the gradient of keys",
         f"{P}/attention/banded_softmax.py",
-        "_add(near_dk, ds, own_queries, scale=work.scale)",
-        "_add(near_dk, ds, own_queries)",
+        "work.add(near_dk, ds, own_queries, scale=work.scale)",
+        "work.add(near_dk, ds, own_queries)",
         FUSED,
     ),
     Mutant(
@@ -604,6 +605,62 @@ MUTANTS = [
         "part.view(n, 2, -1).addcdiv_(own.mT, by)",
         "part.view(n, 2, -1).add_(own.mT)",
         FUSED,
+    ),
+    Mutant(
+        "fused",
+        "gradient: of keys that are the queries, not divided, all at once",
+        f"{P}/attention/bucket_work.py",
+        "torch.addcdiv(own, g, divisor.as_strided((n, 1, 1), (1, 1, 1), divisor.storage_offset()), out=found)",
+        "torch.add(own, g, out=found)",
+        FUSED,
+    ),
+    Mutant(
+        "fused",
+        "state: sums begin with what memory had",
+        f"{P}/attention/bucket_work.py",
+        "beta=0 if first else 1",
+        "beta=1",
+        FUSED,
+    ),
+    Mutant(
+        "fused",
+        "shift: queries at their keys' places",
+        f"{P}/attention/bucket_work.py",
+        "return self._before + 1, self.band.n_key_buckets",
+        "return self._before, self.band.n_key_buckets",
+        FUSED,
+    ),
+    Mutant(
+        "stream",
+        "gradient: of the projected anchors left out",
+        f"{P}/strata/streamed_key.py",
+        "found = torch.addmm(found, g, weight) if i == 0 else found.addmm_(g, weight)",
+        "found = torch.addmm(found, g, weight) if i == 0 else found",
+        KEYS,
+    ),
+    Mutant(
+        "stream",
+        "gradient: of the gate's first half",
+        f"{P}/strata/streamed_key.py",
+        "torch.mul(grad, gate, out=of_a)",
+        "torch.mul(grad, a, out=of_a)",
+        KEYS,
+    ),
+    Mutant(
+        "stream",
+        "scale: projections with more than a weight",
+        f"{P}/strata/streamed_key.py",
+        "and layer.bias is None",
+        "and layer is not None",
+        KEYS,
+    ),
+    Mutant(
+        "sparse",
+        "shard: places in a stratum as wide as another",
+        "lightning_amp/data/sparse_counts.py",
+        "torch.addcmul(column, self.row, widths[which])",
+        "torch.addcmul(column, self.row, widths[which.flip(0)])",
+        "tests/data/test_sparse_counts.py",
     ),
     Mutant(
         "fused",

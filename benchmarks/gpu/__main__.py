@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     calibration,
     device_part,
     exactness,
+    generic,
     kernels,
     loading,
     memory,
@@ -41,6 +42,7 @@ PARTS = (
     Part(
         name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=one_trainer.one_rank
     ),
+    Part(name="generic", title="Techniques of any module", file="checks", seconds=40, run=generic.run),
     Part(name="kernels", title="Kernels and gaps", file="kernels", seconds=30, run=kernels.run),
     Part(name="calibrate", title="Rates of the device", file="calibration", seconds=30, run=calibration.run),
     Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=one_trainer.determinism),

@@ -4,6 +4,7 @@ The model is the reference model, on cells made in memory.
 """
 
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,10 +53,16 @@ def fit(
 
 
 def trainer_for(
-    work: Work, *, strategies: tuple[str, ...] | None, steps: int, **options: Any
+    work: Work,
+    *,
+    strategies: tuple[str, ...] | None,
+    steps: int,
+    amp: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[pl.Trainer, AMPStrategy]:
-    """A quiet Trainer on the one device, for so many steps of optimisers."""
-    strategy = AMPStrategy(strategies=None if strategies is None else list(strategies), unfit="train")
+    """A quiet Trainer on the one device, for so many steps of optimisers; `amp` are the strategy's options."""
+    chosen = None if strategies is None else list(strategies)
+    strategy = AMPStrategy(strategies=chosen, unfit="train", **(amp or {}))
     place = work.device
     trainer = pl.Trainer(
         **QUIET,

@@ -21,7 +21,7 @@ every cut.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from lightning_amp.data.sparse_product import product
 from lightning_amp.errors import DataError
 
 Places = NDArray[np.int64]
+Runs = tuple[tuple[int, int], ...]
 
 
 class SparseCounts:
@@ -74,6 +75,9 @@ class SparseCounts:
             self.__dict__["_host"] = host
         self._cut_from: tuple[SparseCounts, slice] | None = None
         self._log_factorial: dict[torch.dtype, Tensor] = {}
+        self._places: Tensor | None = None
+        self._runs: Runs = ()
+        self._in_runs: tuple[Tensor, ...] = ()
 
     @classmethod
     def from_csr(cls, counts: "sparse.csr_matrix") -> "SparseCounts":
@@ -101,6 +105,24 @@ class SparseCounts:
         if dtype not in self._log_factorial:
             self._log_factorial[dtype] = (self.value.to(dtype) + 1).lgamma_()
         return self._log_factorial[dtype]
+
+    def expect(self, runs: Runs) -> None:
+        """Compute for all entries at once what cuts `x[:, a:b]` of some runs of columns will need; a cut is free then.
+
+        Args:
+            runs: First column and one past the last of each, in their order.
+        """
+        if self._is_meta or runs == self._runs or list(runs) != sorted(runs):
+            return
+        starts, widths = _tables(runs, self.device)
+        which = torch.bucketize(self.column, starts[1:], right=True)
+        column = self.column - starts[which]
+        self._runs, self._in_runs = runs, (column, torch.addcmul(column, self.row, widths[which]))
+
+    def places(self) -> Int[Tensor, " entry"]:
+        """Where the entries lie in a flat [cell, feature]."""
+        known = self._places
+        return torch.add(self.column, self.row, alpha=self.shape[1]) if known is None else known
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +185,7 @@ class SparseCounts:
         """The matrix."""
         value = self.value if dtype is None else self.value.to(dtype)
         flat = torch.zeros(self.numel(), dtype=value.dtype, device=self.device)
-        flat.scatter_(0, self.row * self.shape[1] + self.column, value)
+        flat.scatter_(0, self.places(), value)
         return flat.view(self.shape)
 
     def ends(self, columns: Sequence[int]) -> list[int]:
@@ -241,8 +263,10 @@ class SparseCounts:
         row, column = self._host
         first, last = self.ends((start, stop))
         own, host = slice(first, last), (row[first:last], column[first:last] - start)
-        found = SparseCounts(self.row[own], self.column[own] - start, self.value[own], shape, host=host)
-        found._cut_from = (self, own)
+        known = [part[own] for part in self._in_runs] if (start, stop) in self._runs else []
+        columns = known[0] if known else self.column[own] - start
+        found = SparseCounts(self.row[own], columns, self.value[own], shape, host=host)
+        found._cut_from, found._places = (self, own), known[1] if known else None
         return found
 
     def _cells(self, start: int, stop: int) -> "SparseCounts":
@@ -287,6 +311,14 @@ class SparseCounts:
         """As many entries without values as a part of the matrix would have."""
         n = len(self.value) * shape[0] * shape[1] // max(self.numel(), 1)
         return SparseCounts(self.row[:n], self.column[:n], self.value[:n], shape)
+
+
+@lru_cache(maxsize=8)
+def _tables(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First columns and widths of runs; kept, because a device waits for numbers of the host."""
+    with torch.inference_mode(mode=False):
+        starts, stops = torch.tensor(runs, device=device).T.contiguous()
+        return starts, stops - starts
 
 
 def _copies_by_itself(tensor: Tensor, device: torch.device) -> bool:

@@ -541,3 +541,17 @@ def test_pinned_counts_are_copied_beside_the_processor(monkeypatch) -> None:
     monkeypatch.setattr(Tensor, "to", copied)
     assert torch.equal(counts.to("cpu").row, counts.row)
     assert asked == [True] * 3
+
+
+def test_cuts_that_were_expected_are_those_that_were_not():
+    dense = torch.poisson(torch.full((5, 23), 0.4, dtype=torch.float64), torch.Generator().manual_seed(0))
+    plain, expecting = SparseCounts.from_dense(dense), SparseCounts.from_dense(dense)
+    runs = ((0, 7), (7, 8), (9, 23))
+    expecting.expect(runs)
+    for start, stop in (*runs, (3, 9), (0, 23)):
+        found, expected = expecting[:, start:stop], plain[:, start:stop]
+        for one, other in zip(found.tensors(), expected.tensors(), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(found.places(), found.row * (stop - start) + found.column)
+        assert torch.equal(found[1:4].places(), found[1:4].row * (stop - start) + found[1:4].column)
+        assert torch.equal(found.to_dense(), dense[:, start:stop])

@@ -192,7 +192,7 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
     monkeypatch.setattr(exactness, "decoders", lambda tiny: list(decoders(tiny=tiny))[:1])
     record = Record(tmp_path / "checks.json", "exactness")
     record.begin()
-    work = SimpleNamespace(record=record, device=torch.device("cpu"), tiny=True)
+    work = SimpleNamespace(record=record, device=torch.device("cpu"), tiny=True, clock=Clock(60.0))
     with pytest.raises(AssertionError, match="have failed, or are wrong"):
         exactness.run(work)
     rows = record.entry["rows"]

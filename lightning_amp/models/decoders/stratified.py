@@ -129,6 +129,8 @@ class StratifiedDecoder(nn.Module):
             ModelError: x has not one column per feature, or v not one row per anchor.
         """
         self._check_inputs(v, x)
+        if isinstance(x, SparseCounts):
+            x.expect(tuple(cast(Stratum, stratum).columns for stratum in self.strata))
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
         total = self.region.leave(total)

@@ -91,27 +91,30 @@ class _BandedSoftmax(torch.autograd.Function):
     ) -> Tensor:
         ctx.band, ctx.alike, ctx.dtype = band, k is None, dtype
         k = q if k is None else k
-        work = BucketWork(q, k, values, band, dtype, keep=keep)
+        work = BucketWork(q, k, values, band, dtype, alike=ctx.alike, keep=keep)
         ctx.save_for_backward(q, k, values, *work.kept.values())
         keys, _ = work.turn_keys(k)
-        out = torch.empty_like(q, dtype=values.dtype)
+        out = work.room_for_result(q, values.dtype)
+        at_once = out.dim() == 3
         for run in work.runs:
-            queries, own_out = work.turn_queries(q, run), work.take_rows(run)
+            queries, own_out = work.turn_queries(q, run), out if at_once else work.take_rows(run)
             near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
             for rows in work.chunks(run):
                 weights = work.weights(run, rows, part_of(queries, rows), near_keys)
                 torch.bmm(of_keys(weights, run), near_values, out=part_of(own_out, rows))
-            work.copy_own(own_out, run, out)
-        return out
+            if not at_once:
+                work.copy_own(own_out, run, out)
+        return out.view(-1, out.shape[-1])[: len(q)] if at_once else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, values, *kept = ctx.saved_tensors
-        work = BucketWork(q, k, values, ctx.band, ctx.dtype, kept=kept)
+        work = BucketWork(q, k, values, ctx.band, ctx.dtype, alike=ctx.alike, back=True, kept=kept)
         keys, divisors = work.turn_keys(k)
         # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are added to
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(keys)
+        dq = torch.empty_like(q) if not work.at_once else None
+        dk, dv = work.gradient_rooms(keys)
         for run in work.runs:
             queries, own_grad = work.turn_queries(q, run), work.own(grad, run).to(work.dtype_of(run))
             near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
@@ -119,26 +122,17 @@ class _BandedSoftmax(torch.autograd.Function):
             for rows in work.chunks(run):
                 own_queries, own_grads = part_of(queries, rows), part_of(own_grad, rows)
                 weights = work.weights(run, rows, own_queries, near_keys)
-                _add(near_dv, of_keys(weights, run), own_grads)
+                work.add(near_dv, of_keys(weights, run), own_grads)
                 ds = of_keys(work.score_gradients(run, rows, weights, own_grads, near_values), run)
-                _add(near_dk, ds, own_queries, scale=work.scale)
+                work.add(near_dk, ds, own_queries, scale=work.scale)
                 part_of(own_dq, rows).baddbmm_(ds, near_keys, beta=0, alpha=work.scale)
+            if dq is None:
+                found = work.turn_back_at_once(own_dq, keys, divisors, dk, len(q)).to(q.dtype)
+                return found, None, work.inside(dv).to(values.dtype), None, None, None
             work.turn_queries_back(own_dq, run, dq)
         grad_k = work.turn_keys_back(keys, divisors, dk, add_to=dq if ctx.alike else None)
         grad_k = None if grad_k is None else grad_k.to(k.dtype)
         return dq, grad_k, work.inside(dv).to(values.dtype), None, None, None
-
-
-def _add(sums: tuple[Tensor, ...], left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
-    """Add left^T right to the sums, which have the columns of `left` one after the other."""
-    n = left.shape[2] // len(sums)
-    for total, part in zip(
-        sums, torch.split(left.mT, n, dim=1) if len(sums) > 1 else (left.mT,), strict=True
-    ):
-        if part.dtype == total.dtype:
-            total.baddbmm_(part, right, alpha=scale)
-        else:
-            total.add_(torch.bmm(part, right), alpha=scale)
 
 
 def _sizes(q: Tensor, window: int) -> RunSizes:

@@ -30,9 +30,15 @@ class BucketWork:
     their number, which would be wrong by a per cent.
 
     Args:
+        alike: Whether the keys are the queries.
+        back: For a backward pass.
         met_in: The type in which matrices meet; that of the inputs, at least float32, or bfloat16.
         keep: Keep all weights.
         kept: Weights that were kept, by run.
+
+    Attributes:
+        at_once: Whether keys are the queries and all their buckets are one run: then rows are turned from the keys'
+            pairs, and gradients back together, which saves operators.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class BucketWork:
         band: Band,
         met_in: torch.dtype,
         *,
+        alike: bool,
+        back: bool = False,
         keep: bool = False,
         kept: Sequence[Tensor] = (),
     ) -> None:
@@ -50,11 +58,12 @@ class BucketWork:
         self._dtype, self._met_in = computed_in(q.dtype, k.dtype, values.dtype), met_in
         self._cast: dict[str, Tensor] = {}
         # tensors without values need no more memory for the second run of a shape
-        alike = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
-        self.runs = list(alike.values()) if q.is_meta else band.runs
+        same = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
+        self.runs = list(same.values()) if q.is_meta else band.runs
         self._before, self._n_places = band.around[0], band.n_key_buckets + sum(band.around)
         # one more place than there are buckets: queries are turned as the rows of the next bucket
         self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
+        self.at_once = alike and band.at_once
         self._known = bool(kept)
         runs = band.runs if keep or kept else ()
         kept = kept or [q.new_empty(self._shape(run), dtype=self.dtype_of(run)) for run in runs]
@@ -62,13 +71,14 @@ class BucketWork:
         most = max(band.runs, key=self._score_bytes, default=None)
         scores = (0,) if most is None else self._shape(most, band.sizes.rows)
         of_scores = self._dtype if most is None else self.dtype_of(most)
-        rows = band.largest + sum(band.around), band.window, self._dim
+        self._most, pairs = band.largest + sum(band.around), (band.largest, band.window, self._dim // 2)
         self._memory = {
             "scores": q.new_empty(scores, dtype=of_scores),
-            "rows": q.new_empty(rows, dtype=self._dtype),
+            "queries": q.new_empty(pairs, dtype=self._dtype.to_complex()),
         }
-        pairs = band.largest, band.window, self._dim // 2
-        self._memory["queries"] = q.new_empty(pairs, dtype=self._dtype.to_complex())
+        if back or len(band.runs) != 1 or {met_in, values.dtype} != {self._dtype}:
+            # else the only run computes into the result
+            self._memory["rows"] = q.new_empty((self._most, band.window, self._dim), dtype=self._dtype)
         if not self.kept:
             self._memory["weights"] = q.new_empty(scores, dtype=of_scores)
 
@@ -106,6 +116,26 @@ class BucketWork:
             (run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim
         )
 
+    def gradient_rooms(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of keys and of values; zeros, unless `add` writes to all of it that is read."""
+        make = torch.empty_like if self.at_once else torch.zeros_like
+        return make(keys), make(keys)
+
+    def add(self, sums: tuple[Tensor, ...], left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
+        """Add left^T right to the sums, which have the columns of `left` one after the other."""
+        left = left.mT
+        parts = torch.split(left, left.shape[1] // len(sums), dim=1) if len(sums) > 1 else (left,)
+        # of one run the buckets' own keys are all that there are: that product is the first
+        order = (1, 0, 2) if self.at_once else range(len(sums))
+        for i in order:
+            total, part, first = sums[i], parts[i], self.at_once and i == 1
+            if part.dtype == total.dtype:
+                total.baddbmm_(part, right, beta=0 if first else 1, alpha=scale)
+            elif first:
+                torch.mul(torch.bmm(part, right), scale, out=total)
+            else:
+                total.add_(torch.bmm(part, right), alpha=scale)
+
     def sums(self, grad: Tensor, run: Run) -> tuple[Tensor, ...]:
         """Where the gradients of a run's keys belong, [bucket, key, D] each: one for every bucket that is met."""
         if run.n_buckets == 1:
@@ -125,6 +155,13 @@ class BucketWork:
             return self.take("rows", run)
         return self._take("rows", run.n_buckets, run.own[1], self._dim, dtype=dtype)
 
+    def room_for_result(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [N, D], or [bucket, row, D] where a run computes all of it at once."""
+        if "rows" in self._memory:
+            return torch.empty_like(q, dtype=dtype)
+        run = self.band.runs[0]
+        return q.new_empty((run.n_buckets, run.own[1], self._dim), dtype=dtype)
+
     def take(self, name: str, run: Run) -> Tensor:
         """The memory `rows` or `queries` of a run."""
         memory, n_rows = self._memory[name], run.own[1]
@@ -141,6 +178,9 @@ class BucketWork:
         """All keys normalised and turned, and what they are divided by: [bucket, row, pair, 2] and [..., 1, 1]."""
         first, shape = self._before * self.band.window, (self._n_places, self.band.window, self._dim)
         pairs = to_pairs(_rows(k, -first, shape[0] * shape[1] - first).view(shape).to(self._dtype))
+        if self.at_once:
+            # before they are normalised
+            self._rotary.turn(self._inner(pairs), self._next_places, out=self._memory["queries"])
         keys = torch.view_as_real(pairs)
         divisors = torch.linalg.vector_norm(keys, dim=(-2, -1), keepdim=True).clamp_min_(LEAST_NORM)
         keys.div_(divisors)
@@ -183,11 +223,36 @@ class BucketWork:
         part = rows[max(first, 0) :][:n] if n < len(rows) else rows
         part.view(n, 2, -1).addcdiv_(own.mT, by)
 
+    def turn_back_at_once(self, grad: Tensor, keys: Tensor, divisors: Tensor, dk: Tensor, n: int) -> Tensor:
+        """From gradients of turned queries and of turned keys, which are changed, to that of both, [n, D]."""
+        key, g, divisor = (self._inner(x) for x in (keys, dk, divisors))
+        # the queries have been met
+        room = self._memory["queries"].view(self._dtype).view(key.shape)
+        along = torch.mul(key, g, out=room).sum((-2, -1), keepdim=True)
+        g.addcmul_(key, past_threshold(along, divisor, LEAST_NORM), value=-1)
+        own = grad.to(self._dtype).view(key.shape)
+        for pairs, places in ((own, self._next_places), (g, (self._before, len(g)))):
+            self._rotary.turn(torch.view_as_complex(pairs), places, back=True)
+        found = grad.new_empty((n, 2, self._dim // 2), dtype=self._dtype)
+        shape = (n, 2, self._dim // 2)
+        own, g = (x.as_strided(shape, (self._dim, 1, 2), x.storage_offset()) for x in (own, g))
+        torch.addcdiv(own, g, divisor.as_strided((n, 1, 1), (1, 1, 1), divisor.storage_offset()), out=found)
+        return found.view(n, self._dim)
+
+    def _inner(self, buckets: Tensor) -> Tensor:
+        """Of buckets of keys those without the zeros around."""
+        return buckets[self._before : self._before + self.band.n_key_buckets]
+
+    @property
+    def _next_places(self) -> tuple[int, int]:
+        return self._before + 1, self.band.n_key_buckets
+
     def turn_queries(self, q: Tensor, run: Run) -> Tensor:
         """The turned queries of a run, [bucket, row, D]."""
         queries = self.take("queries", run)
-        to_pairs(self.own(q, run).to(self._dtype), out=queries)
-        self._rotary.turn(queries, (run.place + self._before + 1, run.n_buckets))
+        if not self.at_once:
+            to_pairs(self.own(q, run).to(self._dtype), out=queries)
+            self._rotary.turn(queries, (run.place + self._before + 1, run.n_buckets))
         return queries.view(self._dtype).to(self.dtype_of(run))
 
     def turn_queries_back(self, grad: Tensor, run: Run, dq: Tensor) -> None:
@@ -249,7 +314,7 @@ class BucketWork:
 
     def _slabs(self, rows: Tensor) -> list[tuple[int, Tensor]]:
         """A few buckets at a time: the first one's place, and the buckets."""
-        most = len(self._memory["rows"])
+        most = self._most
         if len(rows) <= most:
             return [(0, rows)]
         # without values the second needs the same memory as all after it

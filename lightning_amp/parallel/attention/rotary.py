@@ -67,21 +67,27 @@ class Rotary:
         self._launched = launched
 
     def turn(
-        self, x: Complex[Tensor, "bucket row pair"], *places: tuple[int, int], back: bool = False
+        self,
+        x: Complex[Tensor, "bucket row pair"],
+        *places: tuple[int, int],
+        back: bool = False,
+        out: Complex[Tensor, "bucket row pair"] | None = None,
     ) -> None:
-        """Multiply by R(i), or by R(i)^T, in place.
+        """Multiply by R(i), or by R(i)^T, in place or into other memory.
 
         Args:
             x: Buckets.
             places: Runs of places that the buckets have, one after the other: the first one, and how many.
             back: Turn the other way round.
+            out: Where the result goes.
         """
         within, part, n_rows = self._within[back], self._part(places, back), x.shape[1]
+        out = x if out is None else out
         if not self._at_once(len(x)):
-            x.mul_(within if n_rows == len(within) else within[:n_rows])
+            x = torch.mul(x, within if n_rows == len(within) else within[:n_rows], out=out)
         elif n_rows < len(within):
             part = part[:, :n_rows]
-        x.mul_(part)
+        torch.mul(x, part, out=out)
 
     def _part(self, places: tuple[tuple[int, int], ...], back: bool) -> Tensor:
         """Factors of some buckets, of all their rows or of the first ones; kept, for a part is an operator."""

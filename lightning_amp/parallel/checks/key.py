@@ -8,6 +8,8 @@ its children that scale single numbers, has to give
 Then all that mixes channels or rows lies in the children, which the technique knows. Keys of any form pass that keep to
 protocol.py, whatever their class.
 
+Which of the forms of stratum_keys.py an attention key has is found in the same way.
+
 Known limits: what a key does with other numbers than those of the example (normal, N(0, 1)), or with their gradients
 alone, is not seen.
 Legend: anchor (N), dim (D).
@@ -15,6 +17,7 @@ Legend: anchor (N), dim (D).
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_amp.parallel.checks.cached_check import remembered, settings_of
 from lightning_amp.parallel.contract.hooks import KINDS
+from lightning_amp.parallel.contract.protocol import ATTENTION_KEY
 from lightning_amp.shapes import PerAnchor
 
 Part = tuple[slice | list[int], ...]
@@ -46,6 +50,42 @@ def rows_problem(key: nn.Module, dim: int) -> str:
     """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
     half = ROWS // 2
     return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
+
+
+def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
+    """Whether an attention key attends to its projected anchors, and whether it adds its gated layer to its input.
+
+    None where it is none of the four forms, or has hooks.
+    """
+    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in KINDS):
+        return None
+    alone = _alone(key)
+    settings = _settings_of(key, alone)
+    if settings is None:
+        return _tried_form(alone)
+    return remembered((_tried_form, *settings), lambda: _tried_form(alone))
+
+
+@torch.no_grad()
+def _tried_form(alone: Any) -> tuple[bool, bool] | None:
+    v = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    try:
+        found = _tensors(alone(v))
+    except Exception:
+        return None
+    p = alone.prenorm(v)
+    qk, val = alone.qk(p), alone.value(p)
+    for projected, residual in product((False, True), repeat=2):
+        met = val + alone.attention(qk, qk, val if projected else p)
+        a, b = alone.ff(alone.postnorm(met)).chunk(2, dim=-1)
+        gated = a * F.gelu(b)
+        expected = (met + gated if residual else gated, val)
+        if len(found) == 2 and all(
+            x.shape == y.shape and torch.allclose(x, y, rtol=RTOL, atol=ATOL)
+            for x, y in zip(found, expected, strict=True)
+        ):
+            return projected, residual
+    return None
 
 
 def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
@@ -111,6 +151,8 @@ def _alone(key: nn.Module) -> nn.Module:
     kept = {n: child for n, child in key._modules.items() if n not in stand_ins or type(child) is nn.Identity}
     replaced = {name: function for name, function in stand_ins.items() if name not in kept}
     vars(alone).update(replaced, _modules=kept, training=True)
+    # what a technique has set there would run the key itself
+    vars(alone).pop("forward", None)
     return alone
 
 

@@ -36,6 +36,7 @@ class Entries:
         log_factorial: The logarithms of their factorials.
         runs: Runs of columns.
         ends: One past the last entry of every run.
+        flat: Where they lie in a flat [cell, feature], if that is known.
     """
 
     row: Int[Tensor, " entry"]
@@ -44,6 +45,7 @@ class Entries:
     log_factorial: Float[Tensor, " entry"]
     runs: Sequence[slice]
     ends: Sequence[int]
+    flat: Int[Tensor, " entry"] | None = None
 
     def own(self, k: int) -> slice:
         """Which entries are those of the k-th run."""
@@ -59,7 +61,7 @@ class Entries:
 
     def index(self, n_features: int) -> Int[Tensor, " entry"]:
         """Where the entries lie in a flat [cell, feature]."""
-        return torch.add(self.column, self.row, alpha=n_features)
+        return torch.add(self.column, self.row, alpha=n_features) if self.flat is None else self.flat
 
 
 def entries(
@@ -82,6 +84,7 @@ def entries(
             log_factorial=x.log_factorial(dtype),
             runs=runs,
             ends=x.ends([run.stop for run in runs]),
+            flat=x.places(),
         )
     counts = known_entries(x)
     if counts is not None:

@@ -172,8 +172,11 @@ def _sum(
     index = found.index(features)
     # r lies where the gradient of log_mu comes to lie
     r = gradients[0] if gradients else torch.empty(log_mu.shape, dtype=dtype, device=log_mu.device)
-    torch.sub(log_mu, log_theta.to(dtype), out=r)
-    others = _others(found, index, r, log_theta, bool(gradients))
+    log_theta, zi = log_theta.to(dtype), zi.to(dtype)
+    torch.sub(log_mu, log_theta, out=r)
+    # a table of one row, or that of all columns at once, is read by the counts too
+    theta = log_theta.exp() if len(runs) == 1 or len(log_theta) == 1 else None
+    others = _others(found, index, r, (log_theta, theta), bool(gradients))
     work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
@@ -181,13 +184,11 @@ def _sum(
         if work.is_meta and 0 < k < len(runs) - 1:
             continue
         if len(runs) == 1:
-            totals.append(
-                _zeros(work, index, r, (log_theta.to(dtype), zi.to(dtype)), form.least, gradients, others)
-            )
+            totals.append(_zeros(work, index, r, (cast(Tensor, theta), zi), form.least, gradients, others))
             continue
         width = run.stop - run.start
         chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
-        tables = [t[:, run].to(dtype) for t in (log_theta, zi)]
+        tables = (log_theta[:, run].exp() if theta is None else theta[:, run], zi[:, run])
         terms = [t[found.own(k)] for t in others]
         own = [t[:, run] for t in gradients]
         totals.append(_zeros(chunk, found.places(k), r[:, run], tables, form.least, own, terms))
@@ -218,11 +219,11 @@ def _zeros(
 
     Where there are gradients, that of log_mu is put in place of r, all but what the others add to it.
     """
-    log_theta, zi = tables
+    theta, zi = tables
     p, softplus, odds = work.unbind()
     q, inflated = _additional(zi, least)
-    # minus theta, and minus softplus(zi)
-    theta, missing = log_theta.exp(), _softplus(zi)
+    # minus theta, which nobody reads after this, and minus softplus(zi)
+    missing = _softplus(zi)
     negate_each([theta, missing])
     _softplus(r, out=softplus)
     # n - softplus(zi): what a count that is not zero begins with; and from it log(e^n + e^q)
@@ -261,7 +262,11 @@ def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
 
 
 def _others(
-    found: Entries, index: Tensor, r: Tensor, log_theta: Tensor, with_gradients: bool
+    found: Entries,
+    index: Tensor,
+    r: Tensor,
+    tables: tuple[Tensor, Tensor | None],
+    with_gradients: bool,
 ) -> list[Tensor]:
     """What the counts that are not zero have, beside n - softplus(zi), and the gradients of it.
 
@@ -271,7 +276,7 @@ def _others(
     """
     x = found.value
     r = r.view(-1).index_select(0, index)
-    theta, gammas = _gammas(x, log_theta, found.column if len(log_theta) == 1 else index, with_gradients)
+    theta, gammas = _gammas(x, tables, found.column if len(tables[0]) == 1 else index, with_gradients)
     # log sigmoid(r)
     value = torch.sub(gammas[0], found.log_factorial).addcmul_(x, F.softplus(r, -1.0, EXACT))
     if not with_gradients:
@@ -282,20 +287,28 @@ def _others(
 
 
 def _gammas(
-    x: Tensor, log_theta: Tensor, place: Tensor, with_gradients: bool
+    x: Tensor, tables: tuple[Tensor, Tensor | None], place: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi."""
+    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi.
+
+    Args:
+        tables: log theta, and theta where it is known.
+    """
     functions = (torch.lgamma, torch.digamma)[: 1 + with_gradients]
+    log_theta, known_theta = tables
     if log_theta.numel() < len(x) and not launches_operators(x):
         # each number of the table is met many times: its functions are computed once
-        table = log_theta.to(x.dtype).exp().view(-1)
+        table = (log_theta.exp() if known_theta is None else known_theta).view(-1)
         rows = torch.stack([table, *(function(table) for function in functions)])
         theta, *known = rows.index_select(1, place).unbind()
         shape = x + theta
         return theta, [function(shape).sub_(own) for function, own in zip(functions, known, strict=True)]
     both = x.new_empty(2, len(x))
     theta, shape = both.unbind()
-    torch.exp(log_theta.reshape(-1).index_select(0, place).to(x.dtype), out=theta)
+    if known_theta is None:
+        torch.exp(log_theta.reshape(-1).index_select(0, place), out=theta)
+    else:
+        torch.index_select(known_theta.view(-1), 0, place, out=theta)
     torch.add(x, theta, out=shape)
     values = x.new_empty(len(functions), 2, len(x))
     for function, out in zip(functions, values.unbind(), strict=True):

@@ -146,6 +146,9 @@ class CellMicrobatches(nn.Module):
 
 def _at_least_float32(value: Tensor) -> Tensor:
     # strata and micro-batches are many: their sum would lose digits
+    if value.dtype in (torch.float32, torch.float64):
+        # asked of torch, it is one more operator
+        return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 

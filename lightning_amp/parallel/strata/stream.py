@@ -10,7 +10,8 @@ A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what h
 s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
 before it, and the gradient of v_k, and hands down that of v_{k-1}.
 
-The cells of a stratum are taken in micro-batches (cell_microbatches.py), so that [B, F_k] exists for one only.
+The cells of a stratum are taken in micro-batches (cell_microbatches.py), so that [B, F_k] exists for one only. Its key
+is run in fewer operators (streamed_key.py).
 
 On a CPU with several threads some strata run side by side, as many as the spec says (thread_pool.py), and so many are
 alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
@@ -51,7 +52,9 @@ from lightning_amp.parallel.checks.strata_loop import walk_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.parallel.contract.strata_loop import LoopTechnique, StratumInputs
+from lightning_amp.parallel.device_settings import launches_operators
 from lightning_amp.parallel.strata.cell_microbatches import in_microbatches
+from lightning_amp.parallel.strata.streamed_key import streamed_key
 from lightning_amp.parallel.strata.thread_pool import run_in_order, workers_for
 from lightning_amp.planning.plan.specs import StreamStrata
 from lightning_amp.shapes import Scalar
@@ -68,13 +71,17 @@ def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) 
         raise InstallError(
             f"stream was asked for with workers={spec.workers!r}; that many strata run side by side, at least 1"
         )
+    forwards = {}
     swaps: dict[str, nn.Module] = {
         "walk": StreamedStrata(walk_of(decoder, "stream", once=True), workers=spec.workers)
     }
     for k, stratum in enumerate(decoder.strata):
         leaf_of_cells = getattr(stratum, "sum_over_cells", None)
         swaps[f"strata.{k}.sum_over_cells"] = in_microbatches(leaf_of_cells, size=spec.cells)
-    return Change(swaps)
+        run = streamed_key(getattr(stratum, "key", None))
+        if run is not None:
+            forwards[f"strata.{k}.key"] = run
+    return Change(swaps, forwards=forwards)
 
 
 class StreamedStrata(LoopTechnique):
@@ -136,7 +143,12 @@ class _Stream:
         self.cells = cells | {"library": leaves.library}
         # made before the first stratum: what outlives a stratum would split the memory that the next one needs whole
         self.shared = StratumInputs(*map(GradientSum, leaves))
-        self.ready = {id(p): GradientSum(p) for p in strata[own.start : own.stop].parameters()}
+        # on a device whose operators are launched these are small, and small tensors split nothing there
+        later = launches_operators(leaves.v)
+        own_strata = strata[own.start : own.stop]
+        self.ready = {id(p): GradientSum(p, later=later) for p in own_strata.parameters()}
+        if later:
+            self.ready |= {id(p): GradientSum(p) for stratum in own_strata for p in _in_runs(stratum)}
         # of the strata before, only the spine's parameters get gradients: few, so no memory is set aside for all
         before = strata[: own.start].parameters()
         self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
@@ -332,6 +344,12 @@ def _copies(stratum: nn.Module) -> dict[str, Tensor]:
         for name, p in stratum.named_parameters()
     }
     return {name: copies[id(own)] for name, own in places(stratum).items() if id(own) in copies}
+
+
+def _in_runs(stratum: nn.Module) -> list[nn.Parameter]:
+    """Parameters of which a stratum has some columns."""
+    names = _runs(stratum)
+    return [p for name, p in stratum.named_parameters() if name in names]
 
 
 def _runs(stratum: nn.Module) -> Mapping[str, slice]:

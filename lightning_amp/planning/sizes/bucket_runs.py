@@ -113,6 +113,11 @@ class Band(NamedTuple):
         """Every bucket of rows in exactly one run, in their order."""
         return _runs(self)
 
+    @property
+    def at_once(self) -> bool:
+        """Whether the keys are those of the rows, and one run has all buckets, which are several."""
+        return self.rows == self.keys and len(self.runs) == 1 and self.runs[0].n_buckets > 1
+
     def copies(self, run: Run) -> tuple[bool, bool]:
         """Whether a run's rows, and the keys they meet, are copied for zeros to be among them."""
         last = run.near[0] + (run.n_buckets - 1) * self.window + run.near[1]

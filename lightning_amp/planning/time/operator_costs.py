@@ -135,15 +135,18 @@ def _fused_kernels(band: Band, again: bool, dim: int, launched: bool) -> tuple[i
     # keys: filled up, paired, their norms, at least so much, divided by; turned
     there = 4 + (around > 0 or band.keys % band.window > 0) + of_slabs
     # gradients of keys: set to zero, of a slab five operators, by the last of which those of queries are added to
-    back = there + 2 + 5 * len(slabs) + of_slabs
+    at_once, in_place = band.at_once, len(band.runs) == 1
+    back = there + (5 + turns(band.n_key_buckets) if at_once else 2 + 5 * len(slabs) + of_slabs)
     for run in band.runs:
         rows, keys = band.copies(run)
         chunks, met = -(-run.own[1] // band.sizes.rows), 1 if run.n_buckets == 1 else 3
         missing, turned = run.missing > 0, turns(run.n_buckets)
         masks = 1 + any(run.outside) + missing
-        # queries: paired and turned, there and back
-        there += 2 + turned + rows + keys + chunks * (3 + masks)
-        back += 2 + 2 * turned + 2 * rows + keys + chunks * (again * (2 + masks) + 4 + 2 * met + missing)
+        # queries: filled up, paired and turned, there and back; all at once they are the keys', which are
+        own = 0 if at_once else 1 + rows
+        there += own + turned + (not in_place) + keys + chunks * (3 + masks)
+        back += own + (not at_once) + 2 * turned + rows + keys
+        back += chunks * (again * (2 + masks) + 4 + 2 * met + missing)
     return there, back
 
 

@@ -1,0 +1,272 @@
+"""Techniques of any LightningModule on one device: the losses and the parameters of a short fit beside a plain one.
+
+The plain fit is a loop without Lightning in float64 on the CPU. `recompute` trains the same numbers up to rounding, and
+`lightning_amp.chunk` returns them. `fsdp` and `pipeline` are refused on one rank; what fsdp does is done there without
+the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one. A rescue is shown where
+memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
+OutOfMemoryError. On a CPU a budget stands for it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import lightning_amp
+from benchmarks.gpu.one_trainer import BACKENDS, trainer_for
+from benchmarks.gpu.run_parts import Work
+from lightning_amp.errors import AmpError
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
+
+STEPS = 3
+ALLOWED = {"64-true": 1e-10, "32-true": 1e-4}
+"""Relative errors that are rounding."""
+CHOICES = (("S1",), ("S1", "recompute"))
+LEARNING_RATE = 0.05
+Found = dict[str, Tensor]
+
+
+class Blocks(pl.LightningModule):
+    """Residual blocks that draw nothing.
+
+    Args:
+        width: Channels.
+        depth: Blocks.
+        rows: Of the batch, [row, channel].
+    """
+
+    def __init__(self, *, width: int, depth: int, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
+            for _ in range(depth)
+        )
+        self.double()
+        generator = torch.Generator().manual_seed(1)
+        self.data = [torch.randn(rows, width, dtype=torch.float64, generator=generator) for _ in range(STEPS)]
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[row, channel] -> the same."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        """Mean squared error."""
+        loss = F.mse_loss(self(batch), batch.flip(0))
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain descent, so that an error in a gradient is one in a parameter."""
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+def run(work: Work) -> None:
+    """A row for each technique and precision, and one for each of the others."""
+    sizes = {"width": 8, "depth": 3, "rows": 32} if work.tiny else {"width": 256, "depth": 12, "rows": 2**14}
+    few = sizes | {"rows": min(sizes["rows"], 512)}
+    expected, wrong = _plain(Blocks(**few)), 0
+    for precision in ALLOWED:
+        for strategies in CHOICES:
+            wrong += _compare(work, strategies, precision, few, expected)
+        wrong += _sharded(work, precision, few, expected)
+    wrong += _chunked(work, few) + _rescued(work, sizes)
+    wrong += _refused(work, "pipeline", few) + _refused(work, "fsdp", few)
+    if wrong:
+        raise AssertionError(f"{wrong} of the rows have failed, or are wrong by more than rounding")
+
+
+def _plain(module: Blocks) -> Found:
+    optimizer = module.configure_optimizers()
+    for batch in module.data:
+        optimizer.zero_grad()
+        module.training_step(batch).backward()
+        optimizer.step()
+    return _values(module)
+
+
+def _values(module: Blocks) -> Found:
+    """Losses and parameters in the host's memory and double precision."""
+    losses = {f"loss {i}": loss for i, loss in enumerate(module.losses[-STEPS:])}
+    return {name: value.detach().double().cpu() for name, value in (losses | module.state_dict()).items()}
+
+
+def _fit(
+    work: Work,
+    strategies: tuple[str, ...] | None,
+    precision: str,
+    sizes: Mapping[str, int],
+    **amp: Any,
+) -> tuple[Found, AMPStrategy]:
+    # with 32-true Lightning leaves a module's type, and its batch's, as they are
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    module = Blocks(**sizes).to(dtype)
+    loader: Any = DataLoader([batch.to(dtype) for batch in module.data], batch_size=None)  # type: ignore[arg-type]
+    trainer, strategy = trainer_for(work, strategies=strategies, steps=STEPS, amp=amp, precision=precision)
+    trainer.fit(module, loader)
+    return _values(module), strategy
+
+
+def _compare(
+    work: Work, strategies: tuple[str, ...], precision: str, sizes: Mapping[str, int], expected: Found
+) -> int:
+    name = ",".join(strategies)
+    try:
+        found, _ = _fit(work, strategies, precision, sizes)
+    except Exception as error:
+        return _row(work, name, precision, {}, error)
+    return _row(work, name, precision, _errors(found, expected))
+
+
+def _errors(found: Found, expected: Found) -> Found:
+    """Relative to the norm of what is right; infinite where something is missing."""
+    missing = torch.tensor(float("inf"))
+    return {
+        name: (found[name] - right).norm() / right.norm().clamp(min=1e-12) if name in found else missing
+        for name, right in expected.items()
+    }
+
+
+def _row(work: Work, name: str, precision: str, errors: Found, error: Exception | None = None) -> int:
+    most = float(torch.stack(list(errors.values())).max()) if errors else float("nan")
+    # not a number is wrong too
+    wrong = error is not None or not most <= ALLOWED[precision]
+    told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}" if error else ""
+    work.record.row(
+        technique=name,
+        precision=precision,
+        largest_error=None if error else most,
+        answer="**failed**" if error else "**wrong**" if wrong else "exact",
+        told=told,
+    )
+    return int(wrong)
+
+
+def _chunked(work: Work, sizes: Mapping[str, int]) -> int:
+    """`lightning_amp.chunk` under half of what a block's widest tensors take, without a Trainer."""
+    module, name = Blocks(**sizes), "chunk(module, x)"
+    x = module.data[0]
+    with torch.no_grad():
+        expected = {"output": module(x)}
+        own, there = module.to(work.device), x.to(work.device)
+        budget = 4 * x.nbytes
+        try:
+            found = {"output": lightning_amp.chunk(own, there, budget=budget)(there).cpu()}
+        except Exception as error:
+            return _row(work, name, "64-true", {}, error)
+    return _row(work, name, "64-true", _errors(found, expected))
+
+
+def _sharded(work: Work, precision: str, sizes: Mapping[str, int], expected: Found) -> int:
+    """Parameters by rows over a process group of one rank, of the backend that several have."""
+    name, dtype = "fsdp over a mesh of one", torch.float64 if precision == "64-true" else torch.float32
+    try:
+        with _group(work.device) as mesh:
+            found = _train_sharded(Blocks(**sizes).to(work.device, dtype), mesh)
+    except Exception as error:
+        return _row(work, name, precision, {}, error)
+    return _row(work, name, precision, _errors(found, expected))
+
+
+def _train_sharded(module: Blocks, mesh: DeviceMesh) -> Found:
+    sharded = FullySharded(module, ["blocks.*"], mesh["data"])
+    optimizer, first = module.configure_optimizers(), next(module.parameters())
+    for batch in module.data:
+        optimizer.zero_grad()
+        loss = module.training_step(batch.to(first.device, first.dtype))
+        with sharded.backward(loss):
+            loss.backward()
+        sharded.before_update()
+        optimizer.step()
+        sharded.after_update()
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
+    losses = {f"loss {i}": loss for i, loss in enumerate(module.losses)}
+    return {name: value.detach().double().cpu() for name, value in (losses | whole).items()}
+
+
+@contextmanager
+def _group(device: torch.device) -> Iterator[DeviceMesh]:
+    if not dist.is_initialized():
+        # the Trainer of a fit before has left its own, which is the same
+        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == BACKENDS[device.type], "ranks on this device have this backend"
+    yield init_device_mesh(device.type, (1,), mesh_dim_names=("data",))
+
+
+def _refused(work: Work, strategy: str, sizes: Mapping[str, int]) -> int:
+    """What needs ranks tells one so before anything is changed."""
+    name = f"{strategy} on one rank"
+    try:
+        _fit(work, ("S1", strategy), "32-true", sizes)
+    except AmpError as error:
+        work.record.row(technique=name, answer="refused", told=str(error).splitlines()[0])
+        return 0
+    except Exception as error:
+        return _row(work, name, "32-true", {}, error)
+    work.record.row(technique=name, answer="**wrong**", told="it was not refused")
+    return 1
+
+
+def _rescued(work: Work, sizes: Mapping[str, int]) -> int:
+    """A fit whose first batch has no memory, beside one that has it."""
+    name = "rescue"
+    try:
+        expected, plain, lean = (
+            *_fit_with_peak(work, ("S1",), sizes),
+            _fit_with_peak(work, ("S1", "recompute"), sizes)[1],
+        )
+        budget = (plain + lean) // 2
+        with _at_most(work.device, budget):
+            amp = (
+                {"rescue": True}
+                if work.device.type == "cuda"
+                else {"rescue": True, "device_memory": f"{budget / 2**20}MiB"}
+            )
+            found, strategy = _fit(work, ("S1",), "32-true", sizes, **amp)
+        assert strategy.plan is not None, "there is a plan after a fit"
+        planned = strategy.plan.strategies
+        if planned == ("S1",):
+            raise AssertionError(f"memory did not end with {budget} bytes, where {plain} had been taken")
+    except Exception as error:
+        return _row(work, name, "32-true", {}, error)
+    return _row(work, f"{name}, then {','.join(planned)}", "32-true", _errors(found, expected))
+
+
+def _fit_with_peak(work: Work, strategies: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Found, int]:
+    """What a fit leaves, and the most bytes that the allocator has taken; on a CPU those that were predicted."""
+    if work.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(work.device)
+    found, strategy = _fit(work, strategies, "32-true", sizes)
+    if work.device.type == "cuda":
+        return found, int(torch.cuda.max_memory_reserved(work.device))
+    assert strategy.plan is not None, "there is a plan after a fit"
+    return found, strategy.plan.predicted_peak_bytes
+
+
+@contextmanager
+def _at_most(device: torch.device, n_bytes: int) -> Iterator[None]:
+    """Let torch's allocator take no more of a CUDA device, so that memory ends as on a smaller one."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(n_bytes / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
