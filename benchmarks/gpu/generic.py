@@ -2,8 +2,8 @@
 
 The plain fit is a loop without Lightning in float64 on the CPU. `recompute` trains the same numbers up to rounding, and
 `lightning_amp.chunk` returns them. `fsdp` and `pipeline` are refused on one rank; what fsdp does is done there without
-the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one. A rescue is shown where
-memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
+the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one. A rescue is shown
+where memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
 OutOfMemoryError. On a CPU a budget stands for it.
 """
 

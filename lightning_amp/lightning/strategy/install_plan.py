@@ -114,7 +114,7 @@ class InstalledPlan:
         spec = next((rule.spec for rule in self._plan.rules if isinstance(rule.spec, PipelineStages)), None)
         if spec is None:
             return None
-        check_run(self._request, self._trainer, self._model, self._plan)
+        check_run(self._request, self._trainer, self._model, self._plan.rules)
         parameters, undo = pipelined(self._trainer.lightning_module, self._installed, spec, self._mesh)
         self._undo.append(undo)
         return parameters

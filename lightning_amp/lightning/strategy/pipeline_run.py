@@ -1,6 +1,6 @@
 """A run whose blocks are stages of a pipeline: what it refuses, and what takes the place of the module's steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ from lightning_amp.parallel.install import Installed
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, spans
 from lightning_amp.parallel.pipeline.blocks import refuse_batch_statistics
 from lightning_amp.parallel.pipeline.run_stages import Stages
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import (
     BalanceCells,
     DataParallel,
@@ -36,7 +36,7 @@ SEE_GRADIENTS = (
 NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
 
-def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, plan: Plan) -> None:
+def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: Iterable[Rule] = ()) -> None:
     """Refuse what a pipeline would train otherwise than one process.
 
     Raises:
@@ -75,7 +75,7 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, plan: Pla
     ]
     asked += [
         (True, rule.strategy, "it was not tried inside of stages: leave it out")
-        for rule in plan.rules
+        for rule in rules
         if not isinstance(rule.spec, TOGETHER)
     ]
     asked += [
