@@ -62,7 +62,7 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
     if text.count(mutant.old) != 1:
         raise SystemExit(
             f"{mutant.technique} ({mutant.kind}): {mutant.old!r} is found {text.count(mutant.old)} times in"
-            f" {mutant.file}; it must be there once: bring tests/mutant_table.py up to date"
+            f" {mutant.file}; it must be there once: bring tests/mutant_table/ up to date"
         )
     file.write_text(text.replace(mutant.old, mutant.new))
     try:

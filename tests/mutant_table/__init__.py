@@ -1,0 +1,14 @@
+"""The edits of tests/mutants.py. Kinds: a collective that is missing or doubled, a scale, a shard, a normaliser that
+is wrong, or what stands for them in a technique without collectives."""
+
+from tests.mutant_table.attention import ATTENTION
+from tests.mutant_table.blocks import BLOCKS
+from tests.mutant_table.chunks import CHUNKS
+from tests.mutant_table.graphs import GRAPHS
+from tests.mutant_table.pipelines import PIPELINES
+from tests.mutant_table.ranks import RANKS
+from tests.mutant_table.rescues import RESCUES
+from tests.mutant_table.row import Mutant as Mutant
+from tests.mutant_table.strata import STRATA
+
+MUTANTS = [*ATTENTION, *STRATA, *RANKS, *BLOCKS, *RESCUES, *GRAPHS, *CHUNKS, *PIPELINES]

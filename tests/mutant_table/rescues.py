@@ -1,0 +1,78 @@
+"""Mutants of the rescue after an end of memory."""
+
+from tests.mutant_table.row import L, Mutant
+
+RESCUE = f"{L}/steps/rescue.py"
+SAVED = "tests/lightning/strategy/test_rescue.py"
+ENDED = "tests/lightning/strategy/test_end_of_memory.py"
+
+RESCUES = [
+    Mutant("rescue", "state lost: buffers", RESCUE, "buffer.copy_(before)", "pass", SAVED),
+    Mutant("rescue", "state lost: metrics", RESCUE, "vars(metric).update(state)", "pass", SAVED),
+    Mutant(
+        "rescue",
+        "state lost: counters of the loop",
+        RESCUE,
+        "self._loop.optim_progress.load_state_dict(self._progress)",
+        "pass",
+        SAVED,
+    ),
+    Mutant("rescue", "random streams go on", RESCUE, "set_random_streams(self._random)", "pass", SAVED),
+    Mutant(
+        "rescue",
+        "one rank only",
+        RESCUE,
+        "if largest(0.0, self._device):",
+        "if largest(0.0, self._device) > 1:",
+        SAVED,
+    ),
+    Mutant("rescue", "plans without number", RESCUE, "self._left -= 1", "self._left -= 0", SAVED),
+    Mutant(
+        "rescue",
+        "budget not checked",
+        "lightning_amp/footprint/bounded_step.py",
+        "if self._bounded and self.current + n_bytes > self._budget:",
+        "if False:",
+        SAVED,
+    ),
+    Mutant(
+        "rescue",
+        "a new plan is not counted",
+        f"{L}/steps/counted_batches.py",
+        "self._left = COUNTED",
+        "self._left = 0",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "no budget without a rescue",
+        f"{L}/steps/counted_batches.py",
+        "loop.run = run",
+        "pass",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "an outer module is named",
+        f"{L}/steps/end_of_memory.py",
+        "for k in range(len(frames) - 1, -1, -1):",
+        "for k in range(len(frames)):",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "kinds add up wrong",
+        f"{L}/steps/end_of_memory.py",
+        "before = meter.current",
+        "before = 0",
+        ENDED,
+    ),
+    Mutant(
+        "rescue",
+        "streams are not put back",
+        f"{L}/first_look/example_batch.py",
+        "with isolated_random_streams():",
+        "if True:",
+        "tests/lightning/first_look",
+    ),
+]
