@@ -96,7 +96,7 @@ CHUNKS = [
         "the plan of another budget",
         f"{P}/chunk/in_chunks.py",
         "key = self._budget_bytes, self._train, call",
-        "shared = (self._train, key)",
+        "key = self._train, call",
         "tests/parallel/chunk/test_in_chunks.py",
     ),
     Mutant(

@@ -1,13 +1,15 @@
 """A run whose blocks are stages of a pipeline: what it refuses, and what takes the place of the module's steps."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.steps.pipelined.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
@@ -16,6 +18,7 @@ from lightning_amp.parallel.install import Installed
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, spans
 from lightning_amp.parallel.pipeline.blocks import refuse_batch_statistics
 from lightning_amp.parallel.pipeline.run_stages import Stages
+from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import (
     BalanceCells,
@@ -90,6 +93,17 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
     for found, what, why in asked:
         if found:
             raise PlanError(f"pipeline was asked for together with {what}; {why}, or leave 'pipeline' out")
+
+
+def without_stages(seen: Seen, device: torch.device, request: Request, trainer: pl.Trainer) -> Seen:
+    """The step without a pipeline, where the run's options or its device do not go with one."""
+    if device.type != "cpu":
+        return replace(seen, passes=None, no_stages=f"it runs on the CPU by now, and not on {device.type!r}")
+    try:
+        check_run(request, trainer, trainer.lightning_module)
+    except AmpError as error:
+        return replace(seen, passes=None, no_stages=str(error))
+    return seen
 
 
 def pipelined(

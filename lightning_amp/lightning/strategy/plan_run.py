@@ -16,7 +16,7 @@ from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_s
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
-from lightning_amp.lightning.strategy.pipeline_run import check_run
+from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
 from lightning_amp.models.glue import GLUE
@@ -101,7 +101,9 @@ class Facts:
         if self.step is None:
             return None, ""
         try:
-            return _without_stages(self.step.seen(self.rates[0]), self), ""
+            return without_stages(
+                self.step.seen(self.rates[0]), self.here.device, self.request, self.trainer
+            ), ""
         except AmpError as error:
             return None, f"{NO_PROFILE}: {error}"
 
@@ -249,19 +251,6 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches),
     )
-
-
-def _without_stages(seen: Seen, facts: Facts) -> Seen:
-    """The step without a pipeline, where the run's options or its device do not go with one."""
-    if facts.here.device.type != "cpu":
-        return replace(
-            seen, passes=None, no_stages=f"it runs on the CPU by now, and not on {facts.here.device.type!r}"
-        )
-    try:
-        check_run(facts.request, facts.trainer, facts.trainer.lightning_module)
-    except AmpError as error:
-        return replace(seen, passes=None, no_stages=str(error))
-    return seen
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
