@@ -75,7 +75,7 @@ def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_lea
     low, best = at_least, choose(chain, peak_bytes(chain, ()), recompute=recompute, chunk=chunk)
     assert best is not None, "every block as it is takes as much"
     high = best.peak_bytes
-    while high - low > CLOSE * high:
+    while high - low > max(1, CLOSE * high):
         middle = (low + high) // 2
         found = choose(chain, middle, recompute=recompute, chunk=chunk)
         if found is None:

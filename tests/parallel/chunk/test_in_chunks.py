@@ -119,7 +119,7 @@ def test_a_step_of_an_example_module_with_chunks_in_every_block() -> None:
 def test_a_call_that_needs_more_than_its_plan_was_made_for_is_told() -> None:
     """The least is taken: a run does not end for one long batch."""
     block, x = FeedForward(), x_of(8, 6)
-    with pytest.warns(UserWarning, match=r"has 0.10 KiB by the plan.*called with \[8, 6\] it needs"):
+    with pytest.warns(UserWarning, match=r"has 100 B by the plan.*called with \[8, 6\] it needs"):
         found = InChunks(100, train=True)(block, x)
     torch.testing.assert_close(found, block(x))
 

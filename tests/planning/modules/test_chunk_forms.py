@@ -90,16 +90,22 @@ def test_a_mixture_of_all_forms_trains_to_the_same_numbers() -> None:
 def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
     x = torch.randn(8, 6)
     assert "'Twice'" in forms_of(Blocks(Custom()), torch.randn(3, 4)).reason
-    assert "calls no block" in forms_of(Blocks(), x.requires_grad_()).reason
-    assert "draws random numbers" in forms_of(Blocks(nn.Dropout(0.1)), x).reason
+    alone = Blocks()
+    alone.head = nn.Linear(6, 6)
+    assert "calls no block" in forms_of(alone, x.requires_grad_()).reason
+    assert "draws random numbers" in forms_of(Blocks(nn.Linear(6, 6), nn.Dropout(0.1)), x).reason
     # one block that can is enough
     assert forms_of(Blocks(nn.Dropout(0.1), FeedForward()), torch.randn(64, 6)).reason == ""
 
 
 def test_blocks_that_run_the_same_code_are_shown_once() -> None:
-    module, batch = Blocks(Attention(16), Attention(16), FeedForward(16)), torch.randn(2, 64, 16)
+    module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
     _, _, calls = chain_and_passes(module, batch, ())
-    (names, code), *_ = block_code(module, calls, {"blocks.0": 200_000, "blocks.1": 200_000}).items()
-    assert names == "blocks.0, blocks.1"
+    # the first one's argument has no gradient, which is another graph
+    first, second = block_code(
+        module, calls, dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), 200_000)
+    ).items()
+    (names, code) = second
+    assert (first[0], names) == ("blocks.0", "blocks.1, blocks.2")
     assert "def region_0(put, size" in code
     assert "def forward(" in code
