@@ -2,8 +2,8 @@
 
 The plain fit is a loop without Lightning in float64 on the CPU. `recompute` trains the same numbers up to rounding, and
 `lightning_amp.chunk` returns them. `fsdp` and `pipeline` are refused on one rank; what fsdp does is done there without
-the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one. A rescue is shown where
-memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
+the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one. A rescue is shown
+where memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
 OutOfMemoryError. On a CPU a budget stands for it.
 """
 
@@ -182,7 +182,7 @@ def _sharded(work: Work, precision: str, sizes: Mapping[str, int], expected: Fou
 
 
 def _train_sharded(module: Blocks, mesh: DeviceMesh) -> Found:
-    sharded = FullySharded(module, ["blocks.*"], mesh["data"])
+    sharded = FullySharded(module, ["blocks.*", ""], mesh["data"])
     optimizer, first = module.configure_optimizers(), next(module.parameters())
     for batch in module.data:
         optimizer.zero_grad()
