@@ -182,7 +182,7 @@ def _sharded(work: Work, precision: str, sizes: Mapping[str, int], expected: Fou
 
 
 def _train_sharded(module: Blocks, mesh: DeviceMesh) -> Found:
-    sharded = FullySharded(module, ["blocks.*"], mesh["data"])
+    sharded = FullySharded(module, ["blocks.*", ""], mesh["data"])
     optimizer, first = module.configure_optimizers(), next(module.parameters())
     for batch in module.data:
         optimizer.zero_grad()
