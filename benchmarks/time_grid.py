@@ -65,7 +65,8 @@ def sizes() -> Iterator[Size]:
 
 def plans(ranks: int) -> list[Chosen]:
     """Every legal choice on one device, and on several the ones that differ in more than a leaf; S3 is for S5."""
-    choices = product(((), ("fused",)), ((), ("S4",)), ((), ("sparse",)), ((), ("recompute",), ("stream",)))
+    attentions = ((), ("fused",), ("sdpa",))
+    choices = product(attentions, ((), ("S4",)), ((), ("sparse",)), ((), ("recompute",), ("stream",)))
     alone = [in_order(frozenset().union(*parts)) for parts in choices]
     if ranks == 1:
         return [(1, chosen) for chosen in alone if not any(conflicts(chosen))]

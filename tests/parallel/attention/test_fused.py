@@ -74,6 +74,27 @@ def test_equals_eager(
     )
 
 
+@pytest.mark.parametrize(
+    "sizes", [(1, 5, False), (1, 2, False), (2, 5, False), (3, 5, True), (100, 5, False), (100, 5, True)]
+)
+@pytest.mark.parametrize("n", [58, 21, 15, 10, 7, 5, 2])
+def test_keys_that_are_the_queries(
+    n: int, sizes: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alike(attention: nn.Module) -> Function:
+        return lambda qk, values: attention(qk, qk, values)
+
+    eager, (qk, values, _) = LocalAttention(DIM, WINDOW), draw(n)
+    with torch.no_grad():
+        # neither has a direction, and the second is divided by the least norm
+        qk[0], qk[1] = 0.0, 1e-14
+    expected = results(alike(eager), [qk, values])
+    set_sizes(monkeypatch, *sizes[:2], padded=sizes[2])
+    again, kept = (results(alike(fuse_attention(eager, keep=keep)), [qk, values]) for keep in (False, True))
+    assert distance(again, expected) <= 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
 def test_the_comparison_can_fail() -> None:
     leaves = draw(58)
     fused, expected = results(FusedAttention(DIM, WINDOW), leaves), results(LocalAttention(DIM, 6), leaves)
