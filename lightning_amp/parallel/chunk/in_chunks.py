@@ -104,18 +104,23 @@ class InChunks:
             return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason)
 
     def _of_graph(self, found: Capture, *, train: bool) -> Planned:
-        try:
-            return plan_graph(found, self._budget_bytes, train=train)
-        except OverBudget as error:
-            if not self._train:
-                raise
-            least, asked = format_bytes(error.least_bytes), format_bytes(self._budget_bytes)
+        planned, n_bytes = None, self._budget_bytes
+        while planned is None:
+            try:
+                planned = plan_graph(found, n_bytes, train=train)
+            except OverBudget as error:
+                if not self._train:
+                    raise
+                # the least is that of the search for this budget, and may be a little more for another
+                n_bytes = max(error.least_bytes, n_bytes + n_bytes // 100 + 1)
+        if n_bytes > self._budget_bytes:
+            least, asked = format_bytes(n_bytes), format_bytes(self._budget_bytes)
             warnings.warn(
                 f"a block {found.kind.__name__!r} has {asked} by the plan, made for another batch; called with"
                 f" {_shapes(found)} it needs {least} at least, in chunks, and takes that: plan for the largest batch",
                 stacklevel=2,
             )
-            return plan_graph(found, error.least_bytes, train=train)
+        return planned
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "known": {}}
