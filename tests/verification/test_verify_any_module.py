@@ -23,7 +23,7 @@ EXAMPLES = str(ROOT / "examples" / "any_module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     # processes are to find the examples' classes
     sys.path.insert(0, EXAMPLES)
-    with Workers(2, tmp_path_factory.mktemp("workers"), timeout=100) as pool:
+    with Workers(2, tmp_path_factory.mktemp("workers"), timeout=240) as pool:
         yield pool
     sys.path.remove(EXAMPLES)
 

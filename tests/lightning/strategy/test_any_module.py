@@ -423,7 +423,11 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
     ("name", "shares", "strategies"),
     [
         ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
-        ("gene_transformer", (1.1, 0.6, 0.35), (("S1",), ("S1", "recompute"), ("S1", "recompute", "fsdp"))),
+        (
+            "gene_transformer",
+            (1.1, 0.6, 0.35),
+            (("S1",), ("S1", "recompute"), ("S1", "recompute", "fsdp", "chunk")),
+        ),
     ],
 )
 def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:
