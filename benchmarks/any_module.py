@@ -105,7 +105,7 @@ PEERS: dict[str, dict[str, Any]] = {
 
 def blocks_of(module: Any) -> list[Any]:
     """What a person would wrap: the members of the module's lists."""
-    from lightning_amp.graph.capture import find_blocks
+    from lightning_amp.footprint.find_blocks import find_blocks
 
     return [block for block in find_blocks(module).values() if any(True for _ in block.parameters())]
 
@@ -156,32 +156,29 @@ def rows_of(batch: Any, *, double: bool) -> list[Any]:
 
 
 def _trainer(request: dict[str, Any]) -> tuple[Any, Any]:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     import lightning_amp
-    from lightning_amp.footprint.live_bytes import LiveBytes
+    from tests.any_module import Meter
 
-    class Probe(Callback):
+    class Probe(Meter):
         """Counts the second step, or notes when batches end."""
 
         def __init__(self) -> None:
-            self.live, self.ends = LiveBytes(), list[float]()
+            super().__init__()
+            self.ends = list[float]()
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if request["meter"] and batch_idx == 1:
-                held = [*module.parameters(), *module.buffers()]
-                held += [p.grad for p in module.parameters() if p.grad is not None]
-                states = [state for o in trainer.optimizers for state in o.state.values()]
-                self.live.watch([held, batch, [value for state in states for value in state.values()]])
-                self.live.__enter__()
+        def on_train_batch_start(self, *about: Any) -> None:
+            if request["meter"]:
+                super().on_train_batch_start(*about)
 
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
             self.ends.append(time.perf_counter())
-            if request["meter"] and batch_idx == 1:
-                self.live.__exit__(None, None, None)
+            if request["meter"]:
+                super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
             if len(self.ends) > request["steps"]:
                 trainer.should_stop = True
 

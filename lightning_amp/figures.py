@@ -59,7 +59,7 @@ def memory_curve(
         (predicted_bytes, "predicted", "--", PALETTE[1], 1.6),
     ]
     figure, _ = _draw_strata(curves, budget_bytes=budget_bytes, title=title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def simulated_memory(
@@ -99,7 +99,7 @@ def simulated_memory(
         last = (len(simulated_bytes) - 0.5, peak_bytes / size)
         axes.plot(*last, "X", color=RED, markersize=9, linestyle="none", label=label, clip_on=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def step_memory(
     """
     top = max(int(one.total.max()) for one in (step, predicted) if one is not None)
     unit, size = _unit(top)
-    figure = _new_figure(9.6, 4.0)
+    figure = new_figure(9.6, 4.0)
     over_time, beside = figure.subplots(1, 2, width_ratios=[2, 1])
     _draw_kinds(over_time, step, size)
     if predicted is not None:
@@ -182,7 +182,7 @@ def step_memory(
     _draw_holders(beside, step, predicted, unit=unit, size=size)
     figure.legend(*over_time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def embedding(
@@ -203,13 +203,13 @@ def embedding(
         axis_names: what the two axes are
     """
     points = np.asarray(xy, dtype=np.float64)
-    figure = _new_figure(sum(4.4 + _legend_inches(classes) for classes in labels.values()), 4.6)
+    figure = new_figure(sum(4.4 + _legend_inches(classes) for classes in labels.values()), 4.6)
     for axes, (heading, classes) in zip(_panels(figure, len(labels)), labels.items(), strict=True):
         _scatter(axes, points, np.asarray(classes).astype(str))
         axes.set_title(heading, fontsize=11)
         axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
     figure.suptitle(title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def contact_maps(
@@ -231,7 +231,7 @@ def contact_maps(
     """
     values = {heading: np.asarray(contacts, dtype=np.float64) for heading, contacts in maps.items()}
     scale = _common_scale(list(values.values()))
-    figure = _new_figure(4.6 * len(maps) + 0.6, 4.7)
+    figure = new_figure(4.6 * len(maps) + 0.6, 4.7)
     panels = _panels(figure, len(maps))
     for axes, (heading, contacts) in zip(panels, values.items(), strict=True):
         image = axes.imshow(
@@ -241,7 +241,7 @@ def contact_maps(
         _name_bins(axes, np.asarray(chromosomes), np.asarray(starts))
     figure.colorbar(image, ax=panels, shrink=0.8, label="contacts")
     figure.suptitle(title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _common_scale(maps: Sequence[NDArray[np.float64]]) -> LogNorm:
@@ -325,7 +325,7 @@ def _draw_strata(
     """Draw memory against the stratum: values, label, line, colour and width of each curve, and the budget."""
     top = max([also_bytes, *(max(values) for values, *_ in curves if values is not None and len(values))])
     unit, size = _unit(top)
-    figure = _new_figure(7.0, 4.2)
+    figure = new_figure(7.0, 4.2)
     axes = figure.add_subplot()
     for values, label, line, colour, width in curves:
         if values is not None and len(values):
@@ -385,7 +385,8 @@ def _unit(n_bytes: float) -> tuple[str, int]:
     return fitting[0] if fitting else ("bytes", 1)
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
@@ -395,5 +396,6 @@ def _panels(figure: Figure, n: int) -> list[Axes]:
     return [figure.add_subplot(1, n, i + 1) for i in range(n)]
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it as PNG."""
     figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.1)

@@ -1,4 +1,4 @@
-"""The unedited modules of examples/any_module/, for all tests that claim something of any module."""
+"""The unedited modules of examples/any_module/ and a meter, for all tests that claim something of any module."""
 
 import importlib.util
 import sys
@@ -8,9 +8,30 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_amp.footprint.live_bytes import LiveBytes
 from tests.paths import ROOT
 
 NAMES = ("gene_transformer", "geneformer", "gpt2", "vit", "unet", "evoformer", "wide_mlp", "cnn")
+
+
+class Meter(pl.Callback):
+    """Most bytes alive in the second step of this rank, as `live.peak`; other ranks hold what is on "meta"."""
+
+    def __init__(self) -> None:
+        self.live = LiveBytes()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            here = [p for p in module.parameters() if not p.is_meta]
+            held = [here, [p.grad for p in here if p.grad is not None], list(module.buffers()), batch]
+            for optimizer in trainer.optimizers:
+                held += [value for state in optimizer.state.values() for value in state.values()]
+            self.live.watch(held)
+            self.live.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.live.__exit__(None, None, None)
 
 
 def load(name: str) -> Any:

@@ -14,7 +14,7 @@ from benchmarks.chunks.measure import Pass, allocated, count, seconds, step
 from benchmarks.chunks.models import Language, build_example
 from benchmarks.page import table
 from lightning_amp.errors import AmpError
-from lightning_amp.graph.capture import find_blocks
+from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds

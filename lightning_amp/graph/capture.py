@@ -33,7 +33,6 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
-from lightning_amp.footprint.find_blocks import find_blocks as find_blocks
 from lightning_amp.graph.guards import settings_of, signature, state_of
 
 HOOKS = (

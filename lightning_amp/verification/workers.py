@@ -36,7 +36,7 @@ GRACE_S = 5.0
 STACK_AT = 0.9
 """Share of the time of a task after which a process writes where it stands."""
 FRAMES = 12
-"""How many of a silent process's functions are told, innermost first."""
+"""How many of a silent process's functions are told: the innermost one, and those outside of libraries."""
 SINGLE = -1
 """Rank of the single process."""
 
@@ -189,8 +189,9 @@ def _stack(folder: Path, rank: int) -> str:
         threads = (folder / f"{rank}.stack").read_text().split("\n\n")
     except OSError:  # it has not come to begin
         return "no function yet"
-    frames = threads[-1].strip().splitlines()[1:]
-    return "\n".join(frames[:FRAMES])
+    innermost, *others = threads[-1].strip().splitlines()[1:]
+    led = [frame for frame in others if not any(f'"{folder}' in frame for folder in LIBRARIES)]
+    return "\n".join([innermost, *led][:FRAMES])
 
 
 def _nothing(rank: int, folder: Path) -> None:

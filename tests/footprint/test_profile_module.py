@@ -19,32 +19,11 @@ from torchmetrics import MeanMetric
 import lightning_amp
 from lightning_amp import figures
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
-from tests.any_module import NAMES, make
+from tests.any_module import NAMES, Meter, make
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 """Of the examples; of all others it is what the forward pass saves."""
-
-
-class Meter(pl.Callback):
-    """Most bytes alive in the second step."""
-
-    def __init__(self) -> None:
-        self.live = LiveBytes()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            held = [list(module.parameters()), list(module.buffers()), batch]
-            held.append([p.grad for p in module.parameters() if p.grad is not None])
-            for optimizer in trainer.optimizers:
-                held += [value for state in optimizer.state.values() for value in state.values()]
-            self.live.watch(held)
-            self.live.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.live.__exit__(None, None, None)
 
 
 def measured(module: pl.LightningModule, batch: Any) -> int:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_amp.graph.capture import find_blocks
+from lightning_amp.footprint.find_blocks import find_blocks
 from tests.any_module import make
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.graph.capture import Captures, find_blocks
+from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.graph.capture import Captures
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of
 from tests.graph.same_outcome import difference

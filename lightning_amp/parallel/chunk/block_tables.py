@@ -7,7 +7,8 @@ from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.block_call import BlockCall
-from lightning_amp.graph.capture import Capture, Captures, find_blocks
+from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import table_of
 from lightning_amp.parallel.chunk.planned import plain, plan_graph

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lightning_amp._torch import FakeTensorMode, tree_map
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.fake_copy import copy_of, fake_batch
+from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Captures, find_blocks
+from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.lower import Lowered
 from lightning_amp.parallel.chunk.planned import ModuleChunks, Planned, lower_within, plain

@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import unseen
 from lightning_amp.errors import InstallError, ModelError, PlanError
-from lightning_amp.graph.capture import Capture, capture, find_blocks
+from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
 from lightning_amp.parallel.chunk.planned import Planned, plain, plan_graph

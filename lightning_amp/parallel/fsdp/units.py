@@ -9,7 +9,7 @@ from collections import Counter
 
 from torch import Tensor, nn
 
-from lightning_amp.graph.capture import find_blocks
+from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
 
 

@@ -27,7 +27,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.passes import Passes
 from lightning_amp.planning.modules.seen import Draft, Seen, Target
 from lightning_amp.planning.pipeline.cut import cut_pipeline
-from lightning_amp.planning.pipeline.schedules import Order, most_in_flight, schedule
+from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, most_in_flight, schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks, stage_bytes
 from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
 from lightning_amp.planning.plan.specs import PipelineStages
@@ -121,7 +121,7 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     if stages > blocks:
         return f"there are {blocks} blocks for {stages} stages"
     counts = sorted({min(whole.rows, asked.micro_batches or n * model) for n in PER_RANK})
-    shapes = [replace(first, micro_batches=count) for count in counts if _rounds(name, model, count)]
+    shapes = [replace(first, micro_batches=count) for count in counts if fills_rounds(name, model, count)]
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
     made = []
@@ -132,10 +132,6 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
             return part
         made.append(_draft(shape, part, data=data, ends=asked.ends))
     return _best(made, budget)
-
-
-def _rounds(name: str, model: int, micro_batches: int) -> bool:
-    return name != "interleaved" or micro_batches % max(1, micro_batches // model) == 0
 
 
 def _best(made: Sequence[Draft], budget: int | None) -> Draft:

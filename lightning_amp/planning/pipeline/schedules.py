@@ -76,9 +76,18 @@ def _one_stage(stage: int, first: int, micro_batches: int) -> Order:
     return tuple(order)
 
 
+def fills_rounds(name: str, devices: int, micro_batches: int) -> bool:
+    """Whether a schedule can go through so many micro-batches: rounds of "interleaved" are of one length."""
+    return name != "interleaved" or micro_batches % _rounds(devices, micro_batches) == 0
+
+
+def _rounds(devices: int, micro_batches: int) -> int:
+    return max(1, micro_batches // devices)
+
+
 def _interleaved(devices: int, micro_batches: int, stages: int) -> tuple[Order, ...]:
-    rounds = max(1, micro_batches // devices)
-    if micro_batches % rounds:
+    rounds = _rounds(devices, micro_batches)
+    if not fills_rounds("interleaved", devices, micro_batches):
         raise PlanError(
             f"schedule='interleaved' was asked for with {micro_batches!r} micro-batches on {devices!r} devices, which"
             f" are {rounds!r} rounds of unequal length; choose a multiple of {rounds!r}, such as {devices * rounds!r}"

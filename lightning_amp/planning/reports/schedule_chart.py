@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from lightning_amp.figures import PALETTE, _new_figure, _save
+from lightning_amp.figures import PALETTE, new_figure, save_figure
 
 NUMBERED = 0.012
 """Share of a schedule from which on a pass is wide enough for its number."""
@@ -29,7 +29,7 @@ def schedule_chart(
     """
     end = max(last for rank in passes for _, last in rank.values())
     unit, size = ("s", 1.0) if end >= 1 else ("ms", 1e-3)
-    figure = _new_figure(10.0, 1.6 + 0.5 * len(passes))
+    figure = new_figure(10.0, 1.6 + 0.5 * len(passes))
     axes = figure.add_subplot()
     last_stage = max(stage for rank in passes for _, stage, _ in rank)
     rested = rest_seconds == 0
@@ -53,7 +53,7 @@ def schedule_chart(
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _bar(axes: Axes, row: int, begin: float, width: float, colour: str, text: str) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import Plan
+from tests.any_module import Meter
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.ranks import run_ranks
 
@@ -88,26 +88,6 @@ def batches(kind: type[pl.LightningModule], steps: int = 3) -> list[Tensor]:
     if kind is Tower:
         return [torch.randint(WORDS, (SAMPLES, LENGTH), generator=draw) for _ in range(steps)]
     return [torch.randn(SAMPLES, 1, 20, 20, generator=draw, dtype=torch.float64) for _ in range(steps)]
-
-
-class Meter(pl.Callback):
-    """Most bytes alive in the second step of this rank; what other ranks hold is on the device "meta"."""
-
-    def __init__(self) -> None:
-        self.live = LiveBytes()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            here = [p for p in module.parameters() if not p.is_meta]
-            held = [here, [p.grad for p in here if p.grad is not None], list(module.buffers()), batch]
-            for optimizer in trainer.optimizers:
-                held += [value for state in optimizer.state.values() for value in state.values()]
-            self.live.watch(held)
-            self.live.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.live.__exit__(None, None, None)
 
 
 def fit(

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import make
+from tests.any_module import Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
 QUIET = dict.fromkeys(
@@ -26,26 +25,6 @@ def trainer_of(strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) 
     if strategy != "auto":
         options["plugins"] = [RunningRanks(rank, ranks)]
     return pl.Trainer(**QUIET, **options, strategy=strategy)
-
-
-class Meter(pl.Callback):
-    """Most bytes alive in the second step, by the library's meter."""
-
-    def __init__(self) -> None:
-        self.live = LiveBytes()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            held = [list(module.parameters()), list(module.buffers()), batch]
-            held.append([p.grad for p in module.parameters() if p.grad is not None])
-            for optimizer in trainer.optimizers:
-                held += [value for state in optimizer.state.values() for value in state.values()]
-            self.live.watch(held)
-            self.live.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.live.__exit__(None, None, None)
 
 
 class Batches(Dataset[Any]):

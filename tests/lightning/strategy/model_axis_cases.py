@@ -146,7 +146,10 @@ def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> T
         "enable_checkpointing": False,
     }
     if strategy is None:
-        model_ranks = {"strategies": ALL, "model_parallel_size": MODEL_RANKS} if ranks > 1 else {}
+        # one process is the oracle, so nothing is sharded or fused in it
+        model_ranks = (
+            {"strategies": ALL, "model_parallel_size": MODEL_RANKS} if ranks > 1 else {"strategies": "S1"}
+        )
         strategy = AMPStrategy(**model_ranks)
     plugins = [RunningRanks(rank, ranks), *options.pop("plugins", ())]
     return Trainer(**QUIET, **{**defaults, **options}, strategy=strategy, devices=ranks, plugins=plugins)

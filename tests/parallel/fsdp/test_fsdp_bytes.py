@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.contract.sharded_parameter import local
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
-from tests.any_module import make
+from tests.any_module import Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 
@@ -56,31 +54,6 @@ def module_and_batch(name: str) -> tuple[LightningModule, Any]:
     return make(name)
 
 
-class Meter(Callback):
-    """The peak of the second step, with what was there before it."""
-
-    peak = 0
-
-    def on_train_batch_start(
-        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 0:
-            return
-        self.live = LiveBytes()
-        parameters = list(module.parameters())
-        held = [p.detach() for p in parameters] + [p.grad for p in parameters if p.grad is not None]
-        held += [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
-        self.live.watch([batch, list(module.buffers()), [local(tensor) for tensor in held]])
-        self.live.__enter__()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 1:
-            self.live.__exit__(None, None, None)
-            self.peak = self.live.peak
-
-
 def measured(rank: int, ranks: int) -> dict[str, int]:
     found = {}
     for name in NAMES:
@@ -97,7 +70,7 @@ def measured(rank: int, ranks: int) -> dict[str, int]:
             **QUIET,
         )
         trainer.fit(module, DataLoader([batch] * 2, batch_size=None))  # type: ignore[arg-type]
-        found[name] = meter.peak
+        found[name] = meter.live.peak
     return found
 
 

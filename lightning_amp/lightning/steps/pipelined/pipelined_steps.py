@@ -44,7 +44,7 @@ from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, Step
 from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.parallel.pipeline.draws import draws_stay
 from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
-from lightning_amp.planning.pipeline.schedules import Order, schedule
+from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
 from lightning_amp.planning.plan.specs import PipelineStages
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
@@ -145,9 +145,9 @@ class PipelinedSteps:
         """As many micro-batches as the batch has samples for, and the schedule an order."""
         parts, sizes = cut(batch, self._spec.micro_batches)
         n, ranks = len(parts), self._stages.mesh.size()
-        if self._spec.schedule == "interleaved" and n < self._spec.micro_batches:
-            # rounds of one length, of a batch that is smaller than others
-            while n % max(1, n // ranks):
+        if n < self._spec.micro_batches:
+            # of a batch that is smaller than others
+            while not fills_rounds(self._spec.schedule, ranks, n):
                 n -= 1
         return (parts, sizes) if n == len(parts) else cut(batch, n)
 
