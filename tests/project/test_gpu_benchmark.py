@@ -71,7 +71,7 @@ def start(*words: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heard, **pipes)
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_every_part_runs_on_a_cpu(tmp_path):
     process = start("-m", "benchmarks.gpu", "--out", tmp_path, "--tiny", "--device", "cpu")
     printed, _ = process.communicate(timeout=280)

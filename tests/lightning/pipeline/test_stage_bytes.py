@@ -114,7 +114,7 @@ def runs(rank: int, ranks: int) -> list[dict[str, Any]]:
     return [*found, fit((rank, ranks), Tower, {"plan": again})]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_uneven_stages_are_exact_and_their_bytes_are_known(ranks: int, tmp_path: Path) -> None:
     every = run_ranks(runs, ranks, tmp_path, timeout=300)
     for n, (kind, schedule) in enumerate([*CASES, CASES[0]]):

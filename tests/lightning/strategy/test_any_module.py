@@ -32,7 +32,16 @@ CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 LARGEST = {"wide_mlp": "parameters"}
 
 
-@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gene_transformer",
+        pytest.param("unet", marks=pytest.mark.exhaustive),
+        pytest.param("evoformer", marks=pytest.mark.exhaustive),
+        "wide_mlp",
+        "cnn",
+    ],
+)
 def test_examples_are_predicted_and_train_as_they_do_on_a_plain_trainer(name: str, tmp_path: Path) -> None:
     (found,) = run_ranks(example, 1, tmp_path, name, (1.0, 0.75, 0.5), timeout=200)
     for run in found:

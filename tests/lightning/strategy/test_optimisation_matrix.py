@@ -104,7 +104,7 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
     return compared, wrong
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_every_combination_under_both_kinds_of_optimisation(tmp_path) -> None:
     results = run_ranks(compare_all, RANKS, tmp_path, timeout=280)
     assert all(compared == 2 * len(SHARDED) for compared, _ in results), "every plan was carried out"

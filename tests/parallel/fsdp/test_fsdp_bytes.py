@@ -74,7 +74,7 @@ def measured(rank: int, ranks: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_predicted_peak_is_the_measured_one(tmp_path: Path, ranks: int) -> None:
     peaks = run_ranks(measured, ranks, tmp_path, timeout=240)
     for name in NAMES:

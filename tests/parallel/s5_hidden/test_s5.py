@@ -119,7 +119,7 @@ def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_trains_as_one_device_does(world_size: int, tmp_path) -> None:
     run_ranks(train_all, world_size, tmp_path, timeout=200)
 
