@@ -189,9 +189,15 @@ def _stack(folder: Path, rank: int) -> str:
         threads = (folder / f"{rank}.stack").read_text().split("\n\n")
     except OSError:  # it has not come to begin
         return "no function yet"
-    innermost, *others = threads[-1].strip().splitlines()[1:]
-    led = [frame for frame in others if not any(f'"{folder}' in frame for folder in LIBRARIES)]
-    return "\n".join([innermost, *led][:FRAMES])
+    frames = [
+        [line for line in thread.splitlines() if line.lstrip().startswith("File")] for thread in threads
+    ]
+    # of other threads, which it may wait for, the innermost function
+    others = [thread[0] for thread in frames[:-1] if thread]
+    innermost, *callers = frames[-1] or ["no function"]
+    led = [frame for frame in callers if not any(f'"{folder}' in frame for folder in LIBRARIES)]
+    beside = ["beside it, other threads:", *others] if others else []
+    return "\n".join([*[innermost, *led][:FRAMES], *beside])
 
 
 def _nothing(rank: int, folder: Path) -> None:

@@ -51,12 +51,9 @@ def test_an_example_is_equal(workers: Workers, strategies: str) -> None:
     assert {"forward, step 1", "gradients, step 1", "parameters after 2 steps"} <= quantities
 
 
-@pytest.mark.parametrize(
-    "strategies", ["S1,recompute", pytest.param("S1,fsdp", marks=pytest.mark.exhaustive)]
-)
-def test_masks_of_the_ranks_own_are_named(workers: Workers, strategies: str) -> None:
+def test_masks_of_the_ranks_own_are_named(workers: Workers) -> None:
     """A block that is computed again draws its masks again, and a sharded one has another class."""
-    found = verified(workers, "gene_transformer", strategies, dropout=True)
+    found = verified(workers, "gene_transformer", "S1,recompute,fsdp", dropout=True)
     assert not found.ok
     assert {culprit.cause for culprit in found.culprits} == {"random draws"}
     sites = " ".join(culprit.where for culprit in found.culprits)
@@ -64,10 +61,7 @@ def test_masks_of_the_ranks_own_are_named(workers: Workers, strategies: str) -> 
     assert "FSDP" not in sites
 
 
-@pytest.mark.parametrize(
-    "strategies", ["S1,fsdp", pytest.param("S1,recompute", marks=pytest.mark.exhaustive)]
-)
-def test_manual_optimisation_with_noise(workers: Workers, strategies: str) -> None:
-    found = verified(workers, "unet", strategies)
+def test_manual_optimisation_with_noise(workers: Workers) -> None:
+    found = verified(workers, "unet", "S1,fsdp")
     assert not found.ok, "noise is drawn by each rank"
     assert {culprit.cause for culprit in found.culprits} == {"random draws"}

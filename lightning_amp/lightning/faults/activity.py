@@ -3,16 +3,23 @@
 The hook is the innermost function on the stack that has the name of one of Lightning's hooks; a rank waits for others
 while the innermost frames are torch.distributed's, or that of our own wait for a collective that is on its way.
 
-Known limit: on CUDA a rank waits for the device, not in a collective, so it is not known to wait for other ranks.
+The stack of a thread that runs on meanwhile is read by faulthandler, which reads it as it lies and makes no frame
+objects: walking those while torch's dispatch modes run is a memory error sooner or later (CPython 3.11, torch 2.13),
+seen as crashes and as ranks that hang.
+
+Known limits: on CUDA a rank waits for the device, not in a collective, so it is not known to wait for other ranks; of
+a stack deeper than faulthandler's 100 functions the hook is the one that Lightning has noted, if any.
 """
 
-import sys
+import faulthandler
+import re
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import NamedTuple
 
 import lightning
 import lightning.pytorch as pl
@@ -32,8 +39,16 @@ HOOKS = {
 LOADER = "torch/utils/data/dataloader.py"
 # by their folders, for a user's own folder may be called lightning
 FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))
-LIBRARIES = (*(f"{Path(folder).as_posix()}/" for folder in FOLDERS), "<frozen", sysconfig.get_path("stdlib"))
-WAITS = {wait_in_all_reduce.__code__: "all_reduce"}
+LIBRARIES = tuple(
+    folder.encode("ascii", "backslashreplace").decode()
+    for folder in (
+        *(f"{Path(folder).as_posix()}/" for folder in FOLDERS),
+        "<frozen",
+        sysconfig.get_path("stdlib"),
+    )
+)
+"""Spelled as faulthandler spells paths."""
+WAITS = {wait_in_all_reduce.__name__: "all_reduce"}
 """Functions of ours that wait for other ranks, and in what."""
 INNERMOST = 6
 """Frames among which torch.distributed's are looked for."""
@@ -68,38 +83,74 @@ class Doing:
         return text + (f", at {self.where}" if self.where else "")
 
 
+class _Frame(NamedTuple):
+    """A function that is being run."""
+
+    file: str
+    line: int
+    name: str
+
+
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.M)
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+
+
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
     """What a thread of this process is doing now; `trainer` is None where it has none yet."""
-    frame = sys._current_frames().get(ident)
-    return _doing(() if frame is None else traceback.walk_stack(frame), trainer)
+    return _doing(_frames_of(ident), trainer)
 
 
 def doing_of_exception(exception: BaseException, trainer: pl.Trainer | None) -> Doing:
     """What was being done when an exception was raised."""
-    return _doing(reversed(list(traceback.walk_tb(exception.__traceback__))), trainer)
+    found = [
+        _Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(exception.__traceback__)
+    ]
+    return _doing(reversed(found), trainer)
 
 
-def _doing(frames: Iterable[tuple[FrameType, int]], trainer: pl.Trainer | None) -> Doing:
+def _frames_of(ident: int) -> list[_Frame]:
+    """The functions of a thread, the innermost first; none where they cannot be had."""
+    try:
+        # a file, for a pipe that is full would be waited for by this thread, which holds the interpreter
+        with tempfile.TemporaryFile("w+", errors="replace") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            _, *parts = THREAD.split(file.read())
+    except OSError:
+        return []
+    of_thread = {int(number, 16): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
+    found = FRAME.findall(of_thread.get(ident, ""))
+    return [_Frame(file, int(line), name) for file, line, name in found]
+
+
+def _doing(frames: Iterable[_Frame], trainer: pl.Trainer | None) -> Doing:
     """From frames, the innermost first."""
     hook = where = waiting = ""
-    for depth, (frame, line) in enumerate(frames):
-        file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+    for depth, frame in enumerate(frames):
+        file, name = frame.file.replace("\\", "/"), frame.name
         if not waiting and depth < INNERMOST and not hook:
-            waiting = name if "/torch/distributed/" in file else WAITS.get(frame.f_code, "")
+            waiting = name if "/torch/distributed/" in file else WAITS.get(name, "")
         if not where and not hook and not file.startswith(LIBRARIES):
-            where = f"{Path(file).name}:{line} in {name}"
+            where = f"{Path(file).name}:{frame.line} in {name}"
         if not hook and file.endswith(LOADER):
             hook = "the data loader"
         if not hook and name in HOOKS:
             hook = name
     return Doing(
-        hook=hook,
+        hook=hook or _noted_hook(trainer),
         where=where,
         waiting=waiting,
         place=_place(trainer),
         batches=_batches(trainer),
         unwinding=trainer is not None and trainer.interrupted,
     )
+
+
+def _noted_hook(trainer: pl.Trainer | None) -> str:
+    """The hook that Lightning has noted for `self.log`."""
+    module = None if trainer is None else trainer.lightning_module
+    return "" if module is None else module._current_fx_name or ""
 
 
 def _place(trainer: pl.Trainer | None) -> str:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -148,6 +149,50 @@ def test_whether_a_rank_unwinds_is_known_from_its_trainer() -> None:
     assert doing_of_thread(threading.get_ident(), trainer).unwinding
     trainer.state.status = TrainerStatus.RUNNING
     assert not doing_of_thread(threading.get_ident(), trainer).unwinding
+
+
+@contextlib.contextmanager
+def standing_in(depth: int) -> Iterator[int]:
+    """A thread that stands in a hook, so many functions deep; its number."""
+    there, over = threading.Event(), threading.Event()
+
+    def inside(left: int) -> None:
+        if left:
+            return inside(left - 1)
+        there.set()
+        over.wait()
+        return None
+
+    def training_step() -> None:
+        inside(depth)
+
+    thread = threading.Thread(target=training_step)
+    thread.start()
+    assert there.wait(5)
+    try:
+        assert thread.ident is not None
+        yield thread.ident
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_look_makes_no_frame_objects_of_a_thread_that_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside torch's dispatch modes these lead to memory that is used again: crashes, and ranks that hang."""
+    monkeypatch.delattr(sys, "_current_frames")
+    with standing_in(5) as thread:
+        seen = doing_of_thread(thread, None)
+        assert seen.hook == "training_step"
+        assert re.fullmatch(r"test_fault_parts.py:\d+ in inside", seen.where)
+
+
+def test_of_a_deep_stack_the_hook_is_the_one_that_lightning_has_noted() -> None:
+    trainer = trainer_of(AMPStrategy())
+    trainer.strategy._lightning_module = module = LightningModule()
+    with standing_in(150) as thread:
+        assert doing_of_thread(thread, trainer).hook == ""
+        module._current_fx_name = "on_train_start"
+        assert doing_of_thread(thread, trainer).hook == "on_train_start"
 
 
 def test_a_stranger_s_lines_are_short_and_not_deep() -> None:
