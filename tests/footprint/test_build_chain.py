@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.footprint.build_chain import build_chain
-from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.chain.build_chain import build_chain
+from lightning_amp.footprint.chain.chain import Chain
 
 
 def life(n_bytes: int, birth: int, death: int) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.chain import Chain
-from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.chain.chain_of import chain_of
 from lightning_amp.planning.modules.chain import peak_bytes, peak_moment
 from tests.footprint.test_profile_module import Small, measured
 from tests.parallel.blocks import nasty

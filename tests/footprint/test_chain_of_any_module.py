@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_amp.footprint.chain_of import chain_of
+from lightning_amp.footprint.chain.chain_of import chain_of
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.planning.modules.chain import peak_bytes
 from lightning_amp.planning.modules.recompute_choice import choose

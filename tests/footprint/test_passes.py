@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.footprint.chain_of import chain_and_passes
-from lightning_amp.footprint.passes import Passes
+from lightning_amp.footprint.chain.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.passes import Passes
 from tests.footprint.test_profile_module import Small
 
 WIDTH, BLOCKS = 6, 3

@@ -7,7 +7,7 @@ AGAIN = "tests/parallel/blocks/test_recompute.py"
 CHAIN = "tests/footprint/test_build_chain.py tests/footprint/test_chain_of.py"
 CHOICE = "tests/planning/modules/test_recompute_choice.py"
 FIRST = "lightning_amp/footprint/first_pass.py"
-BUILD = "lightning_amp/footprint/build_chain.py"
+BUILD = "lightning_amp/footprint/chain/build_chain.py"
 OF_A_MODULE = "tests/planning/modules/test_plan_of_a_module.py"
 LOOK = "tests/lightning/strategy/test_any_module.py"
 

@@ -331,7 +331,7 @@ PIPELINES = [
     Mutant(
         "pipeline",
         "a skip between blocks is not seen",
-        "lightning_amp/footprint/passes.py",
+        "lightning_amp/footprint/chain/passes.py",
         "if reader > made and all(life is not output for output in calls[reader - 1].outputs):",
         "if False:",
         PASSES,
@@ -339,7 +339,7 @@ PIPELINES = [
     Mutant(
         "pipeline",
         "a mask that a step draws is not seen",
-        "lightning_amp/footprint/chain_recorder.py",
+        "lightning_amp/footprint/chain/chain_recorder.py",
         "self.drawn |= made",
         "pass",
         PASSES,
@@ -347,7 +347,7 @@ PIPELINES = [
     Mutant(
         "pipeline",
         "shard: who reads a tied parameter",
-        "lightning_amp/footprint/chain_recorder.py",
+        "lightning_amp/footprint/chain/chain_recorder.py",
         "self.readers.setdefault(name, []).append(len(self.work) - 1)",
         "self.readers[name] = [len(self.work) - 1]",
         PASSES,

@@ -14,12 +14,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.block_call import BlockCall
-from lightning_amp.footprint.chain import Chain
-from lightning_amp.footprint.chain_of import chain_and_passes
-from lightning_amp.footprint.chain_recorder import OperatorRates
+from lightning_amp.footprint.chain.block_call import BlockCall
+from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.chain.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.chain_recorder import OperatorRates
+from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.passes import Passes
 from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch

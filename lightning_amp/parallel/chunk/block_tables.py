@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
-from lightning_amp.footprint.block_call import BlockCall
+from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table

@@ -1,15 +1,15 @@
-"""The peak and the extra time of a training step of which some blocks run in another form; see footprint/chain.py."""
+"""The peak and the extra time of a training step of which some blocks run in another form (footprint/chain/)."""
 
 from collections.abc import Collection, Mapping
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.chain import CHUNKED as CHUNKED
-from lightning_amp.footprint.chain import KEPT as KEPT
-from lightning_amp.footprint.chain import RECOMPUTED as RECOMPUTED
-from lightning_amp.footprint.chain import BlockCost as BlockCost
-from lightning_amp.footprint.chain import Chain as Chain
-from lightning_amp.footprint.chain import ChunkForm as ChunkForm
-from lightning_amp.footprint.chain import Moment as Moment
+from lightning_amp.footprint.chain.chain import CHUNKED as CHUNKED
+from lightning_amp.footprint.chain.chain import KEPT as KEPT
+from lightning_amp.footprint.chain.chain import RECOMPUTED as RECOMPUTED
+from lightning_amp.footprint.chain.chain import BlockCost as BlockCost
+from lightning_amp.footprint.chain.chain import Chain as Chain
+from lightning_amp.footprint.chain.chain import ChunkForm as ChunkForm
+from lightning_amp.footprint.chain.chain import Moment as Moment
 
 Forms = Collection[str] | Mapping[str, int]
 """Names of blocks with their forms; names alone are of blocks that are recomputed. All others are as they are."""

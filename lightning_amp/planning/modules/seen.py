@@ -6,9 +6,9 @@ Legend: bytes are of one rank; D ranks of the data axis.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_amp.footprint.chain import Chain
+from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
-from lightning_amp.footprint.passes import Passes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import Unit
 from lightning_amp.planning.plan.specs import Spec

@@ -1,6 +1,6 @@
 """A module's step as a pipeline: where its blocks are cut, into how many micro-batches, and what a step then takes.
 
-    1. seconds of every segment, forward and backward, for the micro-batch and for the whole batch (footprint/passes.py)
+    1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
     2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
        micro-batches are in flight there; embedding, head and loss are part of the first and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.passes import Passes
+from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.seen import Draft, Seen, Target
 from lightning_amp.planning.pipeline.cut import cut_pipeline
 from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, most_in_flight, schedule

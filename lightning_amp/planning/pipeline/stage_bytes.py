@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.footprint.passes import Parameter, Passes
+from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.pipeline.schedules import Order
 
 NEVER = -1

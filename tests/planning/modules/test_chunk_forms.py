@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.footprint.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.chain_of import chain_and_passes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.install import install_rules

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_amp import cut_pipeline
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.passes import Parameter, Passes
+from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.modules.seen import Draft, Seen
 from lightning_amp.planning.modules.stages import Asked, staged

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_amp.footprint.chain import KEPT, RECOMPUTED, BlockCost, Chain, Moment
+from lightning_amp.footprint.chain.chain import KEPT, RECOMPUTED, BlockCost, Chain, Moment
 
 
 class Storage(Protocol):

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from lightning_amp._torch import FLASH_ATTENTION, FakeTensor, autograd_node, autograd_order, tree_leaves
-from lightning_amp.footprint.block_call import BlockCall
+from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of

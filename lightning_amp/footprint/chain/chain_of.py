@@ -11,12 +11,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_amp.footprint.block_call import BlockCall
-from lightning_amp.footprint.build_chain import build_chain
-from lightning_amp.footprint.chain import Chain
-from lightning_amp.footprint.chain_recorder import ChainRecorder, OperatorRates
+from lightning_amp.footprint.chain.block_call import BlockCall
+from lightning_amp.footprint.chain.build_chain import build_chain
+from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
+from lightning_amp.footprint.chain.passes import Passes, passes_of
 from lightning_amp.footprint.fake_copy import length_of
-from lightning_amp.footprint.passes import Passes, passes_of
 from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
