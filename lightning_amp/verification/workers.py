@@ -8,6 +8,7 @@ Known limits: one node, CPU; a script that is spawned from needs `if __name__ ==
 """
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -15,9 +16,10 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,7 +81,8 @@ class Workers:
             about = (rank, self._ranks, self.folder, threads)
             self._pools[rank] = ProcessPoolExecutor(1, context, _start, about)
         try:
-            self._call(list(self._pools), _nothing, (), START_S)
+            with _collecting_nothing_of_ours() if forked else nullcontext():
+                self._call(list(self._pools), _nothing, (), START_S)
         except BaseException:
             self.__exit__()
             raise
@@ -154,6 +157,22 @@ def _is_interactive() -> bool:
     # of a program on standard input python calls the file "<stdin>"
     has_file = Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file()
     return not has_file and "fork" in multiprocessing.get_all_start_methods()
+
+
+@contextmanager
+def _collecting_nothing_of_ours() -> Iterator[None]:
+    """Let processes that are forked meanwhile collect no garbage of this one.
+
+    A process group among it would be waited for in its destructor: for threads that a fork does not have, without end.
+    """
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        # what the user has frozen stays so
+        if not frozen:
+            gc.unfreeze()
 
 
 def _named(rank: int) -> str:

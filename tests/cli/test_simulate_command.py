@@ -72,7 +72,7 @@ def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
 
 def test_the_legend_says_the_budget_in_its_own_unit_and_stays_narrow(monkeypatch, tmp_path) -> None:
     drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     figures.simulated_memory(
         tmp_path / "memory.png",
         simulated_bytes=[],
@@ -90,7 +90,7 @@ def test_the_legend_says_the_budget_in_its_own_unit_and_stays_narrow(monkeypatch
 @pytest.mark.parametrize("failed_at", [None, "stratum 1"])
 def test_the_peak_of_a_simulated_step_is_inside_the_axes(monkeypatch, tmp_path, failed_at) -> None:
     drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     figures.simulated_memory(
         tmp_path / "memory.png",
         simulated_bytes=[2**29, 2**29],

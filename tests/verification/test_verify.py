@@ -1,7 +1,9 @@
 """Claim: verify finds clean models equal, and names what breaks equivalence in others, and nothing else."""
 
+import gc
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import split_batch as cut
+from lightning_amp.verification import workers as workers_file
 from lightning_amp.verification.result import Culprit, Row, Verification
 from lightning_amp.verification.tolerances import allowed, errors, loss_errors, swamped
 from lightning_amp.verification.verify import compare, subject_of
@@ -376,3 +379,30 @@ def test_a_rank_that_gives_no_answer_is_told_with_where_it_stood(tmp_path: Path)
         assert "rank 0 stood in" not in str(told.value)
         with pytest.raises(AmpError, match="has not answered before"):
             pool.single(cases.waits_for_nobody)
+
+
+class Inherited:
+    """Says which process it was thrown away in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.itself = folder, self
+
+    def __del__(self) -> None:
+        (self.folder / f"thrown-away-{os.getpid()}").touch()
+
+
+@pytest.mark.ranks
+def test_a_forked_process_collects_no_garbage_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process group of the parent's would wait in its destructor for threads that a fork does not have."""
+    monkeypatch.setattr(workers_file, "_is_interactive", lambda: True)
+    gc.disable()
+    try:
+        Inherited(tmp_path)
+        with Workers(1, tmp_path, timeout=60) as pool:
+            pool.single(cases.collects)
+        assert not list(tmp_path.glob("thrown-away-*"))
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 """Small modules for test_verify.py: clean ones, and one for each thing that breaks equivalence."""
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,8 @@ def waits_for_nobody(rank: int, folder: Path) -> None:
     """A rank that is not come to: the other one has returned."""
     if rank == 1:
         threading.Event().wait()
+
+
+def collects(rank: int, folder: Path) -> None:
+    """Garbage of whatever this process has."""
+    gc.collect()

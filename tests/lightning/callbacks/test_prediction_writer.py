@@ -330,7 +330,7 @@ def test_contact_maps_share_a_logarithmic_scale_and_name_their_bins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     figures.contact_maps(
         tmp_path / "maps.png",
         maps={"measured": np.diag([8.0, 1, 0, 2, 1]), "expected": np.full((5, 5), 0.004)},
