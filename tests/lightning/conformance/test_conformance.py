@@ -22,7 +22,7 @@ from tests.lightning.conformance.table import (
 )
 
 # the first test runs everything
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.exhaustive]
 REFUSED = DOCUMENT.parent / "reference" / "refused.md"
 
 
@@ -36,13 +36,11 @@ def rows(found: list[Found]) -> dict[str, Row]:
     return {name: judge(feature, found) for name, feature in FEATURES.items()}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_works_or_is_refused(rows: dict[str, Row], name: str) -> None:
     assert not rows[name].problems, "\n".join(rows[name].problems)
 
 
-@pytest.mark.ranks
 def test_the_committed_table_is_what_was_found(rows: dict[str, Row]) -> None:
     assert DOCUMENT.read_text() == document(list(rows.values())), (
         "python -m tests.lightning.conformance.table --write"
@@ -51,7 +49,6 @@ def test_the_committed_table_is_what_was_found(rows: dict[str, Row]) -> None:
     assert all(AMP_1 in row.cells and AMP_2 in row.cells for row in rows.values())
 
 
-@pytest.mark.ranks
 def test_what_is_compared_has_been_trained(found: list[Found]) -> None:
     trained, start = found[0]["fit"]["plain"], Tiny().double().state_dict()
     moved = [name for name, value in start.items() if (trained[name] - value).norm() > 1e-3 * value.norm()]
@@ -76,7 +73,6 @@ def test_differences_are_told(mine: Any, theirs: Any, told: str) -> None:
     assert not differences(theirs, theirs, 1e-9)
 
 
-@pytest.mark.ranks
 def test_the_page_of_refusals_names_what_is_refused(rows: dict[str, Row]) -> None:
     text = REFUSED.read_text()
     missing = [name for name, row in rows.items() if row.messages and name not in text]

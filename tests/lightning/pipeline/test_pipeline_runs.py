@@ -20,7 +20,7 @@ from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.exhaustive
 Run = dict[str, Any]
 UNEVEN = {2: "1,6", 4: "1,3,5,6"}
 UNEVEN_CNN = {2: "7,10", 4: "1,2,9,10"}

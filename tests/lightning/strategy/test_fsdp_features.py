@@ -15,7 +15,7 @@ from tests.lightning.strategy.fsdp_refused import REFUSED
 from tests.lightning.strategy.test_fsdp import close
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
