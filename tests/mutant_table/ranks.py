@@ -6,7 +6,7 @@ S2 = "tests/parallel/s2_features/test_s2.py tests/parallel/s2_features/test_wide
 S5 = "tests/parallel/s5_hidden/test_s5.py"
 STRATA = "tests/parallel/strata/test_strata_parallel.py"
 NODES = "tests/parallel/nodes/test_nodes.py"
-FSDP = "tests/lightning/strategy/test_fsdp_features.py"
+FSDP = "tests/lightning/strategy/test_fsdp_features.py -m exhaustive"
 FSDP_BYTES = "tests/planning/modules/test_fsdp_bytes.py"
 
 RANKS = [

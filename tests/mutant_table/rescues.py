@@ -1,4 +1,4 @@
-"""Mutants of the rescue after an end of memory."""
+"""Mutants of the rescue after an end of memory, and of what watches other processes or forks them."""
 
 from tests.mutant_table.row import L, Mutant
 
@@ -74,5 +74,21 @@ RESCUES = [
         "with isolated_random_streams():",
         "if True:",
         "tests/lightning/first_look",
+    ),
+    Mutant(
+        "faults",
+        "the hook of a deep stack is not known",
+        f"{L}/faults/activity.py",
+        "hook=hook or _noted_hook(trainer),",
+        "hook=hook,",
+        "tests/lightning/faults/test_fault_parts.py -k deep_stack",
+    ),
+    Mutant(
+        "verify",
+        "a fork collects its parent's garbage",
+        "lightning_amp/verification/workers.py",
+        "with _collecting_nothing_of_ours() if forked else nullcontext():",
+        "with nullcontext():",
+        "tests/verification/test_verify.py -k forked_process",
     ),
 ]
