@@ -90,7 +90,7 @@ def test_ours_computes_what_the_copy_computes(name: str) -> None:
         assert a is None or (a - b).norm() <= 1e-10 * b.norm()
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any) -> None:
     for found in (rank["plans"] for rank in on_two_ranks):
         for name, kind in ON_RANKS.items():
@@ -273,14 +273,14 @@ def test_what_is_computed_in_full_with_gradients_is_said_and_exact() -> None:
     assert torch.equal(torch.autograd.grad(found, given[0])[0], expected)
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_a_decoder_of_own_units_is_dealt_to_ranks(on_two_ranks: Any) -> None:
     for found in (rank["units"] for rank in on_two_ranks):
         assert list(found) == ["S1,strata", "S1,stream,strata"]
         assert max(found.values()) <= RTOL
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_where_ranks_share_the_strata_the_rest_is_exact_or_refused(on_two_ranks: Any) -> None:
     for found in (rank["in full"] for rank in on_two_ranks):
         for placement in ("S2", "strata", "nodes", "S5"):

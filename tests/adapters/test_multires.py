@@ -125,7 +125,7 @@ def on_two_ranks(rank: int, ranks: int) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
     for found in run_ranks(on_two_ranks, 2, tmp_path, timeout=120):
         refused = found.pop("refused")

@@ -70,7 +70,7 @@ def on_two_ranks(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.ranks
+@pytest.mark.exhaustive
 def test_every_placement_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
     for found in run_ranks(on_two_ranks, 2, tmp_path, timeout=120):
         auto = found.pop("auto")

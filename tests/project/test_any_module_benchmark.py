@@ -8,7 +8,7 @@ import torch
 from benchmarks import any_module
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_one_run_is_counted_and_its_parameters_are_compared(tmp_path: Path) -> None:
     wanted = {"folder": tmp_path, "ranks": 1, "sizes": {"cells": 4}, "double": True}
     one = any_module.run("wide_mlp", strategy="auto", meter=True, **wanted)

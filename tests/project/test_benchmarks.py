@@ -161,7 +161,7 @@ def test_simulated_case_counts_the_last_rank_too():
     assert 0 < alone.decoder_bytes < alone.peak_bytes
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_fresh_processes_compute_the_same_as_the_eager_decoder():
     eager = Case(size=TINY, method=EAGER, threads=1)
     training = Training(eager, plan_of(eager), None)

@@ -78,7 +78,7 @@ def test_a_trainer_can_be_copied_during_a_fit_which_does_not_notice(ranks: int, 
         assert all(torch.equal(found[True][name], value) for name, value in found[False].items())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_checkpoint_can_be_saved_where_the_ranks_were_processes_of_the_fit(tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(SAVES)
