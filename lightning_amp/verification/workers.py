@@ -75,6 +75,12 @@ class Workers:
                 ' script again: put the call under `if __name__ == "__main__":`'
             )
         forked = _is_interactive()
+        if forked and dist.is_initialized():
+            raise AmpError(
+                "verify was called in a session without a file, whose process it forks, and a process group is there"
+                " from a run before, which forks cannot use; call torch.distributed.destroy_process_group() first, or"
+                " put the module and the call into a file"
+            )
         context = multiprocessing.get_context("fork" if forked else "spawn")
         threads = 1 if forked else max(1, (os.cpu_count() or 1) // self._ranks)
         for rank in (SINGLE, *range(self._ranks)):
