@@ -2,7 +2,7 @@
 
     one device    attention (eager, S3, fused) x decode x likelihood x (retain, recompute, stream)
     ranks         placement (S2, S5, both, strata, nodes) x attention x (nothing, S4 and sparse) x (retain, recompute,
-                  stream), on 2 and 3 ranks and on sizes that neither divides
+                  stream), on 2 ranks, and every second one on 3; on sizes that neither divides
 
 Attention in torch's kernels is there with everything on one device, over ranks with S4, sparse and stream.
 
@@ -59,13 +59,18 @@ def legal(case: Case, chosen: tuple[str, ...]) -> bool:
     return attends and bool(OURS & set(chosen)) and not any(conflicts(chosen))
 
 
+def dealt(world_size: int) -> list[tuple[str, ...]]:
+    """What is tried on so many ranks: all, or every second one."""
+    return SHARDED[world_size - 2 :: world_size - 1]
+
+
 def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
     """How many combinations this rank has compared, and what differs."""
     mesh = model_mesh(world_size)
     compared, wrong = 0, []
     for name, case in CASES.items():
         expected = reference(case, STEPS)
-        for chosen in SHARDED:
+        for chosen in dealt(world_size):
             if legal(case, chosen):
                 compared += 1
                 found = differences(sharded(case, chosen, mesh, STEPS), expected)
@@ -78,8 +83,8 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_combination_over_ranks(world_size: int, tmp_path) -> None:
     results = run_ranks(compare_all, world_size, tmp_path, timeout=280)
-    expected = sum(legal(case, chosen) for case in CASES.values() for chosen in SHARDED)
-    assert all(compared == expected >= 200 for compared, _ in results), "nothing was left out"
+    expected = sum(legal(case, chosen) for case in CASES.values() for chosen in dealt(world_size))
+    assert all(compared == expected >= 140 for compared, _ in results), "nothing was left out"
     wrong = [
         f"rank {rank} of {world_size}, {line}" for rank, (_, lines) in enumerate(results) for line in lines
     ]

@@ -29,7 +29,7 @@ def test_every_region_of_the_example_modules_is_exact(name: str) -> None:
         found = Case(call.block, call.args, call.kwargs)
         for region in found.regions:
             for some in numbers(region):
-                if some.n_chunks <= 8:
+                if some.n_chunks <= 4:
                     assert found.error(some) == "", (call.fqn, some)
 
 
