@@ -6,9 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)-docs
 WHEEL := $(VENV)-wheel
-# two at a time, each with one thread; a file's tests stay together, for they share what is made once, and files are begun
-# in the order of tests/conftest.py, the long ones first
-PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
+# two at a time, each with one thread; a file's tests stay together, for they share what is made once
+PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
 .PHONY: demo check fast test full lint docs real scglue wheel clean

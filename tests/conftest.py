@@ -17,15 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect (not skip) what this machine cannot run, and let files that start processes begin, then long ones.
+    """Deselect (not skip) what this machine cannot run, and let files that start processes begin.
 
     They take longest: begun last, one of them would be waited for by all workers.
     """
-    ranks, long = (
-        {item.path for item in items if any(map(item.get_closest_marker, marks))}
-        for marks in (("ranks", "exhaustive"), ("long",))
-    )
-    items.sort(key=lambda item: (item.path not in ranks, item.path not in long))
+    long = {item.path for item in items if item.get_closest_marker("ranks")}
+    items.sort(key=lambda item: item.path not in long)
     absent = [
         item
         for item in items
