@@ -20,11 +20,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
+from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.policies.make_plan import plan
 
 ANCHORS, WINDOW, STRATA, DIM, CELLS = 6400, 320, 4, 128, 16

@@ -60,10 +60,18 @@ def count(run: Pass) -> tuple[int, int, int]:
 def allocated(run: Pass) -> int:
     """Most bytes that torch's allocator has given out beyond what was there: of compiled code too, and of kernels."""
     gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as found:
+    with memory_profile() as found:
         run()
+    return most_allocated(found)
+
+
+def memory_profile() -> torch.profiler.profile:
+    """A profiler that sees what torch's allocator gives out and takes back."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def most_allocated(found: torch.profiler.profile) -> int:
+    """Most bytes beyond what was there when a profile of memory began."""
     assert found.profiler is not None
     assert found.profiler.kineto_results is not None
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -2,9 +2,9 @@
 
 The plain fit is a loop without Lightning in float64 on the CPU. `recompute` trains the same numbers up to rounding, and
 `lightning_amp.chunk` returns them. `fsdp` and `pipeline` are refused on one rank; what fsdp does is done there without
-the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one. A rescue is shown
-where memory really ends: the allocator is forbidden to take as much as the plain step needs, and torch raises its
-OutOfMemoryError. On a CPU a budget stands for it.
+the Trainer, by NCCL on CUDA: parameters are gathered, and gradients reduced, over a mesh of one, and once more with a
+rank's rows in the host's memory. A rescue is shown where memory really ends: the allocator is forbidden to take as much
+as the plain step needs, and torch raises its OutOfMemoryError. On a CPU a budget stands for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -82,7 +82,7 @@ def run(work: Work) -> None:
     for precision in ALLOWED:
         for strategies in CHOICES:
             wrong += _compare(work, strategies, precision, few, expected)
-        wrong += _sharded(work, precision, few, expected)
+        wrong += sum(_sharded(work, precision, few, expected, offload=offload) for offload in (False, True))
     wrong += _chunked(work, few) + _rescued(work, sizes)
     wrong += _refused(work, "pipeline", few) + _refused(work, "fsdp", few)
     if wrong:
@@ -170,31 +170,35 @@ def _chunked(work: Work, sizes: Mapping[str, int]) -> int:
     return _row(work, name, "64-true", _errors(found, expected))
 
 
-def _sharded(work: Work, precision: str, sizes: Mapping[str, int], expected: Found) -> int:
+def _sharded(work: Work, precision: str, sizes: Mapping[str, int], expected: Found, *, offload: bool) -> int:
     """Parameters by rows over a process group of one rank, of the backend that several have."""
-    name, dtype = "fsdp over a mesh of one", torch.float64 if precision == "64-true" else torch.float32
+    name = f"fsdp over a mesh of one{', rows on the host' if offload else ''}"
+    dtype = torch.float64 if precision == "64-true" else torch.float32
     try:
         with _group(work.device) as mesh:
-            found = _train_sharded(Blocks(**sizes).to(work.device, dtype), mesh)
+            found = _train_sharded(Blocks(**sizes).to(work.device, dtype), mesh, offload=offload)
     except Exception as error:
         return _row(work, name, precision, {}, error)
     return _row(work, name, precision, _errors(found, expected))
 
 
-def _train_sharded(module: Blocks, mesh: DeviceMesh) -> Found:
-    sharded = FullySharded(module, ["blocks.*", ""], mesh["data"])
-    optimizer, first = module.configure_optimizers(), next(module.parameters())
-    for batch in module.data:
+def _train_sharded(module: Blocks, mesh: DeviceMesh, *, offload: bool) -> Found:
+    first = next(module.parameters())
+    batches = [batch.to(first.device, first.dtype) for batch in module.data]
+    sharded = FullySharded(module, ["blocks.*", ""], mesh["data"], offload=offload)
+    optimizer = module.configure_optimizers()
+    for batch in batches:
         optimizer.zero_grad()
-        loss = module.training_step(batch.to(first.device, first.dtype))
+        loss = module.training_step(batch)
         with sharded.backward(loss):
             loss.backward()
         sharded.before_update()
         optimizer.step()
         sharded.after_update()
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
-    losses = {f"loss {i}": loss for i, loss in enumerate(module.losses)}
-    return {name: value.detach().double().cpu() for name, value in (losses | whole).items()}
+    for parameter in sharded.parameters:
+        parameter.restore()
+    sharded.undo()
+    return _values(module)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from dataclasses import replace
 from benchmarks.epm_grid import in_forms
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.subject import subject_of
-from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.time.device_rates import CPU_CORE

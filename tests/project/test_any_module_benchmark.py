@@ -1,35 +1,64 @@
-"""Claim: benchmarks.any_module counts what a run holds, says how far parameters are apart, and reports refusals."""
+"""Claim: benchmarks.any_module counts what a run holds, says how far numbers are apart, and reports refusals."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import any_module
+from benchmarks.any_module.budgets import differences, doubled
+from benchmarks.any_module.by_hand import lines_of
+from benchmarks.any_module.one_run import Wanted, run
+
+
+def wanted(**changes: Any) -> Wanted:
+    asked: dict[str, Any] = {"name": "wide_mlp", "ranks": 1, "sizes": {"cells": 4}, "strategy": "auto"}
+    return Wanted(**asked | changes)
 
 
 @pytest.mark.exhaustive
-def test_one_run_is_counted_and_its_parameters_are_compared(tmp_path: Path) -> None:
-    wanted = {"folder": tmp_path, "ranks": 1, "sizes": {"cells": 4}, "double": True}
-    one = any_module.run("wide_mlp", strategy="auto", meter=True, **wanted)
-    other = any_module.run("wide_mlp", strategy="auto", by_hand="recompute", **wanted)
-    assert not one["refused"]
-    weights = torch.load(one["parameters"])
+def test_one_run_is_counted_and_its_numbers_are_compared(tmp_path: Path) -> None:
+    one = run(wanted(double=True), tmp_path)
+    other = run(wanted(double=True, by_hand="recompute"), tmp_path)
+    assert not one.refused
+    found = torch.load(one.numbers[0])
     # parameters, gradients and Adam's two, in float64
-    assert one["peak"] > 4 * sum(p.nbytes for p in weights.values())
-    assert any_module.difference(one["parameters"], other["parameters"]) < 1e-12
-    weights["net.0.weight"] += 1.0
-    torch.save(weights, tmp_path / "moved.pt")
-    assert any_module.difference(tmp_path / "moved.pt", one["parameters"]) > 0.1
+    assert one.peak > 4 * sum(p.nbytes for p in found["parameters"].values())
+    assert len(found["losses"]) == 3
+    assert max(differences(one.numbers, other.numbers)) < 1e-12
+    for kind, place in (("gradients", 1), ("parameters", 2)):
+        moved = {name: value + (name == "net.0.weight") for name, value in found[kind].items()}
+        torch.save(found | {kind: moved}, tmp_path / "moved.pt")
+        away = differences((tmp_path / "moved.pt",), one.numbers)
+        assert [i for i, share in enumerate(away) if share > 1e-3] == [place]
 
 
 @pytest.mark.long
 def test_a_refusal_is_a_result(tmp_path: Path) -> None:
-    wanted = {"strategies": "S2"}
-    got = any_module.run("wide_mlp", strategy=wanted, folder=tmp_path, ranks=1, sizes={"cells": 4})
-    assert "S2" in got["refused"]
+    assert "S2" in run(wanted(strategy={"strategies": "S2"}), tmp_path).refused
 
 
-@pytest.mark.parametrize(("by_hand", "lines"), [(None, 0), ("recompute", 3), ("fsdp2", 8), ("both", 11)])
-def test_lines_that_a_person_writes_are_counted(by_hand: str | None, lines: int) -> None:
-    assert any_module.lines_of(by_hand) == lines
+def test_numbers_of_ranks_are_put_together(tmp_path: Path) -> None:
+    parts = [{"a": torch.ones(2)}, {"b": torch.zeros(1)}]
+    for i, part in enumerate(parts):
+        torch.save({"losses": [1.0 + i], "gradients": part, "parameters": part}, tmp_path / f"{i}")
+    whole = {"a": torch.ones(2), "b": torch.zeros(1)}
+    torch.save({"losses": [1.5], "gradients": whole, "parameters": whole}, tmp_path / "whole")
+    assert differences((tmp_path / "0", tmp_path / "1"), (tmp_path / "whole",)) == (0.0, 0.0, 0.0)
+
+
+def test_a_plan_for_float64_has_twice_the_bytes(tmp_path: Path) -> None:
+    plan = {
+        "rules": [{"spec": {"kind": "ChunkBlock", "budget_bytes": 100}}, {"spec": {"kind": "FullyShard"}}]
+    }
+    found = json.loads(Path(doubled(plan, tmp_path)).read_text())
+    assert found["rules"][0]["spec"]["budget_bytes"] == 200
+    assert plan["rules"][0]["spec"]["budget_bytes"] == 100
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "lines"), [(None, 0), ("recompute", 3), ("fsdp2", 8), ("both", 11), (0.5, 4)]
+)
+def test_lines_that_a_person_writes_are_counted(by_hand: str | float | None, lines: int) -> None:
+    assert lines_of(by_hand) == lines

@@ -1,0 +1,1 @@
+"""Modules that nobody wrote for lightning_amp: under a budget, and beside what else one can do."""
