@@ -37,6 +37,8 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     from lightning_amp.planning.modules.plan_module import plan_module, told_apart, told_model_ranks
     from lightning_amp.planning.modules.questions import answers
     from lightning_amp.planning.plan.decoder_only import profile_of_module
+    from lightning_amp.planning.plan.sharding import with_sharding
+    from lightning_amp.planning.plan.specs import FullyShard
     from lightning_amp.planning.policies.build_rules import with_schedule
     from lightning_amp.planning.policies.make_plan import plan
 
@@ -48,7 +50,11 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     asked, named = told_apart(request["strategies"], policy=request["policy"])
     rates, memory = rates_asked(arguments), request["device_memory"]
     step = step_at(arguments.batch_size)
-    seen = step.seen(rates)
+    fsdp = None
+    if "fsdp" in (named or ()):
+        # the configuration's may be of other strategies
+        fsdp = FullyShard(shard_ranks=options.get("fsdp_ranks"), offload=bool(options.get("fsdp_offload")))
+    seen = step.seen(rates, fsdp=fsdp)
     size = seen.profile.batch_size or 1
     shape = replace(describe(module, batch_size=size), profiled=True)
     request |= {"batch_size": size, "strategies": asked}
@@ -57,6 +63,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     )
     told = {name: options.get(name) for name in ("micro_batches", "schedule")}
     base = with_schedule(plan(profile_of_module(shape), **request, shape=shape, rates=rates), shape, **told)
+    base = with_sharding(base, fsdp, launches=rates.launches)
     made = plan_module(
         base,
         seen,
@@ -68,7 +75,12 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""
     if memory is None:
         return made, code
-    found = answers(lambda n: step_at(n).seen(rates), seen, ranks=made.mesh.data, budget=parse_bytes(memory))
+    found = answers(
+        lambda n: step_at(n).seen(rates, fsdp=fsdp),
+        seen,
+        ranks=made.mesh.data,
+        budget=parse_bytes(memory),
+    )
     return replace(made, notes=(*made.notes, *found)), code
 
 

@@ -56,6 +56,10 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration's plan, unless one is asked for here; the two do not mix."""
+    # late: beside what imports torch
+    from lightning_amp.lightning.strategy.request import OPTIONS_OF
+
     asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
-    kept = {name: value for name, value in options.items() if not asked or name not in OF_THE_PLAN}
+    dropped = {*OF_THE_PLAN, *OPTIONS_OF} if asked else set()
+    kept = {name: value for name, value in options.items() if name not in dropped}
     return kept | asked

@@ -10,6 +10,8 @@ import pytest
 
 from lightning_amp.cli.main import main
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of
+from lightning_amp.planning.plan.specs import FullyShard
 
 FILE = """
 import lightning.pytorch as pl
@@ -79,6 +81,24 @@ def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "the fewest devices for this step" in text
     assert "the largest batch of a rank that fits" in text
+
+
+@IGNORED
+@pytest.mark.long
+def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any) -> None:
+    asked = "{strategies: fsdp, fsdp_ranks: 2, fsdp_offload: true}"
+    strategy = f"class_path: lightning_amp.AMPStrategy\n    init_args: {asked}"
+    Path(config).write_text(f"{Path(config).read_text()}trainer:\n  strategy:\n    {strategy}\n")
+    words = ["simulate", "--config", config, "--devices", "4", "--device", "A100"]
+    on_gpus, on_cpus = planned(words, capsys), planned(words[:-2], capsys)
+    for found in (on_gpus, on_cpus):
+        assert found.strategies == ("S1", "fsdp")
+        assert sharding_of(found.rules) == FullyShard(shard_ranks=2, offload=True)
+    assert ON_HOST in on_cpus.notes
+    assert ON_HOST not in on_gpus.notes
+    assert on_gpus.predicted_peak_bytes < on_cpus.predicted_peak_bytes
+    assert main(["plan", "--config", config, "--devices", "3"]) == 2
+    assert "fsdp_ranks=2 was asked for, found 3 ranks on the data axis" in capsys.readouterr().err
 
 
 @IGNORED

@@ -4,6 +4,7 @@ is wrong, or what stands for them in a technique without collectives."""
 from tests.mutant_table.attention import ATTENTION
 from tests.mutant_table.blocks import BLOCKS
 from tests.mutant_table.chunks import CHUNKS
+from tests.mutant_table.fsdp_groups import FSDP_GROUPS
 from tests.mutant_table.graphs import GRAPHS
 from tests.mutant_table.pipelines import PIPELINES
 from tests.mutant_table.ranks import RANKS
@@ -11,4 +12,7 @@ from tests.mutant_table.rescues import RESCUES
 from tests.mutant_table.row import Mutant as Mutant
 from tests.mutant_table.strata import STRATA
 
-MUTANTS = [*ATTENTION, *STRATA, *RANKS, *BLOCKS, *RESCUES, *GRAPHS, *CHUNKS, *PIPELINES]
+MUTANTS = [
+    *(*ATTENTION, *STRATA, *RANKS, *FSDP_GROUPS, *BLOCKS, *RESCUES),
+    *(*GRAPHS, *CHUNKS, *PIPELINES),
+]

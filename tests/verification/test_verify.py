@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp.cli.main import main
+from lightning_amp.cli.verify import _decided
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -252,6 +254,14 @@ def test_the_command_reads_the_configuration_of_fit(
     assert {culprit["cause"] for culprit in found["culprits"]} == {"batch statistics"}
     assert main(["verify", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml' was asked of verify and is no file" in capsys.readouterr().err
+
+
+def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> None:
+    options = {"strategies": "fsdp", "fsdp_ranks": 2, "micro_batches": None, "device_memory": "1GiB"}
+    asked = Namespace(policy=None, strategies=None, plan=None, model_parallel_size=None)
+    assert _decided(options, asked) == options
+    asked.strategies = "S1"
+    assert _decided(options, asked) == {"device_memory": "1GiB", "strategies": "S1"}
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -70,6 +71,16 @@ class Shards:
         self._parameters = tuple(self._module.parameters())
         for parameter in self.sharded:
             parameter.offload()
+
+    @property
+    def groups(self) -> DeviceMesh | None:
+        """With the axes "replicate" and "shard", where groups of ranks have the same parts of parameters."""
+        return None if self.units is None else self.units.groups
+
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters lie in the host's memory, where optimisers keep their state."""
+        return self.units is not None and self.units.offload
 
     @property
     def over_model(self) -> list[ShardedParameter]:

@@ -31,7 +31,7 @@ from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard
 from lightning_amp.planning.time.device_rates import Rates
 
 T = TypeVar("T")
@@ -83,11 +83,12 @@ class StepOfModule:
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around)
 
-    def seen(self, rates: Rates) -> Seen:
+    def seen(self, rates: Rates, *, fsdp: FullyShard | None = None) -> Seen:
         """Take one batch and profile the step as it is.
 
         Args:
             rates: What the device reaches.
+            fsdp: How it is to split, None leaves it to the policy.
 
         Raises:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
@@ -102,6 +103,7 @@ class StepOfModule:
             passes=partial(self._passes_of, rates=rates) if self._blocks else None,
             no_stages=self._no_stages,
             chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
+            fsdp=fsdp,
         )
 
     def forget(self) -> None:

@@ -1,6 +1,7 @@
 """What ranks hold in common is still equal: compared before validations, in saves, and at the end of a fit.
 
-A replicated parameter or a buffer is compared over all ranks, a shard over the data axis. Gradients are made equal, so
+A replicated parameter or a buffer is compared over all ranks, a shard over the data axis, and rows of fsdp over the
+groups of ranks that have the same. Gradients are made equal, so
 only what a rank writes by itself can tell parameters apart; buffers are told apart by running statistics of the rank's
 own cells. Then ranks train different models without an error, and a checkpoint has rank 0's. It is a warning, for a
 plain strategy would go on too. Unlike devices may round an optimiser's step in unlike ways: below `TOLERANCE` nothing
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.parallel.contract.sharded_parameter import is_split
+from lightning_amp.parallel.contract.sharded_parameter import is_split, local
 from lightning_amp.parallel.s1_data.batch_norm import is_local
 
 TOLERANCE = 1e-5
@@ -56,16 +57,18 @@ def warn_of_differences(
     *,
     step: int,
     apart: bool = False,
+    groups: DeviceMesh | None = None,
 ) -> None:
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
         module: With the same parameters and buffers, by name, on every rank.
-        sharded: Parameters of which a rank of the model axis has its shard; of those that lie over the data axis, no
-            two ranks have the same, and nothing is compared.
+        sharded: Parameters of which a rank of the model axis has its shard.
         mesh: With the axes "data" and "model".
         step: For the warning.
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
+        groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
+            they lie over all of it, no two ranks have the same, and nothing is compared.
     """
     if mesh.size() == 1:
         return
@@ -75,6 +78,10 @@ def warn_of_differences(
     if apart:
         held, parts = _of_stages(held)
     found = differing(held, mesh, parts)
+    if groups is not None:
+        rows = {name: local(p) for name, p in module.named_parameters() if is_split(p)}
+        found += differing(rows, groups, {id(row) for row in rows.values()})
+        named |= rows
     if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
             f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"
@@ -125,22 +132,22 @@ def common_buffers(module: nn.Module) -> dict[str, Tensor]:
 def differing(
     held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()
 ) -> list[Difference]:
-    """What differs by more than rounding, the largest difference first; a collective.
+    """What differs by more than rounding, the largest difference first; a collective of all ranks.
 
     Args:
         held: The same names on every rank.
-        mesh: With the axes "data" and "model".
-        parts: `id` of what is to be equal over the data axis only.
+        mesh: Of all ranks.
+        parts: `id` of what is to be equal over the first of its axes only.
     """
     named = list(held.items())
     if not named:
         return []
-    data, model = mesh["data"].get_group(), mesh.size(1)
-    everyones = _gathered(torch.stack([_print_of(p) for _, p in named]), mesh)
+    inner, device = mesh.size() // mesh.size(0), mesh.device_type
+    everyones = _gathered(torch.stack([_print_of(p) for _, p in named]).to(device), mesh)
 
     def first_with(i: int, rank: int) -> int:
-        """The mesh is row-major: a data group's ranks have the same remainder."""
-        return rank % model if id(named[i][1]) in parts else 0
+        """The mesh is row-major: ranks along its first axis have the same remainder."""
+        return rank % inner if id(named[i][1]) in parts else 0
 
     suspects = [
         i
@@ -152,7 +159,8 @@ def differing(
     rank, off = dist.get_rank(), []
     for i in suspects:
         part = id(named[i][1]) in parts
-        off.append(_distance(named[i][1], first_with(i, rank), data if part else None))
+        group = mesh.get_group(0) if part else None
+        off.append(_distance(named[i][1], first_with(i, rank), group, device))
     offs = _gathered(torch.stack(off), mesh)
     found = []
     for at, i in enumerate(suspects):
@@ -181,11 +189,15 @@ def _print_of(held: Tensor) -> Tensor:
     return words.sum(dtype=torch.int64)
 
 
-def _distance(parameter: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
+def _distance(parameter: Tensor, first: int, group: ProcessGroup | None, device: str) -> Tensor:
     """Largest difference from the first rank's entries, relative to the largest of them; nan equals nan."""
     wide = torch.complex128 if parameter.is_complex() else torch.float64
+    if not parameter.numel():
+        # of so few rows that this group's ranks have none
+        return torch.zeros((), dtype=torch.float64, device=device)
     off, largest = [], []
-    for part in torch.split(parameter.detach().reshape(-1), AT_ONCE):
+    for whole in torch.split(parameter.detach().reshape(-1), AT_ONCE):
+        part = whole.to(device)
         theirs = part.clone()
         dist.broadcast(theirs, src=first, group=group)
         mine, theirs = part.to(wide), theirs.to(wide)

@@ -86,3 +86,15 @@ def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh
         )
     shape = (n_ranks // model_ranks, model_ranks)
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "model"))
+
+
+def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int) -> DeviceMesh:
+    """The same ranks with the data axis as two: "replicate", "shard" and "model"; consecutive ranks are a group.
+
+    Args:
+        device_type: Of the ranks.
+        n_ranks, model_ranks: Ranks in all, and of the model axis, which divide them.
+        shard_ranks: Ranks of a group, which divide the data axis, as the plan has made sure.
+    """
+    shape = (n_ranks // model_ranks // shard_ranks, shard_ranks, model_ranks)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))

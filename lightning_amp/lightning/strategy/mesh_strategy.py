@@ -16,7 +16,7 @@ from lightning_amp.lightning.same_on_ranks.replicas import seed_workers
 from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_batch, share_draws
 from lightning_amp.lightning.steps.cell_order import with_same_draws
 from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
-from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
+from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh
 from lightning_amp.parallel.scores.dense_entries import find_entries
 from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood
 
@@ -24,7 +24,7 @@ from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood
 class MeshStrategy(DDPStrategy):
     """Which cells a rank reads, and what ranks count; AMPStrategy says `_model_ranks` and overrides nothing else."""
 
-    _meshes: dict[tuple[int, int], DeviceMesh]
+    _meshes: dict[tuple[int, ...], DeviceMesh]
 
     @classmethod
     def register_strategies(cls, strategy_registry: object) -> None:
@@ -60,6 +60,16 @@ class MeshStrategy(DDPStrategy):
         key = self.world_size, model_ranks
         if key not in self._meshes:
             self._meshes[key] = make_mesh(self.root_device.type, n_ranks=key[0], model_ranks=model_ranks)
+        return self._meshes[key]
+
+    def _groups_of(self, shard_ranks: int) -> DeviceMesh:
+        """The ranks with the axes "replicate", "shard" and "model": a data axis in groups of so many ranks."""
+        world, model = self.world_size, self._model_ranks
+        key = world, model, shard_ranks
+        if key not in self._meshes:
+            self._meshes[key] = make_groups(
+                self.root_device.type, n_ranks=world, model_ranks=model, shard_ranks=shard_ranks
+            )
         return self._meshes[key]
 
     @property

@@ -1,7 +1,6 @@
 """What a plan asks for over the data axis and modules themselves must follow: shared batch statistics, and fsdp."""
 
 from collections.abc import Callable
-from typing import Any
 
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,6 +11,7 @@ from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.planning.plan.specs import FullyShard, ShareBatchStatistics
 
 Undo = list[Callable[[], None]]
@@ -34,23 +34,32 @@ def share_statistics(
 
 
 def shard_fully(
-    plan: Plan, model: nn.Module, mesh: DeviceMesh, shards: Shards, fn: TrainerFn | None, undo: Undo
+    plan: Plan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    groups_of: Callable[[int], DeviceMesh],
+    shards: Shards,
+    fn: TrainerFn | None,
+    undo: Undo,
 ) -> Shards:
-    """Split all parameters over the data axis when the plan says so; returns the shards with these.
+    """Split all parameters over the data axis, or in groups of it, when the plan says so; returns shards with these.
 
     In prediction ranks may have unlike numbers of batches, and could not gather parameters together: there parameters
     stay whole, and there are no gradients and no optimisers.
 
     Args:
         mesh: With the axes "data" and "model".
+        groups_of: The mesh of the ranks with groups of so many of them; all ranks call it.
         shards: What is split over the model axis.
         fn: What the Trainer is doing.
         undo: Gets what takes it back.
     """
-    rules: list[Any] = [rule for rule in plan.rules if isinstance(rule.spec, FullyShard)]
-    if not rules or fn == TrainerFn.PREDICTING:
+    spec = sharding_of(plan.rules)
+    if spec is None or fn == TrainerFn.PREDICTING:
         return shards
-    offload = any(rule.spec.offload for rule in rules)
-    units = FullySharded(model, [rule.fqn for rule in rules], mesh["data"], offload=offload)
+    fqns = [rule.fqn for rule in plan.rules if isinstance(rule.spec, FullyShard)]
+    n = spec.shard_ranks or plan.mesh.data
+    groups = groups_of(n) if n < plan.mesh.data else None
+    units = FullySharded(model, fqns, mesh["data"], groups=groups, offload=spec.offload)
     undo.append(units.undo)
     return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)

@@ -2,11 +2,10 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, PlanError
@@ -17,11 +16,9 @@ from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
 from lightning_amp.lightning.strategy.pipeline_run import without_stages
+from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.models.glue import GLUE
-from lightning_amp.parallel.describe_module import describe, unpredicted
-from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,
@@ -31,16 +28,11 @@ from lightning_amp.planning.modules.plan_module import (
 )
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import (
-    LATENT_DIM,
-    DecoderShape,
     ModelShape,
-    NetworkShape,
-    outside_strata,
-    with_counts,
 )
 from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
 from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
@@ -54,12 +46,8 @@ from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import parse_bytes
 
-ADAM_SLOTS = 2
-"""Assumed for a module that is not the reference model: its optimisers do not exist yet."""
-RMSPROP_SLOTS = 1
 NO_PROFILE = "the step was not profiled, and its peak is not known"
 
 
@@ -92,7 +80,7 @@ class Facts:
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
-        profile, shape, notes = _read(self.request, self.here, self.trainer, self._cells, *self.seen)
+        profile, shape, notes = read_run(self.request, self.trainer, self._cells, *self.seen)
         return profile, on_device(shape, self.rates[0]), notes
 
     @cached_property
@@ -101,9 +89,8 @@ class Facts:
         if self.step is None:
             return None, ""
         try:
-            return without_stages(
-                self.step.seen(self.rates[0]), self.here.device, self.request, self.trainer
-            ), ""
+            found = self.step.seen(self.rates[0], fsdp=self.request.sharding)
+            return without_stages(found, self.here.device, self.request, self.trainer), ""
         except AmpError as error:
             return None, f"{NO_PROFILE}: {error}"
 
@@ -238,6 +225,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         node_devices=here.node_ranks,
     )
     made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
+    made = with_sharding(made, request.sharding, launches=rates.launches)
     made = replace(made, notes=(*made.notes, *note, *notes))
     seen, _ = facts.seen
     if seen is None:
@@ -286,6 +274,7 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
+    plan = with_sharding(plan, sharding_of(plan.rules), launches=rates.launches)
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
@@ -310,45 +299,6 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
     return plan_again(again, seen, count=facts.step.count)
 
 
-def _read(
-    request: Request, here: ThisRank, trainer: pl.Trainer, cells: Cells, seen: Seen | None, why: str
-) -> tuple[Profile, ModelShape, list[str]]:
-    """Profile and shape of the run, and what its prediction leaves out."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    data_dir = request.data_dir_or(data)
-    batch_size, unknown = cells
-    if seen is not None:
-        batch_size = seen.profile.batch_size or batch_size or 1
-    notes = [unknown] if batch_size is None else []
-    notes += [why] if why else []
-    if seen is None and "mixed" in str(trainer.precision):
-        notes.append(
-            f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
-        )
-    slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
-    if seen is None and slots == ADAM_SLOTS:
-        notes.append(
-            "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
-        )
-    shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = replace(shape, profiled=seen is not None)
-    shape = _with_threads(shape if isinstance(module, GLUE) else with_counts(shape))
-    notes += unpredicted(module, shape)
-    if data_dir is None:
-        return profile_of_module(shape), shape, notes
-    attention = None if shape.decoder is None else shape.decoder.attention
-    profile = read_profile(data_dir, setting=getattr(data, "setting", None), attention=attention)
-    profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
-    if isinstance(module, GLUE):
-        return profile, _with_base(shape, profile, module), notes
-    if shape.decoder is not None:
-        notes.append(
-            "of the activations outside the decoder the counts and the inputs of layers that read them all are"
-            " predicted: the others are those of another's model"
-        )
-    return profile, shape, notes
-
-
 def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
     """Of the file that was asked for, else of the device, with a note where it is not known.
 
@@ -368,31 +318,3 @@ def _budget(request: Request, here: ThisRank) -> int:
     if request.device_memory is not None:
         return parse_bytes(request.device_memory)
     return device_budget(here.device, node_ranks=here.node_ranks)
-
-
-def _with_threads(shape: ModelShape) -> ModelShape:
-    """With the threads that torch has on a CPU."""
-    if shape.decoder is None:
-        return shape
-    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
-
-
-def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:
-    """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
-    used = [m for m in profile.modalities if names is None or m.name in names]
-    modalities = []
-    for modality in used:
-        others = [m.features for m in used if m is not modality]
-        scale = modality.features / max(others) if others else None
-        parts = None if decoder is None else modality.decomposition
-        modalities.append(replace(modality, scale=scale, decomposition=parts))
-    return replace(profile, modalities=tuple(modalities))
-
-
-def _with_base(shape: ModelShape, profile: Profile, module: GLUE) -> ModelShape:
-    """Add what lies outside the strata of the reference model."""
-    settings = module.hparams
-    names = [field.name for field in fields(NetworkShape)]
-    network = NetworkShape(**{name: settings[name] for name in names if name in settings})
-    dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
-    return outside_strata(shape, network, profile, latent_dim=dim)

@@ -8,6 +8,7 @@ from typing import Literal
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.pipeline.schedules import SCHEDULES
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FullyShard
 from lightning_amp.planning.plan.strategies import parse_strategies
 from lightning_amp.quantities import is_number, parse_bytes
 
@@ -21,7 +22,16 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "race": (True, False),
     "schedule": (None, *SCHEDULES),
     "rescue": (True, False),
+    "fsdp_offload": (True, False),
 }
+
+OPTIONS_OF = {
+    "micro_batches": "pipeline",
+    "schedule": "pipeline",
+    "fsdp_ranks": "fsdp",
+    "fsdp_offload": "fsdp",
+}
+"""Options that say how one strategy is done, which has to be asked for by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,8 @@ class Request:
     stuck_after: float = 1800.0
     micro_batches: int | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    fsdp_ranks: int | None = None
+    fsdp_offload: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -79,6 +91,13 @@ class Request:
         chooses = self.policy == "auto" and self.plan is None and self.strategies is None
         return self.race and chooses and not self.check_finite
 
+    @property
+    def sharding(self) -> FullyShard | None:
+        """How fsdp is to split where it was asked for; None leaves it to the policy."""
+        if self.strategies is None or "fsdp" not in parse_strategies(self.strategies):
+            return None
+        return FullyShard(shard_ranks=self.fsdp_ranks, offload=self.fsdp_offload)
+
     def data_dir_or(self, data: object) -> str | Path | None:
         """The data directory that was asked for, else the data module's; None without either."""
         found: str | Path | None = getattr(data, "data_dir", None)
@@ -90,12 +109,12 @@ class Request:
             raise PlanError(
                 f"model_parallel_size={size!r} was asked for; allowed are 'auto' and a whole number of ranks, 1 or more"
             )
-        if self.micro_batches is not None and not (
-            type(self.micro_batches) is int and self.micro_batches >= 1
-        ):
-            raise PlanError(
-                f"micro_batches={self.micro_batches!r} was asked for; allowed is a whole number, 1 or more, or None"
-            )
+        for name, least in (("micro_batches", 1), ("fsdp_ranks", 2)):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and value >= least):
+                raise PlanError(
+                    f"{name}={value!r} was asked for; allowed is a whole number, {least} or more, or None"
+                )
         if not (is_number(self.bucket_mb) and 0 < self.bucket_mb < inf):
             raise PlanError(f"bucket_mb={self.bucket_mb!r} was asked for; allowed is a number of MiB above 0")
         for name in ("lost_after", "stuck_after"):
@@ -107,11 +126,12 @@ class Request:
 
     def _check_plan(self) -> None:
         chosen = () if self.strategies is None else parse_strategies(self.strategies)
-        for name in ("micro_batches", "schedule"):
-            if getattr(self, name) is not None and "pipeline" not in chosen:
+        for name, of in OPTIONS_OF.items():
+            # the defaults are None and False
+            if getattr(self, name) and of not in chosen:
                 raise PlanError(
-                    f"{name}={getattr(self, name)!r} was asked for, which is of a pipeline; ask for"
-                    " strategies='pipeline' too, or leave it out"
+                    f"{name}={getattr(self, name)!r} was asked for, which is of {of}; ask for strategies={of!r} too, or"
+                    " leave it out"
                 )
         if self.plan is None:
             return

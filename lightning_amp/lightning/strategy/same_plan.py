@@ -21,7 +21,10 @@ from lightning_amp.profiling.read_profile import profile as read_profile
 SHOWN = 8
 """Differences that are spelled out."""
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
-COMPARED = ("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells")
+COMPARED = (
+    *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
+    *("fsdp_ranks", "fsdp_offload"),
+)
 
 
 def facts_of_plan(request: Request, data: Any) -> dict[str, str]:

@@ -102,6 +102,8 @@ class AMPStrategy(MeshStrategy):
         stuck_after: float = 1800.0,
         micro_batches: int | None = None,
         schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
+        fsdp_ranks: int | None = None,
+        fsdp_offload: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -128,6 +130,8 @@ class AMPStrategy(MeshStrategy):
             check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
             lost_after, stuck_after: Seconds of silence, and without progress, after which a rank is lost, and stuck.
             micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
+            fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
+            fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
@@ -153,7 +157,7 @@ class AMPStrategy(MeshStrategy):
         self.predicted_step: Any = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
         self._resumed: Plan | None = None
-        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
         self._undo: list[Callable[[], None]] = []
@@ -210,7 +214,7 @@ class AMPStrategy(MeshStrategy):
         assert plan is not None, "made before it was installed"
         if fn == TrainerFn.FITTING:
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
-        self._shards = shard_fully(plan, self.model, mesh, self._shards, fn, self._undo)
+        self._shards = shard_fully(plan, self.model, mesh, self._groups_of, self._shards, fn, self._undo)
         if fn == TrainerFn.FITTING:
             self._step = TrainingStep(
                 module,
@@ -225,7 +229,7 @@ class AMPStrategy(MeshStrategy):
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not self._shards.on_host:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
@@ -285,7 +289,8 @@ class AMPStrategy(MeshStrategy):
         if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
         shards = [parameter.shard for parameter in self._shards.sharded]
-        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=self._shards.apart)
+        apart, groups = self._shards.apart, self._shards.groups
+        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=apart, groups=groups)
 
     # --- a step ---
 
@@ -358,7 +363,12 @@ class AMPStrategy(MeshStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load states for whole parameters."""
         own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+        if not self._shards.on_host:
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+            return
+        # Lightning would move it to the device; torch puts it where the parameters lie
+        for optimizer, state in zip(self.optimizers, own, strict=False):
+            optimizer.load_state_dict(state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

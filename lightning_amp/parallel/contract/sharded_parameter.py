@@ -73,8 +73,8 @@ class ShardedParameter:
         return self.parts.own(whole)
 
     def join(self, own: Tensor) -> Tensor:
-        """The whole tensor from every rank's part; a collective."""
-        return self.parts.join(local(own))
+        """The whole tensor from every rank's part; a collective, on the ranks' devices wherever the part lies."""
+        return self.parts.join(local(own).to(self.mesh.device_type))
 
     def like_shard(self, own: Tensor) -> Tensor:
         """This rank's part of a tensor as the shard is kept: as a DTensor where torch keeps it."""
@@ -89,7 +89,8 @@ class ShardedParameter:
             shape=self.whole.shape,
             stride=shard.stride(),
         )
-        return cast(Tensor, whole)
+        # torch has brought it to the ranks' devices
+        return cast(Tensor, whole.to(self.shard.device))
 
     @property
     def by_torch(self) -> bool:
@@ -122,8 +123,8 @@ class ShardedParameter:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the trained values of all ranks into the whole parameter; a collective."""
-        self._replace(self.join(self.shard))
+        """Write the trained values of all ranks into the whole parameter, where the shard lies; a collective."""
+        self._replace(self.join(self.shard).to(self.shard.device))
 
     @torch.no_grad()
     def restore_own(self) -> None:

@@ -12,6 +12,11 @@ loss, exact up to rounding. Gradients are reduced in every backward pass, under 
 Collectives of a unit per step: two all-gathers of its parameters, one sum of its gradients; before each of them, and at
 the end of both passes, one all-reduce of two integers (agreement.py).
 
+In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and sums among its
+ranks, after which one all-reduce of the rows' gradients goes between the groups. All ranks of the data axis compare
+what they do. With `offload` the rows, their gradients and the optimiser's state lie in the host's memory, and the
+optimiser works there; the module is whole on the device once, before it is split. Not run on a GPU yet.
+
 `training_step` and its like are no `forward`, so they are wrapped on the instance; so are methods that look at all
 parameters in a step, while those of the root are gathered. `undo` gives the module back as it was, with whole
 parameters: trained ones where `ShardedParameter.restore` was called before, else this rank's rows, and nan.
@@ -67,11 +72,14 @@ class FullySharded:
 
     Attributes:
         parameters: Those that are split; the others, which have no dimension, are whole on every rank.
+        groups, offload: As given.
 
     Args:
         module: Whole, equal on all ranks.
         fqns: Names or patterns of units, with "" for the rest of the module, which is always one.
         mesh: The data axis.
+        groups: The same ranks with the axes "replicate" and "shard": parameters are split over the latter. None splits
+            them over all of the data axis.
         offload: Whether a rank's rows lie in the host's memory.
 
     Raises:
@@ -81,11 +89,19 @@ class FullySharded:
     parameters: tuple[ShardedParameter, ...]
 
     def __init__(
-        self, module: nn.Module, fqns: Sequence[str], mesh: DeviceMesh, *, offload: bool = False
+        self,
+        module: nn.Module,
+        fqns: Sequence[str],
+        mesh: DeviceMesh,
+        *,
+        groups: DeviceMesh | None = None,
+        offload: bool = False,
     ) -> None:
         units = _chosen(module, fqns)
-        refuse(module, units)
-        self.parameters = ()
+        # a gradient there cannot be that of a parameter here
+        self._shows = not offload or mesh.device_type == "cpu"
+        refuse(module, units, by_hand=self._shows)
+        self.parameters, self.groups, self.offload = (), groups, offload
         self._module: Any = module
         self._mesh, self._agreement = mesh, Agreement(mesh)
         self._depth, self._begun, self._looks = 0, False, LOOKS
@@ -97,8 +113,10 @@ class FullySharded:
             for name, parameter in child._parameters.items()
             if parameter is not None and parameter.dim()
         ]
-        self._split([*units.values(), module], mesh, offload=offload)
-        self.parameters = tuple(split_parameters(self._places, mesh))
+        over = mesh if groups is None else groups["replicate", "shard"]
+        self._split([*units.values(), module], over, offload=offload)
+        among = mesh if groups is None else groups["shard"]
+        self.parameters = tuple(split_parameters(self._places, among))
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])
@@ -189,7 +207,7 @@ class FullySharded:
         begin_gathered(self._module)
         self._root.gathered()
         self._hide_gradients()
-        for parameter in self.parameters:
+        for parameter in self.parameters if self._shows else ():
             whole = parameter.module._parameters[parameter.name]
             if whole is not None and not is_split(whole):
                 whole.grad = parameter.shard.grad

@@ -12,13 +12,20 @@ from lightning_amp.parallel.contract.sharded_parameter import is_split
 LEAVE_OUT = "or leave fsdp out"
 
 
-def refuse(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True) -> None:
     """Refuse, with an InstallError, a module that cannot be split; it is unchanged.
 
     Args:
         module: Whole.
         units: Its blocks that are to be gathered by themselves, by name.
+        by_hand: Whether a step of manual optimisation can have the gradients of what is gathered.
     """
+    if not by_hand and getattr(module, "automatic_optimization", True) is False:
+        raise InstallError(
+            f"fsdp_offload=True was asked for, and {type(module).__name__!r} has automatic_optimization=False; while"
+            " its step runs parameters are on the device and their gradients in the host's memory, where a step by hand"
+            " would not find them: let the Trainer optimise, or leave fsdp_offload out"
+        )
     _refuse_modules(module)
     for name, parameter in module.named_parameters():
         found = _problem(parameter)

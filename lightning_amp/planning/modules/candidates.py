@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
+from lightning_amp.planning.modules.fsdp_seconds import ways_to_split
 from lightning_amp.planning.modules.seen import Draft, Seen
 from lightning_amp.planning.modules.stages import OPEN, Asked, best_pipeline
 from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
@@ -121,7 +122,16 @@ def asked_for(seen: Seen, names: Collection[str], *, ranks: int, budget: int | N
 
 
 def draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
-    """The plan with these techniques, or why one of them cannot be added."""
+    """The plan with these techniques, or why one of them cannot be added; of the ways to split by fsdp the fastest that
+    fits, and with None that which saves most.
+    """
+    ways = list(ways_to_split(seen, ranks)) if "fsdp" in names else [seen.fsdp]
+    made = [_draft(replace(seen, fsdp=way), names, ranks=ranks, budget=budget) for way in ways]
+    found = [one for one in made if isinstance(one, Draft)]
+    return _chosen(found, 0 if budget is None else budget) if found else made[0]
+
+
+def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
     made: Draft | str = as_it_is(seen, ranks)
     for name in names:
         assert isinstance(made, Draft), "the loop ends where it is none"

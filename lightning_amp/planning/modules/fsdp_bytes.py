@@ -10,12 +10,18 @@ A step on one device is walked through once more, with activations and temporari
     its end     gradients whole, and once more as they are sent; then as they are sent, received, and summed
     after it    its rows of the sum
 
+With rows in the host's memory a device has none of these rows, but while a unit is gathered its own, on their way, and
+of gradients the rows of the sum until they are sent back.
+
 A unit whose inputs have no gradient, the first one, is told of the end of its backward pass when the module's ends.
 These are the tensors of torch 2.13 on a CPU with the collectives of parallel/fsdp/collectives.py.
 
 Known limits: a unit that is called more than once counts as one call; in manual optimisation the root's parameters are
 gathered again for the optimiser's step, which is not counted; on a GPU the unit after the one at work is gathered while
-it works. Legend: R ranks of the data axis; a unit is what is gathered together, a block or the rest of the module ("").
+it works; bytes of a GPU were not compared with a meter.
+
+Legend: R ranks among which parameters are split; a unit is what is gathered together, a block or the rest of the module
+("").
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,24 +84,27 @@ class Unit:
         return sum(p.shard_bytes(ranks) for p in self.parameters if p.trained or not trained)
 
 
-def fsdp_peak_bytes(profile: ModuleProfile, units: Sequence[Unit], ranks: int) -> int:
-    """Most bytes that a rank has at once in a training step, the second one.
+def fsdp_peak_bytes(
+    profile: ModuleProfile, units: Sequence[Unit], ranks: int, *, offload: bool = False
+) -> int:
+    """Most bytes that a rank's device has at once in a training step, the second one.
 
     Args:
         profile: Of the rank's own batch, on one device.
         units: All of them, the root last; parallel/fsdp/units.py reads them from a module.
-        ranks: Of the data axis, 2 or more.
+        ranks: Among which parameters are split, 2 or more.
+        offload: Whether a rank's rows lie in a memory that is not the device's.
     """
     assert ranks >= 2, f"parameters are split over 2 ranks or more, got {ranks!r}"
-    walk = _Walk(profile, units, ranks)
+    walk = _Walk(profile, units, ranks, offload=offload)
     return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0)
 
 
 class _Walk:
     """One walk through a step: bytes alive at its moments, and between them where FSDP itself has more."""
 
-    def __init__(self, profile: ModuleProfile, units: Sequence[Unit], ranks: int) -> None:
-        self._timeline, self._ranks = profile.timeline, ranks
+    def __init__(self, profile: ModuleProfile, units: Sequence[Unit], ranks: int, *, offload: bool) -> None:
+        self._timeline, self._ranks, self._offload = profile.timeline, ranks, offload
         self._units = {unit.fqn: unit for unit in units}
         self._whole = {fqn: unit.whole_bytes(trained=True) for fqn, unit in self._units.items()}
         # as they are gathered, and as gradients are sent: R parts of equal size
@@ -103,8 +112,8 @@ class _Walk:
         self._sent = {fqn: ranks * unit.shard_bytes(ranks, trained=True) for fqn, unit in self._units.items()}
         whole = sum(unit.whole_bytes() for unit in units)
         self._buffers = profile.timeline[0].by_kind[PARAMETERS] - whole
-        self._rows = sum(self._padded.values()) // ranks
-        self._part = sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
+        self._rows = 0 if offload else sum(self._padded.values()) // ranks
+        self._part = 0.0 if offload else sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
         # units in the order of the forward pass
         seen = (self._unit_of(moment) for moment in self._timeline if moment.phase == FORWARD)
         self._order = [fqn for fqn in dict.fromkeys(seen) if fqn]
@@ -112,6 +121,7 @@ class _Walk:
     def forward(self) -> Iterator[int]:
         """The forward pass, with the last step's gradients until they are dropped."""
         received, last = self._padded[""], ""
+        yield self._buffers + self._padded[""] + received + self._on_its_way("")
         for moment in self._of(FORWARD):
             unit = self._unit_of(moment)
             held = (
@@ -119,7 +129,7 @@ class _Walk:
             )
             if unit and unit != last:
                 # what was received before is let go of only when this is in its place
-                yield held + received + 2 * self._padded[unit]
+                yield held + received + 2 * self._padded[unit] + self._on_its_way(unit)
                 received = self._padded[unit]
             yield held + received + (self._padded[unit] if unit else 0)
             last = unit
@@ -161,13 +171,17 @@ class _Walk:
         yield beside + self._whole[fqn] + sent
         yield beside + 2 * sent + sent // self._ranks
         done["whole"] += self._whole[fqn]
-        done["rows"] += sent // self._ranks
+        done["rows"] += 0 if self._offload else sent // self._ranks
         done["sent"] = sent
 
     def _ahead(self, fqn: str) -> int:
         """What is received ahead while a unit works in the backward pass: the unit that comes next there."""
         place = self._order.index(fqn) if fqn in self._order else 0
         return self._padded[self._order[place - 1]] if place else 0
+
+    def _on_its_way(self, fqn: str) -> int:
+        """A unit's rows on the device while it is gathered, where they lie elsewhere."""
+        return self._padded[fqn] // self._ranks if self._offload else 0
 
     def _of(self, phase: str) -> list[Moment]:
         return [moment for moment in self._timeline if moment.phase == phase]

@@ -29,6 +29,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.planning.plan.specs import DataParallel, PipelineStages
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
@@ -247,6 +248,7 @@ def _peak(seen: Seen, rules: tuple[Rule, ...], *, ranks: int, count: Count | Non
     """Of the step with rules: counted with those installed that change modules, the others added to that."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
     local = tuple(rule for rule in rules if TECHNIQUES[rule.strategy].counted)
+    seen = replace(seen, fsdp=sharding_of(rules))
     counts = not local or count is not None
     if local and count is not None:
         seen = replace(seen, profile=count(local))

@@ -11,7 +11,7 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import Unit
-from lightning_amp.planning.plan.specs import Spec
+from lightning_amp.planning.plan.specs import FullyShard, Spec
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
 
@@ -37,6 +37,7 @@ class Seen:
         passes: Its blocks as stages of a pipeline, for a batch of any length; None where there can be no pipeline.
         no_stages: Why there is none.
         chunks: Its blocks in chunks; None where nobody has looked at their operators.
+        fsdp: How fsdp is to split, if it does; None leaves it to the policy.
     """
 
     profile: ModuleProfile
@@ -46,6 +47,7 @@ class Seen:
     passes: PassesOf | None = None
     no_stages: str = "its blocks were not looked at"
     chunks: ChunkForms | None = None
+    fsdp: FullyShard | None = None
 
     @property
     def seconds(self) -> float:

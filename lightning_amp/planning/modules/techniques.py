@@ -11,10 +11,10 @@ from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAM
 from lightning_amp.planning.modules.chain import CHUNKED, Chain, extra_seconds, peak_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
+from lightning_amp.planning.modules.fsdp_seconds import fsdp_seconds
 from lightning_amp.planning.modules.recompute_choice import choose, leanest
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, RecomputeBlock
-from lightning_amp.planning.time.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
 
 Add = Callable[[Seen, Draft, int | None], Draft | str]
@@ -48,23 +48,23 @@ def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     whole = sum(unit.whole_bytes() for unit in seen.units)
     if not whole:
         return "there are no parameters that can be split"
-    ranks, links = draft.ranks, seen.rates.links
-    saved = seen.peak_bytes(ranks) - fsdp_peak_bytes(seen.profile, seen.units, ranks)
-    # twice gathered, once summed and scattered, in the place of one average
-    sent = 2 * collective_seconds("all_gather", whole / ranks, ranks, links)
-    sent += collective_seconds("reduce_scatter", whole, ranks, links)
-    sent -= collective_seconds("all_reduce", whole, ranks, links)
-    why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are split over {ranks} ranks"
+    ranks, spec = draft.ranks, seen.fsdp or FullyShard()
+    shard = spec.shard_ranks or ranks
+    # the host's memory is the device's where the device is its processor
+    offload = spec.offload and seen.rates.launches
+    saved = seen.peak_bytes(ranks) - fsdp_peak_bytes(seen.profile, seen.units, shard, offload=offload)
+    why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are split over {shard} ranks"
+    why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
+    why += ", and lie in the host's memory" if offload else ""
     targets = [
-        Target(strategy="fsdp", fqn=unit.fqn, spec=FullyShard(), why=why, saves_bytes=0)
-        for unit in seen.units
+        Target(strategy="fsdp", fqn=unit.fqn, spec=spec, why=why, saves_bytes=0) for unit in seen.units
     ]
     # of the technique as a whole, shown once
     targets[-1] = replace(targets[-1], saves_bytes=max(0, saved))
     return replace(
         draft,
         peak_bytes=draft.peak_bytes - saved,
-        seconds=draft.seconds + max(0.0, sent),
+        seconds=draft.seconds + fsdp_seconds(seen, spec, ranks),
         targets=(*draft.targets, *targets),
     )
 

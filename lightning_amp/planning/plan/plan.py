@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan import sharding
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
@@ -269,6 +270,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         )
         return
     yield from conflicts(plan.strategies)
+    yield from sharding.contradictions(plan.rules, plan.mesh.data)
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):
         yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"

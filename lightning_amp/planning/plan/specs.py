@@ -31,9 +31,12 @@ class FullyShard:
 
     Attributes:
         offload: Keep a rank's part in the host's memory, and let the optimiser work there.
+        shard_ranks: Consecutive ranks of the data axis that they are split among; each group of so many has all of
+            them. None for all ranks of the axis.
     """
 
     offload: bool = False
+    shard_ranks: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

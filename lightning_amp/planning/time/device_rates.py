@@ -2,9 +2,9 @@
 
 Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; A100, H100 and H200 in the SXM form):
 float32 products, or TF32 ones where asked for (dense), memory bandwidth, and NVLink in one direction, of the RTX 3090
-PCI Express 4.0 x16. Between nodes one 200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say
-nothing of attention, by products or in fused kernels, of an operator's overhead and of a message's latency; these are
-round estimates.
+PCI Express 4.0 x16. To the host PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes one
+200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say nothing of attention, by products or in
+fused kernels, of an operator's overhead and of a message's latency; these are round estimates.
 The figures of "cpu core" are fitted to the measured steps of benchmarks/time_grid.jsonl, one thread of a server CPU:
 140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
 message by gloo between two of its processes takes 0.3 ms and 1 GB/s.
@@ -40,6 +40,7 @@ class Rates:
         device: Whose rates they are, in words.
         launches: Whether operators are launched on it by a processor that goes on, as on a GPU.
         sdpa_share: Of matmul_flops, what attention in torch's fused kernels reaches.
+        host_bandwidth: Bytes per second between the device and the host's memory, one way.
     """
 
     matmul_flops: float
@@ -50,6 +51,7 @@ class Rates:
     device: str = "a device without a name"
     launches: bool = False
     sdpa_share: float = 0.5
+    host_bandwidth: float = 31.5e9
 
     def __post_init__(self) -> None:
         """Refuse rates that cannot be.
@@ -58,7 +60,7 @@ class Rates:
             PlanError: A number is out of range.
         """
         shares = (self.attention_share, self.sdpa_share)
-        rates = (self.matmul_flops, self.memory_bytes, *shares)
+        rates = (self.matmul_flops, self.memory_bytes, self.host_bandwidth, *shares)
         if not all(is_number(n) and 0 < n < inf for n in rates) or not max(shares) <= 1:
             raise PlanError(
                 f"{self!r} was asked for; rates are above 0, and shares of them are no more than 1: correct them"
@@ -181,7 +183,9 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     )
 
 
-def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: float) -> Rates:
+def _gpu(
+    device: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5
+) -> Rates:
     """A GPU of a data sheet; bandwidths in gigabytes per second, one way."""
     links = Links(
         intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8
@@ -194,6 +198,7 @@ def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: 
         links=links,
         device=device,
         launches=True,
+        host_bandwidth=host * 1e9,
     )
 
 
@@ -210,8 +215,8 @@ DEVICES = {
     "cpu": CPU_CORE,
     "RTX 3090": _gpu("an RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
     "A100": _gpu("an A100", teraflops=19.5, memory=1555, link=300, network=25),
-    "H100": _gpu("an H100", teraflops=67, memory=3350, link=450, network=50),
-    "H200": _gpu("an H200", teraflops=67, memory=4800, link=450, network=50),
+    "H100": _gpu("an H100", teraflops=67, memory=3350, link=450, network=50, host=63),
+    "H200": _gpu("an H200", teraflops=67, memory=4800, link=450, network=50, host=63),
 }
 """By a part of the device's name."""
 MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}

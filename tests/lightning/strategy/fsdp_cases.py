@@ -32,6 +32,7 @@ CELLS = {1: [[8]] * 3, 2: [[5, 3], [2, 6], [4, 4]], 4: [[3, 1, 2, 2], [1, 4, 1, 
 QUIET = dict.fromkeys(
     ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
 )
+OF_AMP = ("save_distributed_checkpoint", "check_finite", "fsdp_ranks")
 Found = dict[str, Any]
 
 
@@ -114,10 +115,8 @@ def fit(
     record = Record()
     callbacks = [record, *options.pop("callbacks", [])]
     own: dict[str, Any] = {}
+    amp = {key: options.pop(key) for key in OF_AMP if key in options}
     if ranks > 1:
-        amp = {
-            key: options.pop(key) for key in ("save_distributed_checkpoint", "check_finite") if key in options
-        }
         own = {
             "strategy": AMPStrategy(strategies=strategies, **amp),
             "plugins": [RunningRanks(rank, ranks)],

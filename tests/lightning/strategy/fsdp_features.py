@@ -147,7 +147,7 @@ def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> T
         strategy = AMPStrategy(strategies="fsdp") if strategy is None else strategy
         own = {"strategy": strategy, "plugins": [RunningRanks(rank, ranks)], "use_distributed_sampler": False}
     defaults = {"max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
-    return Trainer(accelerator="cpu", devices=ranks, **{**defaults, **own, **options})
+    return Trainer(**{"accelerator": "cpu", "devices": ranks, **defaults, **own, **options})
 
 
 def trained(module: LightningModule) -> dict[str, Tensor]:

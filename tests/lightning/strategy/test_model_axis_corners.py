@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.strategy.plan_run import profile_of_module
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import RowParallelLinear
 from lightning_amp.planning.policies.make_plan import plan as make_plan

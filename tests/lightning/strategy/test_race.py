@@ -241,8 +241,8 @@ def test_a_resumed_run_starts_with_the_plan_that_has_won(
 ) -> None:
     site = Racing(strategies="amp", folder=tmp_path)
     checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    reads, read = [], plan_run._read
-    monkeypatch.setattr(plan_run, "_read", lambda *args: reads.append(args) or read(*args))
+    reads, read = [], plan_run.read_run
+    monkeypatch.setattr(plan_run, "read_run", lambda *args: reads.append(args) or read(*args))
     whole = run(site, max_epochs=EPOCHS + 2, callbacks=[checkpoint], enable_checkpointing=True)
     assert len(reads) == 1, "data and module are read once, however many plans run"
     # weights are loaded before the module is made double

@@ -46,6 +46,18 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
         ({"model_parallel_size": True}, "model_parallel_size=True was asked for"),
         ({"bucket_mb": 0}, "bucket_mb=0 was asked for; allowed is a number of MiB above 0"),
         ({"bucket_mb": "25"}, "bucket_mb='25' was asked for"),
+        (
+            {"fsdp_ranks": 1, "strategies": "fsdp"},
+            "fsdp_ranks=1 was asked for; allowed is a whole number, 2 or",
+        ),
+        ({"fsdp_ranks": "2", "strategies": "fsdp"}, "fsdp_ranks='2' was asked for"),
+        (
+            {"fsdp_ranks": 2},
+            "fsdp_ranks=2 was asked for, which is of fsdp; ask for strategies='fsdp' too, or leave",
+        ),
+        ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True was asked for, which is of fsdp"),
+        ({"fsdp_offload": 1, "strategies": "fsdp"}, "fsdp_offload=1 was asked for; allowed are True, False"),
+        ({"micro_batches": 0, "strategies": "pipeline"}, "micro_batches=0 was asked for; allowed is a whole"),
         ({"plan": 3}, "plan=3 was asked for; allowed are a Plan and the path"),
         ({"plan": "p.json", "strategies": "S1"}, "plan='p.json' and strategies='S1' were asked for"),
     ],

@@ -3,6 +3,7 @@
 Parameters dominate, activations dominate, and a stack of blocks; on 2 and on 4 ranks.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,18 @@ def module_and_batch(name: str) -> tuple[LightningModule, Any]:
     return make(name)
 
 
-def measured(rank: int, ranks: int) -> dict[str, int]:
+def measured(
+    rank: int, ranks: int, names: Sequence[str] = NAMES, *, fsdp_ranks: int | None = None
+) -> dict[str, int]:
+    """Bytes of every module's second step; a body for ranks."""
     found = {}
-    for name in NAMES:
+    for name in names:
         module, batch = module_and_batch(name)
         meter = Meter()
         trainer = Trainer(
             accelerator="cpu",
             devices=ranks,
-            strategy=AMPStrategy(strategies="fsdp"),
+            strategy=AMPStrategy(strategies="fsdp", fsdp_ranks=fsdp_ranks),
             plugins=[RunningRanks(rank, ranks)],
             use_distributed_sampler=False,
             max_epochs=1,

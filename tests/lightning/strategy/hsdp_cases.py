@@ -1,0 +1,246 @@
+"""Four ranks in two groups of two, each of which splits all parameters; beside them one process, and two ranks.
+
+All that is asked of four ranks they do once.
+"""
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.contract.sharded_parameter import local
+from lightning_amp.parallel.fsdp.units import units_of
+from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
+from lightning_amp.planning.plan.sharding import sharding_of
+from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.planning.time.device_rates import CPU_CORE
+from tests.lightning.strategy import fsdp_cases
+from tests.lightning.strategy.fsdp_features import (
+    Blocks,
+    Found,
+    Frozen,
+    Several,
+    loader,
+    saved,
+    trained,
+    trainer_of,
+)
+from tests.lightning.strategy.strategy_cases import Batch, RunningRanks
+from tests.parallel.fsdp.test_fsdp_bytes import measured, module_and_batch
+from tests.ranks import CountCollectives
+
+CELLS = [(3, 1, 2, 2), (1, 4, 1, 2), (2, 2, 2, 2), (4, 1, 1, 2), (1, 1, 2, 2), (2, 1, 1, 1), (3, 2, 1, 2)]
+"""Of each rank, step by step; seven steps make a short last window of three."""
+WAYS: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
+    "accumulated and clipped by norm": (Blocks, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}),
+    "by hand": (Several, {}),
+    "frozen parts": (Frozen, {}),
+}
+MODULES = ("wide_mlp", "cnn")
+ONE = "epoch=0.ckpt"
+
+
+def groups(**options: Any) -> AMPStrategy:
+    return AMPStrategy(strategies="fsdp", fsdp_ranks=2, **options)
+
+
+def batches(rank: int | None) -> list[Batch]:
+    """A rank's part of every batch; all of it on one process."""
+    generator, found = torch.Generator().manual_seed(5), []
+    for cells in CELLS:
+        x, y = (torch.randn(sum(cells), n, generator=generator, dtype=torch.float64) for n in (3, 1))
+        start = 0 if rank is None else sum(cells[:rank])
+        part = slice(start, sum(cells) if rank is None else start + cells[rank])
+        found.append({"rna": {"x": x[part], "y": y[part]}})
+    return found
+
+
+def ways(rank: int | None, ranks: int) -> Found:
+    found = {}
+    for name, (kind, options) in WAYS.items():
+        module = kind()
+        trainer_of(rank or 0, ranks, groups(), **options).fit(module, loader(batches(rank)))
+        found[name] = trained(module)
+    return found
+
+
+def single(rank: int | None, ranks: int) -> dict[str, Tensor]:
+    """In single precision, in which other operations divide the sums."""
+    module = Blocks().float()
+    data = [{"rna": {key: value.float() for key, value in batch["rna"].items()}} for batch in batches(rank)]
+    trainer_of(rank or 0, ranks, groups(), precision="32-true").fit(module, loader(data))
+    return trained(module)
+
+
+def modules(rank: int, ranks: int) -> dict[str, Found]:
+    found = {}
+    for name in MODULES:
+        end = fsdp_cases.without_draws(name)
+        try:
+            module, data = fsdp_cases.module_of(name), fsdp_cases.batches_of(name, rank, ranks)
+            found[name] = fsdp_cases.fit(module, data, rank, ranks, fsdp_ranks=2)
+        finally:
+            end()
+    return found
+
+
+class Counted(Callback):
+    """Collectives of the third step, and the sizes of what this rank keeps."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.rows: dict[str, tuple[int, ...]] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self._mode = CountCollectives().__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self._mode.__exit__(None, None, None)
+            self.counts = self._mode.counts
+            self.rows = {name: tuple(local(p).shape) for name, p in module.named_parameters()}
+
+
+def counted(rank: int) -> Found:
+    """In groups, and over all four ranks."""
+    found = {}
+    for name, strategy in {"groups": groups(), "all": AMPStrategy(strategies="fsdp")}.items():
+        module, counts = Blocks(), Counted()
+        trainer_of(rank, 4, strategy, max_epochs=1, callbacks=[counts]).fit(module, loader(batches(rank)))
+        found[name] = {"counts": dict(counts.counts), "rows": counts.rows}
+    return found
+
+
+class SkipsInOneGroup(Blocks):
+    """The ranks of the second group leave a block out, alike."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        skipped = 1 if self.trainer.global_rank > 1 else None
+        for k, block in enumerate(self.blocks):
+            x = x if k == skipped else x + block(x)
+        return x
+
+
+class Drifts(Blocks):
+    """Rank 3 changes its rows by itself, between steps."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_rank == 3 and self.trainer.global_step == 1:
+            with torch.no_grad():
+                local(self.blocks[0][0].bias).add_(0.1)
+
+
+def told(rank: int, module: Blocks, strategy: AMPStrategy) -> str:
+    """The error, or the warnings, of a short run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer_of(rank, 4, strategy, max_epochs=1).fit(module, loader(batches(rank)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            dist.barrier()
+    return " ".join(str(warning.message) for warning in caught)
+
+
+class TwoNodes(RunningRanks):
+    """Of two ranks each."""
+
+    def local_rank(self) -> int:
+        return self._rank % 2
+
+    def node_rank(self) -> int:
+        return self._rank // 2
+
+
+def chosen(rank: int, folder: Path) -> FullyShard | None:
+    """How policy "auto" splits on two nodes with slow links between them, within what half of everything takes."""
+    module, batch = module_and_batch("stack")
+    budget = int(1.01 * fsdp_peak_bytes(profile_module(module, batch), units_of(module), 2))
+    links = replace(CPU_CORE.links, inter_bandwidth=1e7)
+    (folder / f"rates{rank}.json").write_text(replace(CPU_CORE, links=links).to_json())
+    strategy = AMPStrategy(device_memory=budget, rates=folder / f"rates{rank}.json")
+    own: dict[str, Any] = {"devices": 2, "num_nodes": 2, "plugins": [TwoNodes(rank, 4)], "max_epochs": 1}
+    trainer_of(rank, 4, strategy, **own).fit(module, loader([batch] * 2))
+    assert strategy.plan is not None
+    return sharding_of(strategy.plan.rules)
+
+
+def plain(rank: int, ranks: int, folder: Path) -> Found:
+    """Everything on one process with plain Lightning."""
+    warnings.simplefilter("ignore")
+    found: Found = {"ways": ways(None, 1), "single": single(None, 1), "modules": modules(0, 1)}
+    return found | {"saved": saved(rank, 1, folder / "plain")}
+
+
+def four(rank: int, ranks: int, folder: Path) -> Found:
+    """In groups, with rows in the host's memory for the second epoch, and what is told."""
+    warnings.simplefilter("ignore")
+    found: Found = {
+        "ways": ways(rank, 4),
+        "single": single(rank, 4),
+        "modules": modules(rank, 4),
+        "counted": counted(rank),
+        "peak": measured(rank, 4, ("stack",), fsdp_ranks=2)["stack"],
+        "saved": saved(rank, 4, folder / "groups", groups()),
+    }
+    start, on_host = folder / "groups" / ONE, groups(fsdp_offload=True)
+    found["on the host"] = saved(rank, 4, folder / "host", on_host, resume=start)
+    assert on_host.plan is not None
+    found["notes"] = on_host.plan.notes
+    found["chosen"] = chosen(rank, folder)
+    found["refused"] = told(rank, SkipsInOneGroup(), groups())
+    found["three"] = told(rank, Blocks(), AMPStrategy(strategies="fsdp", fsdp_ranks=3))
+    found["drifts"] = told(rank, Drifts(), groups())
+    return found
+
+
+def plain_saved(rank: int, ranks: int, folder: Path) -> Found:
+    """What all others go on from, or end as."""
+    warnings.simplefilter("ignore")
+    return {"saved": saved(rank, 1, folder / "plain")}
+
+
+def four_resumed(rank: int, ranks: int, folder: Path) -> Found:
+    """In groups from every other way to save; after `plain_saved`."""
+    warnings.simplefilter("ignore")
+    over_all = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
+    found: Found = {
+        "saved": saved(rank, 4, folder / "groups", groups()),
+        "in parts": saved(rank, 4, folder / "parts", groups(save_distributed_checkpoint=True)),
+        "over all, in parts": saved(rank, 4, folder / "all", over_all),
+    }
+    if rank == 0:
+        convert_checkpoint(folder / "parts" / ONE, folder / "converted.ckpt")
+    dist.barrier()
+    for name in ("plain", "parts", "all"):
+        found[f"from {name}"] = saved(rank, 4, folder / f"from {name}", groups(), resume=folder / name / ONE)
+    return found
+
+
+def two_resumed(rank: int, ranks: int, folder: Path) -> Found:
+    """On from groups, with fsdp over both ranks, and with S1; after `four_resumed`."""
+    warnings.simplefilter("ignore")
+    start = folder / "groups" / ONE
+    return {
+        name: saved(rank, 2, folder / f"{name} on two", AMPStrategy(strategies=name), resume=start)
+        for name in ("fsdp", "S1")
+    }
+
+
+def one_resumed(rank: int, ranks: int, folder: Path) -> Found:
+    """On from groups with plain Lightning, and from a directory that was converted; after `four_resumed`."""
+    warnings.simplefilter("ignore")
+    starts = {"from groups": folder / "groups" / ONE, "from converted": folder / "converted.ckpt"}
+    return {name: saved(rank, 1, folder / name, resume=start) for name, start in starts.items()}

@@ -1,0 +1,121 @@
+"""Mutants of how fsdp splits: in groups of ranks, with rows in the host's memory, and what is planned of both."""
+
+from tests.mutant_table.row import MODULES, L, Mutant, P
+
+RUNS = "tests/lightning/strategy/test_hsdp.py"
+PLANS = "tests/planning/modules/test_fsdp_groups.py"
+
+FSDP_GROUPS = [
+    Mutant(
+        "fsdp in groups",
+        "missing: sum between the groups",
+        f"{P}/fsdp/fully_sharded.py",
+        'over = mesh if groups is None else groups["replicate", "shard"]',
+        'over = mesh if groups is None else groups["shard"]',
+        RUNS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "shard: rows of all ranks in checkpoints and norms",
+        f"{P}/fsdp/fully_sharded.py",
+        'among = mesh if groups is None else groups["shard"]',
+        "among = mesh",
+        RUNS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "missing: groups do not compare what they do",
+        f"{P}/fsdp/fully_sharded.py",
+        "self._mesh, self._agreement = mesh, Agreement(mesh)",
+        'self._mesh, self._agreement = mesh, Agreement(mesh if groups is None else groups["shard"])',
+        RUNS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "missing: rows of the groups are not compared",
+        f"{L}/same_on_ranks/same_parameters.py",
+        "if groups is not None:",
+        "if False:",
+        RUNS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "shard: ranks of a group lie in several nodes",
+        f"{L}/strategy/hardware.py",
+        'return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))',
+        'return init_device_mesh(device_type, shape, mesh_dim_names=("shard", "replicate", "model"))',
+        RUNS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "time: between nodes as if one ring crossed",
+        f"{MODULES}/fsdp_seconds.py",
+        'sent += collective_seconds("all_reduce", whole / shard, ranks // shard, links, inner=shard)',
+        'sent += collective_seconds("all_reduce", whole / shard, ranks // shard, links)',
+        PLANS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "time: a part of a node",
+        f"{MODULES}/fsdp_seconds.py",
+        "if 1 < node < ranks and ranks % node == 0:",
+        "if 1 < node < ranks:",
+        PLANS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "bytes: of a plan in groups those over all ranks",
+        f"{MODULES}/plan_module.py",
+        "seen = replace(seen, fsdp=sharding_of(rules))",
+        "seen = replace(seen, fsdp=None)",
+        PLANS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "shard: groups of unequal size",
+        "lightning_amp/planning/plan/sharding.py",
+        "if shard_ranks is None or (type(shard_ranks) is int and shard_ranks > 1 and data % shard_ranks == 0):",
+        "if shard_ranks is None or (type(shard_ranks) is int and shard_ranks > 1):",
+        PLANS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "missing: rules that ask for unlike things",
+        "lightning_amp/planning/plan/sharding.py",
+        "if len(specs) > 1:",
+        "if False:",
+        PLANS,
+    ),
+    Mutant(
+        "rows on the host",
+        "bytes: rows on the device",
+        f"{MODULES}/fsdp_bytes.py",
+        "self._rows = 0 if offload else sum(self._padded.values()) // ranks",
+        "self._rows = sum(self._padded.values()) // ranks",
+        PLANS,
+    ),
+    Mutant(
+        "rows on the host",
+        "bytes: nothing on its way",
+        f"{MODULES}/fsdp_bytes.py",
+        "return self._padded[fqn] // self._ranks if self._offload else 0",
+        "return 0",
+        PLANS,
+    ),
+    Mutant(
+        "rows on the host",
+        "time: the host's link is free",
+        f"{MODULES}/fsdp_seconds.py",
+        "return moved / seen.rates.host_bandwidth + updated / CPU_CORE.memory_bytes",
+        "return updated / CPU_CORE.memory_bytes",
+        PLANS,
+    ),
+    Mutant(
+        "rows on the host",
+        "missing: a CPU is one",
+        f"{MODULES}/techniques.py",
+        "offload = spec.offload and seen.rates.launches",
+        "offload = spec.offload",
+        PLANS,
+    ),
+]

@@ -1,0 +1,84 @@
+"""Claim: with rows in the host's memory a device has nothing of a module between its steps, which train the same.
+
+On CPU ranks tests/lightning/strategy/test_hsdp.py trains so. The test on a GPU has not been run on one.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.parallel.contract.sharded_parameter import local
+from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
+from lightning_amp.parallel.fsdp.refusals import refuse
+from tests.lightning.strategy.fsdp_features import Blocks, Several
+from tests.ranks import run_ranks
+
+
+def test_a_step_by_hand_is_refused_where_its_gradients_are_elsewhere() -> None:
+    refuse(Several(), {})
+    refuse(Blocks(), {}, by_hand=False)
+    with pytest.raises(
+        InstallError, match="fsdp_offload=True was asked for, and 'Several' has automatic_optim"
+    ):
+        refuse(Several(), {}, by_hand=False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().mean()
+
+
+def steps(module: Any, x: torch.Tensor, sharded: FullySharded | None = None) -> None:
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = module.training_step(x)
+        if sharded is None:
+            loss.backward()
+        else:
+            with sharded.backward(loss):
+                loss.backward()
+            sharded.before_update()
+        optimizer.step()
+
+
+def on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, x = Net().double().cuda(), torch.randn(4, 6, dtype=torch.float64).cuda()
+    plain = copy.deepcopy(module)
+    steps(plain, x)
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("data",))
+    sharded = FullySharded(module, ["blocks.*", ""], mesh, offload=True)
+    steps(module, x, sharded)
+    rows = [parameter.shard for parameter in sharded.parameters]
+    found = {
+        "devices": {str(local(p).device) for p in rows} | {str(local(p.grad).device) for p in rows},
+        "pinned": all(local(p).is_pinned() for p in rows),
+    }
+    for parameter in sharded.parameters:
+        parameter.restore()
+    sharded.undo()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    found["off"] = max(float((p.detach().cpu() - q.detach().cpu()).abs().max()) for p, q in pairs)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+def test_a_device_has_nothing_between_steps(tmp_path: Path) -> None:
+    (found,) = run_ranks(on_a_gpu, 1, tmp_path, timeout=120)
+    assert found["devices"] == {"cpu"}
+    assert found["pinned"]
+    assert found["off"] < 1e-12

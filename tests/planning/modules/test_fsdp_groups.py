@@ -1,0 +1,169 @@
+"""Claim: how fsdp splits, in groups or with rows in the host's memory, is planned by its bytes and its time.
+
+Where there are several nodes the policy splits within one if that fits, for the links inside of it are faster, and over
+all ranks if it does not. What cannot be divided, and rules that contradict each other, are refused.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.modules.candidates import draft
+from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit, fsdp_peak_bytes
+from lightning_amp.planning.modules.fsdp_seconds import PASSES, fsdp_seconds, ways_to_split
+from lightning_amp.planning.modules.plan_module import plan_again, plan_module
+from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
+from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
+from tests.planning.modules.test_fsdp_bytes import moment, profile, unit
+from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen
+
+GIB = 2**30
+A100 = rates_for("A100").on_nodes_of(8)
+
+
+def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> Seen:
+    """A step that holds 4 GiB, of which 1 GiB are parameters, and computes little."""
+    shape = ParameterShape(name="weight", shape=(GIB // len(NAMES),), item_bytes=1)
+    units = (*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=()))
+    step = seen(profiled(held=4 * GIB), replace(chain(rest=4 * GIB), seconds=seconds))
+    return replace(step, units=units, rates=rates, fsdp=fsdp)
+
+
+def made(step: Seen, ranks: int, budget: int | None) -> Draft:
+    found = draft(step, ("fsdp",), ranks=ranks, budget=budget)
+    assert isinstance(found, Draft)
+    return found
+
+
+def split_of(one: Draft) -> Any:
+    (spec,) = {target.spec for target in one.targets}
+    return spec
+
+
+def test_groups_send_rows_between_nodes_and_the_rest_within_one() -> None:
+    latency, inside, between = 1e-5, 300e9, 8 * 25e9
+    expected = 2 * 7 * (GIB / 8 / inside + latency) + 7 * (GIB / 8 / inside + latency)
+    # eight rings of two ranks cross the link between the nodes at once
+    expected += 2 * (GIB / 8 / 2 / (between / 8) + latency)
+    expected -= 30 * (GIB / 16 / between + latency)
+    assert fsdp_seconds(heavy(), FullyShard(shard_ranks=8), 16) == pytest.approx(expected)
+    over_all = fsdp_seconds(heavy(), FullyShard(), 16)
+    assert over_all == pytest.approx(15 * (GIB / 16 / between + latency))
+    assert expected < over_all, "links inside of a node are faster"
+    assert fsdp_seconds(heavy(), FullyShard(shard_ranks=16), 16) == over_all
+
+
+def test_on_several_nodes_the_policy_splits_within_one_where_that_fits() -> None:
+    assert list(ways_to_split(heavy(), 16)) == [FullyShard(), FullyShard(shard_ranks=8)]
+    for ranks in (8, 12):
+        assert list(ways_to_split(heavy(), ranks)) == [FullyShard()], "one node, or no whole number of them"
+    assert list(ways_to_split(heavy(FullyShard(offload=True)), 16)) == [FullyShard(offload=True)]
+    group, over_all = made(heavy(), 16, 3 * GIB), made(heavy(), 16, None)
+    assert split_of(group) == FullyShard(shard_ranks=8)
+    assert split_of(over_all) == FullyShard(), "where nothing is asked for, all that can be had"
+    assert over_all.peak_bytes < group.peak_bytes < 3 * GIB
+    assert group.seconds < over_all.seconds
+    tight = made(heavy(), 16, (over_all.peak_bytes + group.peak_bytes) // 2)
+    assert split_of(tight) == FullyShard()
+    slow = made(heavy(seconds=60.0), 16, 3 * GIB)
+    assert split_of(slow) == FullyShard(), "as fast, and less memory"
+    assert group.targets[-1].why.endswith("are split over 8 ranks, the same in each of 2 groups")
+
+
+def test_a_plan_keeps_its_groups_and_is_predicted_with_them() -> None:
+    step, given = heavy(), base(3 * GIB, devices=16)
+    found = plan_module(given, step)
+    assert found.strategies == ("S1", "fsdp")
+    assert sharding_of(found.rules) == FullyShard(shard_ranks=8)
+    assert Plan.from_json(found.to_json()) == found
+    again = plan_again(found, step)
+    assert again.rules == found.rules
+    assert again.predicted_peak_bytes == found.predicted_peak_bytes
+    asked = plan_module(given, heavy(FullyShard()), named=("fsdp",))
+    assert sharding_of(asked.rules) == FullyShard()
+    assert asked.predicted_peak_bytes < found.predicted_peak_bytes
+
+
+def test_rows_in_the_hosts_memory_are_not_on_the_device() -> None:
+    units = (unit("a", 400), unit("b", 400), unit("", 100))
+    held = (910, 900, 1800)
+    forward = [moment("forward", "a", *held, 0, 0), moment("forward", "b", *held, 50, 0)]
+    # buffers, activations, the root, what a has received, b twice, and b's rows on their way
+    found = fsdp_peak_bytes(profile(*forward), units, 2, offload=True)
+    assert found == 10 + 50 + 100 + 400 + 2 * 400 + 200
+    optimiser = moment("optimiser", "", *held, 0, 9000)
+    assert fsdp_peak_bytes(profile(*forward, optimiser), units, 2, offload=True) == found
+    backward = [moment("backward", "b", 910, 400, 1800, 70, 0), moment("backward", "a", 910, 800, 1800, 0, 0)]
+    sending = 10 + 70 + 100 + 400 + 2 * 400 + 200
+    assert fsdp_peak_bytes(profile(*forward, *backward), units, 2, offload=True) == sending
+    alone = (unit("", 100),)
+    assert fsdp_peak_bytes(profile(moment("forward", "", 100, 0, 0, 0, 0)), alone, 2, offload=True) == 250
+
+
+def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
+    asked = FullyShard(offload=True)
+    more = fsdp_seconds(heavy(), asked, 4) - fsdp_seconds(heavy(), FullyShard(), 4)
+    assert more == pytest.approx(
+        3 * GIB / 4 / A100.host_bandwidth + PASSES * 4 * GIB / 4 / CPU_CORE.memory_bytes
+    )
+    away, here = made(heavy(asked), 4, None), made(heavy(FullyShard()), 4, None)
+    assert away.peak_bytes < here.peak_bytes - 4 * GIB // 4 + GIB // 4
+    assert "lie in the host's memory" in away.targets[0].why
+
+
+def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
+    asked = FullyShard(offload=True)
+    away, here = (made(heavy(spec, CPU_CORE), 4, None) for spec in (asked, FullyShard()))
+    assert (away.peak_bytes, away.seconds) == (here.peak_bytes, here.seconds)
+    plan = base(None, devices=4)
+    noted = with_sharding(plan, asked, launches=False)
+    assert noted.notes == (*plan.notes, ON_HOST)
+    assert with_sharding(noted, asked, launches=False) == noted
+    assert with_sharding(plan, asked, launches=True) == plan
+    assert with_sharding(plan, None, launches=False) == plan
+
+
+@pytest.mark.parametrize(
+    ("shard_ranks", "devices", "allowed"),
+    [(3, 4, "found 4 ranks on the data axis"), (8, 4, "choose one of [2, 4]"), (2, 6, ""), (6, 6, "")],
+)
+def test_sizes_that_do_not_divide_are_refused(shard_ranks: int, devices: int, allowed: str) -> None:
+    plan, asked = base(None, devices=devices, strategies="fsdp"), FullyShard(shard_ranks=shard_ranks)
+    if not allowed:
+        assert sharding_of(with_sharding(plan, asked, launches=True).rules) == asked
+        return
+    with pytest.raises(PlanError) as caught:
+        with_sharding(plan, asked, launches=True)
+    assert str(caught.value).startswith(f"fsdp_ranks={shard_ranks} was asked for, found {devices} ranks")
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('"shard_ranks": null', '"shard_ranks": 3', "shard_ranks=3 of fsdp, found 4 ranks"),
+        ('"shard_ranks": null', '"shard_ranks": 1', "shard_ranks=1 of fsdp, found 4 ranks"),
+        ('"shard_ranks": null', '"shard_ranks": "2"', "shard_ranks='2' of fsdp, found 4 ranks"),
+        ('"offload": false', '"offload": 1', "offload=1 of fsdp is neither true nor false"),
+    ],
+)
+def test_a_plan_file_that_cannot_be_is_refused(old: str, new: str, text: str) -> None:
+    plain = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",)).to_json()
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(plain.replace(old, new))
+    assert text in str(caught.value)
+    with pytest.raises(PlanError, match="rules of fsdp ask for FullyShard"):
+        Plan.from_json(plain.replace('"offload": false', '"offload": true', 1))
+
+
+def test_a_plan_file_of_before_has_no_groups() -> None:
+    plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
+    before = (
+        plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
+    )
+    assert Plan.from_json(before) == plan
