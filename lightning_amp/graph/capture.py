@@ -34,6 +34,7 @@ from lightning_amp._torch import (
 )
 from lightning_amp.footprint.fake_copy import copy_of
 from lightning_amp.graph.guards import settings_of, signature, state_of
+from lightning_amp.graph.rewrites import REWRITES
 
 HOOKS = (
     "_forward_hooks",
@@ -158,7 +159,9 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     twin = copy_of(block, fake)
     before = settings_of(twin), random.getstate(), np.random.get_state()
     try:
-        graph = make_fx(call, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
+        graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *tensors
+        )
         _refuse_change(before, (settings_of(twin), random.getstate(), np.random.get_state()))
     finally:
         random.setstate(before[1])
