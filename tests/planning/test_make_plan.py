@@ -124,6 +124,10 @@ def test_memory_grows_by_the_same_amount_per_stratum_and_shrinks_with_each_strat
             "S1 split nothing over the model axis",
         ),
         ({"strategies": "S5", "devices": 1}, "S5 split a module over the model axis"),
+        (
+            {"strategies": "pipeline", "devices": 4},
+            "they are no blocks of which each reads .* Ask for 'strata'",
+        ),
     ],
 )
 def test_bad_requests_are_refused(request_, message) -> None:

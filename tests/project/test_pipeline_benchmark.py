@@ -1,11 +1,17 @@
-"""Claim: what the cut of a pipeline is compared with is right: the dynamic program exactly, IMD as near as proven."""
+"""Claim: what the cut of a pipeline is compared with is right: the dynamic program exactly, IMD as near as proven; and
+training by stages is compared with one process, and says how far it is from that.
+"""
+
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.partition.dynamic_program import least_sum
 from benchmarks.partition.imd import EPSILON, imd
 from benchmarks.partition.instances import draw
-from benchmarks.pipeline import searches
+from benchmarks.pipeline.__main__ import searches
+from benchmarks.pipeline.training import TOLERANCE, Run, Watch, ends_of, fit, measured
 
 
 @pytest.mark.parametrize("sending", [1.0, 8.0])
@@ -25,3 +31,35 @@ def test_searches_are_compared() -> None:
     assert short.endswith(" of 2")
     assert float(most) >= 1
     assert min(float(one), float(four)) >= 1
+
+
+@pytest.mark.parametrize(("blocks", "stages"), [(12, 4), (12, 8), (14, 4), (14, 8), (4, 4)])
+@pytest.mark.parametrize("cut", ["even", "uneven"])
+def test_every_stage_has_a_block(cut: str, blocks: int, stages: int) -> None:
+    ends = ends_of(cut, blocks, stages)
+    sizes = [b - a for a, b in zip((0, *ends), ends, strict=False)]
+    assert (len(ends), ends[-1]) == (stages, blocks)
+    assert min(sizes) > 0
+    assert max(sizes) - min(sizes) <= 1 or cut == "uneven"
+
+
+def test_the_difference_is_that_of_the_furthest_parameter(tmp_path: Path) -> None:
+    run, file = Run(model="vgg"), tmp_path / "expected.pt"
+    module = fit(run, "auto", Watch(None), devices=1, quick=True)
+    expected = {name: p.detach() for name, p in module.named_parameters()}
+    for moved in (0.0, 0.5):
+        torch.save(expected | {"head.bias": expected["head.bias"] + moved}, file)
+        watch = Watch(file)
+        fit(run, "auto", watch, devices=1, quick=True)
+        assert watch.difference == pytest.approx(moved, abs=TOLERANCE)
+    # parameters and momentum
+    assert watch.held == 2 * sum(p.nbytes for p in expected.values())
+
+
+@pytest.mark.ranks
+@pytest.mark.exhaustive
+def test_training_by_stages_is_compared(tmp_path: Path) -> None:
+    found = [found for _, found in measured(["vgg", "chained"], tmp_path, quick=True)]
+    assert len(found) == 4
+    assert all(one["difference"] <= TOLERANCE for one in found)
+    assert ["strata" in one["refused"] for one in found] == [False, False, True, False]

@@ -275,6 +275,13 @@ def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
             f"pipeline was asked for beside {', '.join(beside)}; it goes together with S1 only by now: leave"
             f" {', '.join(beside)} out"
         )
+    if shape.decoder is not None:
+        raise PlanError(
+            f"pipeline was asked for, and {shape.decoder.fqn!r} is a decomposed decoder: all of its strata read the"
+            " latents of cells and add to one loss, so they are no blocks of which each reads what the one before"
+            " returns. Ask for 'strata', which splits them over the model axis, chained ones too, or leave 'pipeline'"
+            " out"
+        )
     if shape.block_list is None:
         raise PlanError(
             "pipeline was asked for, and the module has no ModuleList or Sequential of two modules and more that could"

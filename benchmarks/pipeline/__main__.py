@@ -186,7 +186,7 @@ def sevens(*, quick: bool) -> Iterator[str]:
     """A GPT of 7 billion parameters over 8 devices, as `simulate` predicts it."""
     import torch
 
-    from benchmarks.pipeline_models import GPT
+    from benchmarks.pipeline.models import GPT
 
     sizes = {"words": 32_000, "dim": 4096, "heads": 32, "layers": 4 if quick else 32, "length": 2048}
     with torch.device("meta"):
@@ -249,7 +249,7 @@ def speedups(*, quick: bool) -> Iterator[str]:
     """The best pair of a cut and a number of micro-batches beside others, by simulated time from measured layers."""
     import torch
 
-    from benchmarks.pipeline_models import GPT, VGG
+    from benchmarks.pipeline.models import GPT, VGG
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -277,7 +277,7 @@ def speedups(*, quick: bool) -> Iterator[str]:
 @cache
 def measured_times(name: str, module: Any, batch: Any) -> LayerTimes:
     """Of the blocks for all numbers of micro-batches."""
-    from benchmarks.pipeline_models import measured
+    from benchmarks.pipeline.models import measured
 
     sizes = [2**i for i in range(len(batch).bit_length())]
     found = [measured(module, batch[:size], REPEATS) for size in sizes]

@@ -1,6 +1,6 @@
-"""Two models of which benchmarks/pipeline.py makes stages: a GPT of any size, and a VGG-like CNN without batch norm.
+"""Models of which stages are made: a GPT of any size, and a VGG-like CNN without batch norm; and a chained decoder.
 
-Their blocks' seconds are measured one by one, forward and backward, with the gradient of the block's input.
+Seconds of blocks are measured one by one, forward and backward, with the gradient of the block's input.
 """
 
 import time
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 
 
 class Block(nn.Module):
@@ -36,13 +38,20 @@ class Block(nn.Module):
 
 
 class GPT(pl.LightningModule):
-    """The next word is predicted."""
+    """The next word is predicted; with `tied`, by the embedding's weight, and as GPT-2 begins."""
 
-    def __init__(self, *, words: int, dim: int, heads: int, layers: int, length: int) -> None:
+    def __init__(
+        self, *, words: int, dim: int, heads: int, layers: int, length: int, tied: bool = False
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, dim), nn.Embedding(length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=0.02)
 
     def before(self, batch: Tensor) -> Tensor:
         """What precedes the blocks."""
@@ -65,21 +74,30 @@ class GPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-class VGG(nn.Module):
-    """VGG-16's convolutions, and its first layers of a classifier, on images of 64 x 64."""
+class VGG(pl.LightningModule):
+    """VGG-16's convolutions, and its first layers of a classifier; the class is the brightest of ten parts of an image.
 
-    def __init__(self) -> None:
+    Args:
+        side: Of the images, a multiple of 32.
+        narrow: The convolutions are this many times narrower.
+        fine: Convolutions, rectifiers and poolings are blocks of their own, as in torchvision.
+    """
+
+    def __init__(self, *, side: int = 64, narrow: int = 1, fine: bool = False) -> None:
         super().__init__()
-        wide = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
+        wide = [64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
         pools = {1, 3, 6, 9, 12}
         layers = [
             nn.Sequential(
                 nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if i in pools else [])
             )
-            for i, (a, b) in enumerate(pairwise(wide))
+            for i, (a, b) in enumerate(pairwise([3, *(n // narrow for n in wide)]))
         ]
-        layers += [nn.Sequential(nn.Flatten(), nn.Linear(2048, 2048), nn.ReLU())]
-        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(2048, 10)
+        flat, hidden = wide[-1] // narrow * (side // 32) ** 2, 2048 // narrow
+        layers += [nn.Sequential(nn.Flatten(), nn.Linear(flat, hidden), nn.ReLU())]
+        blocks = [part for layer in layers[:-1] for part in layer] if fine else layers
+        head = nn.Linear(hidden, 10)
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Sequential(layers[-1], head) if fine else head
 
     def before(self, batch: Tensor) -> Tensor:
         """The images."""
@@ -87,7 +105,47 @@ class VGG(nn.Module):
 
     def after(self, x: Tensor, batch: Tensor) -> Tensor:
         """The loss."""
-        return F.cross_entropy(self.head(x), torch.zeros(len(batch), dtype=torch.int64))
+        parts = batch.flatten(1)[:, : batch[0].numel() // 10 * 10].unflatten(1, (10, -1))
+        return F.cross_entropy(self.head(x), parts.sum(-1).argmax(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Cross-entropy of the classes."""
+        x = self.before(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x, batch)
+
+    def configure_optimizers(self) -> Any:
+        """As VGG was trained."""
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class ChainedDecoder(pl.LightningModule):
+    """Strata of which each attends to what the one before has made of the anchors, from given latents of cells."""
+
+    def __init__(self, *, anchors: int = 60, strata: int = 8, dim: int = 16) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(anchors, dim))
+        self.decoder = StratifiedDecoder(
+            dim,
+            [range(anchors - k) for k in range(strata)],
+            stratum_index=range(strata),
+            n_anchors=anchors,
+            n_batches=1,
+            chained=True,
+            window=10,
+        )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Minus the mean log-likelihood of the cells' counts."""
+        loss: Tensor = self.decoder(
+            batch["u"], self.v, **{key: batch[key] for key in ("batch", "library", "x")}
+        )
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def measured(module: Any, batch: Tensor, repeats: int) -> dict[str, np.ndarray]:
