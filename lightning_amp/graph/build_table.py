@@ -9,7 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_amp.graph.flow_rules  # noqa: F401  (registers them)
+import lightning_amp.graph.flow_rules
+import lightning_amp.graph.loss_rules  # noqa: F401  (both register rules)
 from lightning_amp._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture

@@ -81,14 +81,10 @@ def _pointwise(call: Call) -> Follows:
     return collect(call.result, pairs)
 
 
-@register_flow(
-    "arange", "zeros", "ones", "full", "empty", "scalar_tensor", "cross_entropy_loss", "mse_loss", "nll_loss"
-)
-def _made_or_summed(call: Call) -> Follows:
-    """Nothing goes in, or everything is summed; a loss without reduction is as its arguments."""
-    return (
-        _pointwise(call) if call.arguments.get("reduction") == 0 and call.op == "mse_loss" else nothing(call)
-    )
+@register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")
+def _made(call: Call) -> Follows:
+    """Nothing goes in."""
+    return nothing(call)
 
 
 @register_flow("linear")
@@ -312,15 +308,3 @@ def _sum_of_letters(call: Call) -> Follows:
             if letter not in right and call.shapes[k][d] != 1:
                 places.setdefault(letter, []).append((k, d))
     return list(places.values())
-
-
-@sums_over("mse_loss", "cross_entropy_loss")
-def _sum_of_losses(call: Call) -> Follows:
-    """With reduction="sum" only: a mean has a weight for every piece."""
-    if call.arguments.get("reduction") != 2:
-        return []
-    a, b = call.shapes[:2]
-    if call.op == "mse_loss":
-        return [[(0, d), (1, d)] for d in range(len(a))] if a == b else []
-    # logits [row, class, ...] with classes [row, ...]; with probabilities in their place both have the dim of classes
-    return [[(0, d), (1, d - (d > 0 and len(a) > len(b)))] for d in range(len(a)) if d != 1 and len(a) > 1]

@@ -1,6 +1,12 @@
 """Operators that a capture writes down as others, of the same values, because those can be cut into pieces.
 
-several views of several tensors    each by itself: a table has one memory for all results of an operator
+    several views of several tensors    each by itself: a table has one memory for all results of an operator
+    a mean of everything                the sum, divided once by how many values there are
+    a loss with reduction="mean"        the loss with reduction="sum", divided once by the number of values or rows;
+                                        of classes by the number, or the summed weight, of those not to be ignored
+
+A sum is over pieces what it is over all, a mean is not. A mean whose result has 16 bits stays one: its sum may have no
+room in them.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,19 +14,75 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_amp.graph.loss_rules import BY_CLASS, BY_ROW, BY_VALUE, SUM
 
 aten = torch.ops.aten
+MEAN = 1
+WIDE = (torch.float32, torch.float64)
 
 
 def _broadcast_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """As views of their arguments, one by one."""
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
-    return [tensor.expand(shape) for tensor in tensors]
+    return [tensor.expand(_common_shape(tensors)) for tensor in tensors]
+
+
+def _common_shape(tensors: Sequence[Tensor]) -> Any:
+    return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
+
+
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Of everything."""
+    return aten.sum.default(x, dtype=dtype) / x.numel() if (dtype or x.dtype) in WIDE else NotImplemented
+
+
+def _mean_loss(name: str) -> Callable[..., Any]:
+    """What is run in the place of a loss that may be a mean."""
+    op = getattr(aten, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+
+    def rewritten(*args: Any, **kwargs: Any) -> Any:
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        if given["reduction"] != MEAN or not _has_rows(name, given):
+            return NotImplemented
+        total = op(**given | {"reduction": SUM})
+        return total / _count(name, given) if total.dtype in WIDE else NotImplemented
+
+    return rewritten
+
+
+def _has_rows(name: str, given: dict[str, Any]) -> bool:
+    """Whether it is known how many losses there are."""
+    shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]
+    if name in BY_ROW:
+        return len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1
+    return name in BY_VALUE or len(shapes[0]) > 1
+
+
+def _count(name: str, given: dict[str, Any]) -> Any:
+    """What the sum of losses is divided by."""
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    target = tensors[1]
+    if name in BY_VALUE:
+        return _common_shape(tensors).numel()
+    if name in BY_ROW:
+        return len(tensors[0])
+    if target.is_floating_point():
+        return target.numel() // target.shape[1]
+    counted, weight = target != given["ignore_index"], given["weight"]
+    if weight is None:
+        return counted.sum()
+    weights = F.embedding(target.masked_fill(~counted, 0), weight.detach().unsqueeze(1)).squeeze(-1)
+    return (weights * counted).sum()
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {
     aten.broadcast_tensors.default: _broadcast_tensors,
     aten.meshgrid.default: aten.meshgrid.default.decompose,
     aten.meshgrid.indexing: aten.meshgrid.indexing.decompose,
+    aten.mean.default: _mean,
+    **{getattr(aten, name).default: _mean_loss(name) for name in (*BY_VALUE, *BY_CLASS, *BY_ROW)},
 }
-"""By operator: what is run in its place while a forward is written down."""
+"""By operator: what is run in its place while a forward is written down; NotImplemented leaves it as it is."""

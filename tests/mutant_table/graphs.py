@@ -5,6 +5,9 @@ from tests.mutant_table.row import Mutant
 GRAPH = "tests/graph/test_capture.py"
 FLOW = "tests/graph/test_flow.py"
 TABLE = "tests/graph/test_table.py"
+LOSSES = "tests/graph/test_losses.py"
+REWRITES = "tests/graph/test_rewrites.py"
+REWRITTEN = "lightning_amp/graph/rewrites.py"
 
 GRAPHS = [
     Mutant(
@@ -78,5 +81,93 @@ GRAPHS = [
         "last[row.storage] = max(last.get(row.storage, i), row.last_use, i)",
         "last[row.storage] = max(last.get(row.storage, i), i)",
         TABLE,
+    ),
+    Mutant(
+        "rewrites",
+        "several views stay one row",
+        REWRITTEN,
+        "    aten.broadcast_tensors.default: _broadcast_tensors,",
+        "",
+        REWRITES,
+    ),
+    Mutant(
+        "rewrites",
+        "a mean over classes that are ignored",
+        REWRITTEN,
+        "        return counted.sum()",
+        "        return counted.numel()",
+        LOSSES,
+    ),
+    Mutant(
+        "rewrites",
+        "weights of classes that are ignored",
+        REWRITTEN,
+        "return (weights * counted).sum()",
+        "return weights.sum()",
+        LOSSES,
+    ),
+    Mutant(
+        "rewrites",
+        "a mean over the values of shares",
+        REWRITTEN,
+        "return target.numel() // target.shape[1]",
+        "return target.numel()",
+        LOSSES,
+    ),
+    Mutant(
+        "rewrites",
+        "a loss of one sample",
+        REWRITTEN,
+        "return name in BY_VALUE or len(shapes[0]) > 1",
+        "return True",
+        LOSSES,
+    ),
+    Mutant(
+        "rewrites",
+        "rows that are broadcast",
+        REWRITTEN,
+        "return len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1",
+        "return True",
+        LOSSES,
+    ),
+    Mutant(
+        "rewrites",
+        "a mean of 16 bits",
+        REWRITTEN,
+        "if total.dtype in WIDE else NotImplemented",
+        "if True else NotImplemented",
+        LOSSES,
+    ),
+    Mutant(
+        "losses",
+        "a dim of classes is counted",
+        "lightning_amp/graph/loss_rules.py",
+        "(1, d - (d > 0 and len(a) > len(b)))",
+        "(1, min(d, len(b) - 1))",
+        LOSSES,
+    ),
+    Mutant(
+        "losses",
+        "classes are cut",
+        "lightning_amp/graph/loss_rules.py",
+        "for d in range(len(a)) if d != 1]",
+        "for d in range(len(a))]",
+        LOSSES,
+    ),
+    Mutant(
+        "losses",
+        "a weight is cut",
+        "lightning_amp/graph/loss_rules.py",
+        'for k in range(len(call.shapes)) if k != call.ref("weight")]',
+        "for k in range(len(call.shapes))]",
+        LOSSES,
+    ),
+    Mutant(
+        "losses",
+        "a mean adds up",
+        "lightning_amp/graph/loss_rules.py",
+        'if call.arguments["reduction"] == SUM else []',
+        'if call.arguments["reduction"] else []',
+        LOSSES,
     ),
 ]

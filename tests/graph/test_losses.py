@@ -1,0 +1,121 @@
+"""Claim: a loss of torch computes in chunks what it computes whole, mean or sum or neither, with all gradients."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_amp.graph.capture import Captures
+from tests.graph.test_flow import Op
+from tests.parallel.chunk.case import Case
+from tests.parallel.chunk.small_blocks import x_of
+
+CLASSES = torch.tensor([0, 2, -100, 1, 5, 2])
+PIXELS = torch.tensor([[0, 1, -100, 3]] * 3 + [[5, 1, 2, -100]] * 3)
+SHARE, SIGN = torch.rand(6, 6), torch.sign(torch.randn(6, 6))
+WEIGHT = torch.rand(6)
+X, Y, IMAGE = x_of(6, 6), x_of(6, 6, seed=1), x_of(6, 6, 4)
+Loss = Callable[..., Tensor]
+
+LOSSES: dict[str, tuple[Loss, tuple[Any, ...]]] = {
+    "mse": (F.mse_loss, (X, Y)),
+    "weighted mse": (lambda x, y, w, **how: F.mse_loss(x, y, weight=w, **how), (X, Y, SHARE)),
+    "l1": (F.l1_loss, (X, Y)),
+    "smooth l1": (F.smooth_l1_loss, (X, Y)),
+    "huber": (F.huber_loss, (X, Y)),
+    "bce": (lambda x, y, **how: F.binary_cross_entropy(x.sigmoid(), y, **how), (X, SHARE)),
+    "weighted bce": (
+        lambda x, y, w, **how: F.binary_cross_entropy(x.sigmoid(), y, w, **how),
+        (X, SHARE, WEIGHT),
+    ),
+    "bce of logits": (
+        lambda x, y, w, **how: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=w, **how),
+        (X, SHARE, WEIGHT),
+    ),
+    "kl": (
+        lambda x, y, reduction: torch.kl_div(x, y, reduction=["none", "mean", "sum"].index(reduction)),
+        (X, SHARE),
+    ),
+    "poisson": (F.poisson_nll_loss, (X, SHARE)),
+    "soft margin": (F.soft_margin_loss, (X, SIGN)),
+    "hinge": (F.hinge_embedding_loss, (X, SIGN)),
+    "ranking": (F.margin_ranking_loss, (X[:, 0], Y[:, 0], SIGN[:, 0])),
+    "cross entropy": (F.cross_entropy, (X, CLASSES)),
+    "weighted cross entropy": (lambda x, t, w, **how: F.cross_entropy(x, t, w, **how), (X, CLASSES, WEIGHT)),
+    "smoothed cross entropy": (
+        lambda x, t, w, **how: F.cross_entropy(x, t, w, ignore_index=2, label_smoothing=0.3, **how),
+        (X, CLASSES.clamp(min=0), WEIGHT),
+    ),
+    "cross entropy of pixels": (F.cross_entropy, (IMAGE, PIXELS)),
+    "cross entropy with shares": (
+        lambda x, y, w, **how: F.cross_entropy(x, y, w, label_smoothing=0.1, **how),
+        (X, SHARE, WEIGHT),
+    ),
+    "nll": (lambda x, t, w, **how: F.nll_loss(x, t, w, **how), (IMAGE, PIXELS, WEIGHT)),
+    "multi margin": (
+        lambda x, t, w, **how: F.multi_margin_loss(x, t, weight=w, **how),
+        (X, CLASSES.clamp(min=0), WEIGHT),
+    ),
+    "multilabel margin": (F.multilabel_margin_loss, (X, CLASSES.repeat(6, 1).clamp(min=-1))),
+    "cosine": (F.cosine_embedding_loss, (X, Y, SIGN[:, 0])),
+    "triplet": (F.triplet_margin_loss, (X, Y, SHARE)),
+}  # fmt: skip
+
+
+KINDS = ("mse", "bce of logits", "cross entropy of pixels", "cosine")
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [*((name, "mean") for name in LOSSES), *((name, how) for name in KINDS for how in ("sum", "none"))],
+)
+def test_a_loss_in_chunks(name: str, reduction: str) -> None:
+    """Cut along every dim that is not that of classes; a mean is divided once."""
+    loss, given = LOSSES[name]
+    found = Case(Op(lambda *args: loss(args[0].sin(), *args[1:], reduction=reduction)), given)
+    assert found.table.unknown == ()
+    regions = [
+        r for r in found.regions if any("loss" in found.table.rows[i].op for i in r.inside(found.table))
+    ]
+    regions = regions or [r for r in found.regions if r.sums or reduction == "none"]
+    assert regions
+    for region in {(r.last, r.dims.get(r.last), *r.dims.items()): r for r in regions}.values():
+        assert found.error(replace(region, n_chunks=4)) == "", region
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (F.cross_entropy, (X[0], CLASSES[0])),
+        (F.cross_entropy, (X, CLASSES.clamp(max=-100))),
+        (F.triplet_margin_loss, (IMAGE, IMAGE * 2, IMAGE.exp())),
+        (F.cosine_embedding_loss, (X[:1], Y, SIGN[:, 0])),
+        (lambda x: x.mean(), (X,)),
+    ],
+)
+def test_other_means(loss: Loss, given: Any) -> None:
+    """One sample, none that counts, and more dims than rows."""
+    block = Op(lambda *args: loss(*args).nan_to_num(nan=7.0))
+    assert Case(block, given).capture.graph is not None
+    right, found = (run(*given) for run in (block, lambda *args: Captures().run(block, *args)))
+    torch.testing.assert_close(found, right)
+
+
+def test_a_mean_of_16_bits_stays_one() -> None:
+    """Its sum has no room in them; under autocast the loss has 32."""
+    x = torch.full((64, 64), 1000.0, dtype=torch.float16)
+    for loss in (
+        lambda x: x.mean(),
+        lambda x: F.mse_loss(x, torch.zeros_like(x)),
+        lambda x: F.l1_loss(x, -x),
+    ):
+        block = Op(loss)
+        assert torch.equal(Captures().run(block, x), block(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        capture = Captures().of(Op(lambda x, t: F.cross_entropy(x @ x, t)), (X.bfloat16(), CLASSES), {})
+    assert capture.graph is not None
+    assert "div" in capture.graph.code
