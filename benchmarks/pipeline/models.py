@@ -70,8 +70,8 @@ class GPT(pl.LightningModule):
         return self.after(x, batch)
 
     def configure_optimizers(self) -> Any:
-        """AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        """AdamW, one parameter after the other: all at once it needs as much again as they have."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
 
 
 class VGG(pl.LightningModule):

@@ -11,6 +11,7 @@ from benchmarks.partition.dynamic_program import least_sum
 from benchmarks.partition.imd import EPSILON, imd
 from benchmarks.partition.instances import draw
 from benchmarks.pipeline.__main__ import searches
+from benchmarks.pipeline.shaped_links import refuse_without_root
 from benchmarks.pipeline.training import TOLERANCE, Run, Watch, ends_of, fit, measured
 
 
@@ -63,3 +64,9 @@ def test_training_by_stages_is_compared(tmp_path: Path) -> None:
     assert len(found) == 4
     assert all(one["difference"] <= TOLERANCE for one in found)
     assert ["strata" in one["refused"] for one in found] == [False, False, True, False]
+
+
+def test_shaped_links_without_root_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="need root, found user 1000: run this command by sudo"):
+        refuse_without_root()
