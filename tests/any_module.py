@@ -15,13 +15,17 @@ NAMES = ("gene_transformer", "geneformer", "gpt2", "vit", "unet", "evoformer", "
 
 
 class Meter(pl.Callback):
-    """Most bytes alive in the second step of this rank, as `live.peak`; other ranks hold what is on "meta"."""
+    """Most bytes alive in the second step of this rank, as `live.peak`; other ranks hold what is on "meta".
 
-    def __init__(self) -> None:
-        self.live = LiveBytes()
+    Args:
+        added_up: Batches of a step; the last one is measured.
+    """
+
+    def __init__(self, added_up: int = 1) -> None:
+        self.live, self.at = LiveBytes(), 2 * added_up - 1
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == self.at:
             here = [p for p in module.parameters() if not p.is_meta]
             held = [here, [p.grad for p in here if p.grad is not None], list(module.buffers()), batch]
             for optimizer in trainer.optimizers:
@@ -30,7 +34,7 @@ class Meter(pl.Callback):
             self.live.__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == self.at:
             self.live.__exit__(None, None, None)
 
 

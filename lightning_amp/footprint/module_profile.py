@@ -78,6 +78,7 @@ class ModuleProfile:
         measured: "fake tensors", or "a real step" where the step needs values.
         reason: Why the step could not run on fake tensors, "" where it could.
         batch_size: Length of the batch's first dimension, None where its tensors have none in common.
+        added_bytes: Gradients that are there when the backward pass begins, to which it adds its own.
     """
 
     peak_bytes: int
@@ -92,6 +93,7 @@ class ModuleProfile:
     measured: str
     reason: str = ""
     batch_size: int | None = None
+    added_bytes: int = 0
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:

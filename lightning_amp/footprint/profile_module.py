@@ -1,13 +1,13 @@
 """LightningModule + batch -> ModuleProfile: two steps of Lightning's own loop, on a copy without values.
 
-The second step is counted, because the optimiser's state and the last step's gradients exist then. Lightning's Trainer
-runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in training. Where the step
-needs values, the same two steps run with values, on a copy with the module's weights.
+The second step is counted, because the optimiser's state and the last step's gradients exist then; where batches add up
+their gradients, its last batch, which has those of the others beside its own. Lightning's Trainer runs both, so hooks,
+logging, schedulers, automatic and manual optimisation do what they do in training. Where the step needs values, the
+same two steps run with values, on a copy with the module's weights.
 
 Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; the
-module's hooks are called on the copy; callbacks and gradient accumulation are not part of the step; loss scaling is
-left out, and what torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other
-temporaries.
+module's hooks are called on the copy; callbacks are not part of the step; loss scaling is left out, and what
+torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other temporaries.
 """
 
 import logging
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
@@ -55,6 +56,8 @@ class Around:
     Attributes:
         prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
         precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
+        accumulate_grad_batches: As the Trainer's, or the most that a callback will set; bytes are those of 2 for all
+            that are more.
         datamodule: Whose hooks may change a batch, and which the module may ask for.
     """
 
@@ -62,7 +65,30 @@ class Around:
     precision: str = "32-true"
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
+    accumulate_grad_batches: int = 1
     datamodule: LightningDataModule | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
+        """What a Trainer's settings and callbacks say."""
+        clip = trainer.gradient_clip_algorithm
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+        return cls(
+            prepared=prepared,
+            precision=str(trainer.precision),
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
+            accumulate_grad_batches=max(
+                trainer.accumulate_grad_batches, *(n for found in schedules for n in found.values()), 1
+            ),
+            datamodule=datamodule,
+        )
+
+    @property
+    def batches(self) -> int:
+        """Of a step that is run."""
+        return min(self.accumulate_grad_batches, 2)
 
 
 BY_ITSELF = Around()
@@ -160,7 +186,7 @@ def _run(
     around: Around,
 ) -> R:
     recorder = make(module)
-    counter = _Count(recorder, fake, around.datamodule)
+    counter = _Count(recorder, fake, around)
     # what the module would download is not part of a step, and neither are checkpoints that its callbacks would write
     for hook in (
         "prepare_data",
@@ -199,6 +225,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
         precision=precision,
         gradient_clip_val=around.gradient_clip_val,
         gradient_clip_algorithm=around.gradient_clip_algorithm,
+        accumulate_grad_batches=around.batches,
         max_epochs=1,
         limit_val_batches=0,
         num_sanity_val_steps=0,
@@ -290,14 +317,12 @@ class _Here(SingleDeviceStrategy):
 
 
 class _Count(Callback):
-    """Enters the fake mode for both steps, and counts the second."""
+    """Enters the fake mode for both steps, and counts the last batch of the second."""
 
-    def __init__(
-        self, recorder: StepRecorder, fake: FakeTensorMode | None, datamodule: LightningDataModule | None
-    ) -> None:
+    def __init__(self, recorder: StepRecorder, fake: FakeTensorMode | None, around: Around) -> None:
         self.recorder = recorder
         self._fake, self._entered, self._counting = fake, ExitStack(), False
-        self._datamodule = datamodule
+        self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
 
     def __enter__(self) -> None:
         """Nothing has begun."""
@@ -325,11 +350,10 @@ class _Count(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Enter the mode, and begin to count."""
-        if batch_idx == 0:
-            if self._fake is not None:
-                self._entered.enter_context(self._fake)
-                self._entered.enter_context(CopyFakes())
-        else:
+        if batch_idx == 0 and self._fake is not None:
+            self._entered.enter_context(self._fake)
+            self._entered.enter_context(CopyFakes())
+        if batch_idx == self._counted:
             self.recorder.start(batch, trainer.optimizers)
             self._counting = True
 

@@ -128,10 +128,19 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._now = Life(
             name=name, fqn=fqn, kind="", shape=(), dtype="", n_bytes=0, birth=len(self.work) - 1, order=order
         )
+        if node is not None and node.name() == ACCUMULATE and node.variable.grad is not None:
+            self._name_added(node.variable, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func._opname in PRODUCTS + COPIES and phase == FORWARD:
             self._note_product(func._opname, args, result, order)
         return result
+
+    def _name_added(self, parameter: Tensor, args: Any) -> None:
+        """What is added to a gradient that is there already is one too."""
+        for tensor in tensors_of(args):
+            life = self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+            if life is not None and not life.kind:
+                life.name, life.kind = f"{self._parameters.get(id(parameter), '')}.grad", GRADIENTS
 
     def _inside(self, node: Any) -> bool:
         """Whether a module's forward runs that began in this direction: in a backward pass, a recomputation."""

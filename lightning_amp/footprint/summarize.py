@@ -91,6 +91,7 @@ def summarize(
             for v in peak
         ),
         timeline=_timeline(by_kind, work),
+        added_bytes=_added(by_kind, work),
         **about,
     )
 
@@ -156,6 +157,11 @@ def _modules(peak: Iterable[Life]) -> tuple[ModuleBytes, ...]:
         found[life.fqn][life.kind] += life.n_bytes
     rows = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in found.items()]
     return tuple(sorted(rows, key=lambda row: (-row.n_bytes, row.fqn)))
+
+
+def _added(by_kind: Any, work: Sequence[tuple[str, str]]) -> int:
+    begins = next((t for t, (phase, _) in enumerate(work) if phase == BACKWARD), None)
+    return 0 if begins is None else int(by_kind[KINDS.index(GRADIENTS), begins])
 
 
 def _timeline(by_kind: Any, work: Sequence[tuple[str, str]]) -> tuple[Moment, ...]:

@@ -20,25 +20,27 @@ import lightning_amp
 from lightning_amp import figures
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
+from lightning_amp.footprint.profile_module import Around, profile_module
 from tests.any_module import NAMES, Meter, make
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 """Of the examples; of all others it is what the forward pass saves."""
 
 
-def measured(module: pl.LightningModule, batch: Any) -> int:
-    meter = Meter()
+def measured(module: pl.LightningModule, batch: Any, added_up: int = 1) -> int:
+    meter = Meter(added_up)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        limit_train_batches=2,
+        accumulate_grad_batches=added_up,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[meter],
     )
-    trainer.fit(module, torch.utils.data.DataLoader([batch, batch], batch_size=None))
+    batches: Any = [batch] * 2 * added_up
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     return meter.live.peak
 
 
@@ -112,6 +114,28 @@ def test_bytes_by_hand() -> None:
     assert names["net.weight.grad", "net"] == "gradients"
     assert names["batch", ""] == names["mm", "net"] == "activations"
     assert names["pow", ""] == "temporaries"
+
+
+@pytest.mark.parametrize("added_up", [2, 3])
+def test_gradients_of_batches_before_are_held(added_up: int) -> None:
+    class Plain(Small):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Plain(nn.Sequential(nn.Linear(5, 200), nn.ReLU(), nn.Linear(200, 300), nn.Linear(300, 3)))
+    batch = small_batch()
+    found = profile_module(module, batch, around=Around(accumulate_grad_batches=added_up))
+    consistent(found)
+    gradients = sum(p.nbytes for p in module.parameters())
+    assert found.peak_bytes == measured(module, batch, added_up)
+    assert found.peak_phase == "backward"
+    assert found.added_bytes == gradients
+    # those of the batch before, and the largest of this one
+    assert found.by_kind["gradients"] == gradients + 4 * (200 * 300 + 300)
+    once = lightning_amp.profile(module, batch)
+    assert (once.peak_phase, once.added_bytes) == ("forward", 0)
+    # a gradient, before it is added to that of the batch before
+    assert found.peak_bytes >= once.peak_bytes + 4 * 200 * 300 - 4 * 4 * 500
 
 
 def test_the_backward_pass_belongs_to_the_modules_that_made_it() -> None:

@@ -39,7 +39,7 @@ RESCUES = [
         "rescue",
         "a new plan is not counted",
         f"{L}/steps/counted_batches.py",
-        "self._left = COUNTED",
+        "self._left = first_batches(self._module.trainer.accumulate_grad_batches)",
         "self._left = 0",
         ENDED,
     ),

@@ -55,7 +55,8 @@ class StratumMemoryMonitor(pl.Callback):
     kind over the step. Who holds what is counted on CUDA too, as on a CPU.
 
     Args:
-        every_n_steps: Distance of measured steps; steps are training batches.
+        every_n_steps: Distance of measured steps; steps are training batches. With `accumulate_grad_batches` the last
+            batch before the optimiser's step is measured, from the second such step on.
         dirpath: Folder of the files; `amp_memory` in the trainer's log_dir or default_root_dir if None.
         plot: Draw memory.png.
 
@@ -96,7 +97,7 @@ class StratumMemoryMonitor(pl.Callback):
         """Begin to measure, if this is a step to be measured."""
         self._stop()
         step = trainer.fit_loop.epoch_loop.total_batch_idx
-        if step == 1 or (step > 1 and step % self.every_n_steps == 0):
+        if self._is_due(step, batch_idx, trainer.accumulate_grad_batches):
             held = [*pl_module.parameters(), *pl_module.buffers()]
             held += [p.grad for p in pl_module.parameters() if p.grad is not None]
             states = [dict(optimizer.state) for optimizer in trainer.optimizers]
@@ -191,6 +192,11 @@ class StratumMemoryMonitor(pl.Callback):
     def modules(self) -> list[Row]:
         """The last measured step of this rank: module, predicted, measured (bytes at the peak) and their ratio."""
         return [] if self.measured_step is None else module_rows(self.measured_step, self._predicted_step)
+
+    def _is_due(self, step: int, batch_idx: int, added_up: int) -> bool:
+        """Of batches whose gradients are added up the last one is measured, which has those of the others too."""
+        nth = step // self.every_n_steps > (step - added_up) // self.every_n_steps
+        return step == 2 * added_up - 1 or (step >= 2 * added_up and (batch_idx + 1) % added_up == 0 and nth)
 
     def _stop(self) -> None:
         if self._open is not None:

@@ -72,14 +72,7 @@ class StepOfModule:
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or find_decoders(module):
             return None
-        clip = trainer.gradient_clip_algorithm
-        around = Around(
-            prepared=True,
-            precision=str(trainer.precision),
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
-            datamodule=getattr(trainer, "datamodule", None),
-        )
+        around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around)
 

@@ -14,8 +14,10 @@ import lightning.pytorch as pl
 
 from lightning_amp.footprint.bounded_step import BoundedStep
 
-COUNTED = 2
-"""Batches of a plan that are counted: the second has the optimiser's state."""
+
+def first_batches(added_up: int) -> int:
+    """How many are counted: the last has the optimiser's state, and gradients of one before that it is added to."""
+    return added_up + min(added_up, 2)
 
 
 class CountedBatches:
@@ -27,7 +29,8 @@ class CountedBatches:
     """
 
     def __init__(self, module: pl.LightningModule, budget: int) -> None:
-        self._module, self._budget, self._left = module, budget, COUNTED
+        self._module, self._budget = module, budget
+        self.begin_again()
         self._step: BoundedStep | None = None
 
     @contextmanager
@@ -56,7 +59,7 @@ class CountedBatches:
 
     def begin_again(self) -> None:
         """Another plan is installed, whose first batches come now."""
-        self._left = COUNTED
+        self._left = first_batches(self._module.trainer.accumulate_grad_batches)
 
 
 def refuse_beyond(budget: int, trainer: pl.Trainer) -> Callable[[], None]:

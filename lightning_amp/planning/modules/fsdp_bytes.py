@@ -13,6 +13,9 @@ A step on one device is walked through once more, with activations and temporari
 With rows in the host's memory a device has none of these rows, but while a unit is gathered its own, on their way, and
 of gradients the rows of the sum until they are sent back.
 
+Where batches add up their gradients, rows of all of them are there throughout, and a unit's rows of this batch are
+added to its own as soon as they are summed.
+
 A unit whose inputs have no gradient, the first one, is told of the end of its backward pass when the module's ends.
 These are the tensors of torch 2.13 on a CPU with the collectives of parallel/fsdp/collectives.py.
 
@@ -114,6 +117,7 @@ class _Walk:
         self._buffers = profile.timeline[0].by_kind[PARAMETERS] - whole
         self._rows = 0 if offload else sum(self._padded.values()) // ranks
         self._part = 0.0 if offload else sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
+        self._added = 0 < sum(self._whole.values()) <= profile.added_bytes
         # units in the order of the forward pass
         seen = (self._unit_of(moment) for moment in self._timeline if moment.phase == FORWARD)
         self._order = [fqn for fqn in dict.fromkeys(seen) if fqn]
@@ -137,7 +141,7 @@ class _Walk:
     def backward(self) -> Iterator[int]:
         """The backward pass, at the end of which the root's gradients and the first unit's are reduced."""
         pending, done = list(self._order), {"whole": 0, "rows": 0, "sent": 0}
-        unit, at, root = "", 0, 0
+        unit, at, root, worked = "", 0, 0, set[str]()
         for moment in self._of(BACKWARD):
             now = self._unit_of(moment)
             if now and now != unit:
@@ -146,7 +150,11 @@ class _Walk:
                     pending.remove(unit)
                 unit = now
             at = self._held(moment) + self._other(moment)
+            worked.add(moment.fqn)
             come = moment.by_kind[GRADIENTS] - done["whole"] - root
+            if self._added:
+                at += sum(self._sent.values()) // self._ranks * (not self._offload)
+                come = self._whole[now] if now else self._of_root(worked) - root
             if now:
                 come = min(max(0, come), self._whole[now])
             else:
@@ -171,8 +179,13 @@ class _Walk:
         yield beside + self._whole[fqn] + sent
         yield beside + 2 * sent + sent // self._ranks
         done["whole"] += self._whole[fqn]
-        done["rows"] += 0 if self._offload else sent // self._ranks
+        done["rows"] += 0 if self._offload or self._added else sent // self._ranks
         done["sent"] = sent
+
+    def _of_root(self, worked: set[str]) -> int:
+        """Gradients of the root that have come when some modules have worked in the backward pass."""
+        own = self._units[""].parameters
+        return sum(p.whole_bytes for p in own if p.trained and p.name.rpartition(".")[0] in worked)
 
     def _ahead(self, fqn: str) -> int:
         """What is received ahead while a unit works in the backward pass: the unit that comes next there."""

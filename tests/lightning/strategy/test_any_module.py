@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -19,10 +20,11 @@ from torchmetrics import MeanMetric
 
 import lightning_amp
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from tests.any_module import make
+from tests.any_module import Meter, make
 from tests.lightning.strategy.any_module_cases import Small, example, example_on_ranks, fitted, same
 from tests.ranks import run_ranks
 
@@ -55,6 +57,28 @@ def test_examples_are_predicted_and_train_as_they_do_on_a_plain_trainer(name: st
         assert plain["diagnosis"]["evidence"]
         assert plain["candidates"]
         assert Plan.from_json(run["json"]).to_json() == run["json"]
+
+
+class Wide(Small):
+    """Most of its peak are parameters and gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "added_up", [{"accumulate_grad_batches": 3}, {"callbacks": [GradientAccumulationScheduler({0: 1, 5: 3})]}]
+)
+def test_gradients_that_are_added_up_are_predicted(added_up: dict[str, Any], tmp_path: Path) -> None:
+    meter, monitor = Meter(3), StratumMemoryMonitor(dirpath=tmp_path, plot=False)
+    data, own = DataLoader(CELLS.repeat(2, 1), batch_size=4), added_up.get("callbacks")
+    fitted(Wide(width=5000), data, "auto", max_steps=-1, accumulate_grad_batches=3, callbacks=[meter])
+    options = {"accumulate_grad_batches": 3, "callbacks": [monitor]} if own is None else added_up
+    run = fitted(Wide(width=5000), data, AMPStrategy(strategies="S1"), max_steps=-1, **options)
+    assert run["plan"].predicted_peak_bytes == meter.live.peak
+    if own is None:
+        assert monitor.measured_step is not None
+        assert monitor.measured_step.peak_bytes == meter.live.peak
 
 
 class Drawing(Dataset[Any]):

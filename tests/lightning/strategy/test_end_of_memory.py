@@ -105,7 +105,7 @@ def test_counting_changes_no_number() -> None:
 
 def test_the_first_batches_of_every_plan_are_counted() -> None:
     module: Any = nn.Linear(4, 4)
-    module.trainer = SimpleNamespace(optimizers=[])
+    module.trainer = SimpleNamespace(optimizers=[], accumulate_grad_batches=1)
     counted = CountedBatches(module, 1000)
 
     def batch(rows: int) -> None:

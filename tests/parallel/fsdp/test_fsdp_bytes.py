@@ -1,6 +1,7 @@
 """Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %.
 
-Parameters dominate, activations dominate, and a stack of blocks; on 2 and on 4 ranks.
+Parameters dominate, activations dominate, and a stack of blocks; on 2 and on 4 ranks; with gradients of one batch, and
+of two that are added up.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
@@ -23,6 +24,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 NAMES = ("wide_mlp", "gene_transformer", "stack")
+ADDED_UP = {1: NAMES, 2: ("wide_mlp", "stack")}
 QUIET = dict.fromkeys(
     ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
 )
@@ -56,13 +58,13 @@ def module_and_batch(name: str) -> tuple[LightningModule, Any]:
 
 
 def measured(
-    rank: int, ranks: int, names: Sequence[str] = NAMES, *, fsdp_ranks: int | None = None
+    rank: int, ranks: int, names: Sequence[str] = NAMES, *, fsdp_ranks: int | None = None, added_up: int = 1
 ) -> dict[str, int]:
     """Bytes of every module's second step; a body for ranks."""
     found = {}
     for name in names:
         module, batch = module_and_batch(name)
-        meter = Meter()
+        meter = Meter(added_up)
         trainer = Trainer(
             accelerator="cpu",
             devices=ranks,
@@ -70,21 +72,27 @@ def measured(
             plugins=[RunningRanks(rank, ranks)],
             use_distributed_sampler=False,
             max_epochs=1,
+            accumulate_grad_batches=added_up,
             callbacks=[meter],
             **QUIET,
         )
-        trainer.fit(module, DataLoader([batch] * 2, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader([batch] * 2 * added_up, batch_size=None))  # type: ignore[arg-type]
         found[name] = meter.live.peak
     return found
 
 
+def measured_both(rank: int, ranks: int) -> dict[int, dict[str, int]]:
+    """Steps of one batch, and of two whose gradients are added up."""
+    return {n: measured(rank, ranks, names, added_up=n) for n, names in ADDED_UP.items()}
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_predicted_peak_is_the_measured_one(tmp_path: Path, ranks: int) -> None:
-    peaks = run_ranks(measured, ranks, tmp_path, timeout=240)
-    for name in NAMES:
+    peaks = run_ranks(measured_both, ranks, tmp_path, timeout=240)
+    for added_up, name in ((n, name) for n, names in ADDED_UP.items() for name in names):
         module, batch = module_and_batch(name)
-        profile, units = profile_module(module, batch), units_of(module)
-        predicted = fsdp_peak_bytes(profile, units, ranks)
-        most = max(found[name] for found in peaks)
+        profile = profile_module(module, batch, around=Around(accumulate_grad_batches=added_up))
+        predicted = fsdp_peak_bytes(profile, units_of(module), ranks)
+        most = max(found[added_up][name] for found in peaks)
         assert abs(predicted - most) <= 0.05 * most, f"{name}: predicted {predicted:,}, measured {most:,}"
         assert most < profile.peak_bytes, "less than on one device"
