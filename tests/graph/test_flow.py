@@ -165,6 +165,9 @@ X, Y, S = torch.randn(4, 6, 8), torch.randn(4, 8, 2), torch.randn(4, 4)
         (lambda x: x.unsqueeze(1).expand(4, 2, 6, 8), (X,), (((0, 0),), (), ((0, 2),), ((0, 3),))),
         (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (X,), None),
         (lambda x: F.max_pool1d(x, 2), (X,), (((0, 0),), ((0, 1),), ())),
+        (lambda x: F.batch_norm(x, None, None, training=True), (X,), ((), ((0, 1),), ())),
+        (lambda x, w: F.conv1d(x, w, padding=1), (X, torch.randn(4, 6, 3)), (((0, 0),), ((1, 0),), ())),
+        (lambda x, w: F.conv1d(x, w, groups=2), (X, torch.randn(4, 3, 3)), (((0, 0),), (), ())),
         (
             lambda w, i: F.embedding(i, w),
             (S, torch.zeros(6, 2, dtype=torch.long)),
