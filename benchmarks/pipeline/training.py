@@ -12,6 +12,7 @@ GiB of memory, with --quick (small models, the CNN and the GPT in one way each) 
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -250,13 +251,12 @@ def measured(models: list[str], folder: Path, *, quick: bool) -> Iterator[tuple[
     for model in models:
         runs = list(all_runs(model, quick=quick))
         for run in {run.accumulation: run for run in runs}.values():
-            watch = Watch(None)
-            module = fit(run, "auto", watch, devices=1, quick=quick)
-            assert min(watch.norms) > CLIP[model], f"{model} is not clipped in every step: {watch.norms}"
-            torch.save(
-                {name: p.detach() for name, p in module.named_parameters()}, reference_file(folder, run)
-            )
-            del module
+            # a process of its own gives its memory back
+            alone = multiprocessing.get_context("spawn").Process(target=reference, args=(run, folder, quick))
+            alone.start()
+            alone.join()
+            if alone.exitcode:
+                raise SystemExit(f"the plain process of {model} ended with {alone.exitcode}")
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
             *("-m", "benchmarks.pipeline.training", "--rank-of", model, "--folder", str(folder)),
