@@ -44,6 +44,7 @@ class Passes:
         rows: Samples of it.
         names: Of the blocks, K of them.
         first: Operator with which the forward pass of each segment begins, and one past that of the last, [K + 2].
+        called: Operator with which the forward pass of each block begins, [K].
         segment: Segment of every operator of the backward pass, -1 of others, [operator].
         optimises: Whether an operator is the optimiser's, [operator].
         seconds: Of every operator, [operator].
@@ -51,7 +52,7 @@ class Passes:
             the last at which Python holds it, [storage].
         n_bytes: Of every storage.
         computed: Whether it was made from parameters.
-        outputs: Storages that each block returns.
+        inputs, outputs: Storages that each block is given, and returns.
         sent_bytes: Of the tensors that each block returns, [K].
         uses: What autograd keeps: storage, segment that keeps it, operator up to which, [use, 3].
         gradients: What becomes a gradient: operator, bytes, and segment whose backward pass makes it, [gradient, 3].
@@ -62,6 +63,7 @@ class Passes:
     rows: int
     names: tuple[str, ...]
     first: Any
+    called: Any
     segment: Any
     optimises: Any
     seconds: Any
@@ -69,6 +71,7 @@ class Passes:
     held: Any
     n_bytes: Any
     computed: Any
+    inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sent_bytes: tuple[int, ...]
     uses: Any
@@ -176,6 +179,7 @@ class _Cut:
             rows=self._rows,
             names=tuple(call.fqn for call in self._calls),
             first=self._first,
+            called=np.array([call.start for call in self._calls]),
             segment=segment,
             optimises=np.array([phase == OPTIMISER for phase in self._phases]),
             seconds=np.array(step.took),
@@ -183,10 +187,8 @@ class _Cut:
             held=_whole(self._held(life) for life in lives),
             n_bytes=_whole(life.n_bytes for life in lives),
             computed=np.array([id(life) in step.computed for life in lives], dtype=bool),
-            outputs=tuple(
-                tuple(self._place[id(life)] for life in call.outputs if id(life) in self._place)
-                for call in self._calls
-            ),
+            inputs=tuple(self._places(call.inputs) for call in self._calls),
+            outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 3),
             gradients=np.array(
@@ -203,6 +205,9 @@ class _Cut:
             ),
             batch_bytes=sum(life.n_bytes for life in step.lives if life.name == "batch"),
         )
+
+    def _places(self, lives: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(self._place[id(life)] for life in lives if id(life) in self._place)
 
     def _segments(self) -> Any:
         """Of operators of the backward pass, by the number of their node; one without goes with those before."""

@@ -5,7 +5,8 @@
     3. without those whose predicted peak exceeds the budget
     4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
 
-A pipeline (stages.py) goes with none of them by now. It is compared too, by its time for as many samples, and taken
+A pipeline (stages.py) goes with none of them but blocks that are computed again, which it chooses by itself
+(stage_forms.py). It is compared too, by its time for as many samples, and taken
 where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step does
 beside its blocks may turn out to be refused when it runs.
 

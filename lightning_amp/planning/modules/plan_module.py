@@ -30,7 +30,7 @@ from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.planning.plan.specs import DataParallel, PipelineStages
+from lightning_amp.planning.plan.specs import DataParallel, PipelineStages, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
 
@@ -107,8 +107,13 @@ def plan_module(
     Raises:
         PlanError: A technique that was named cannot be had.
     """
-    if (spec := _pipeline_of(base)) is not None and not named:
-        return _with_stages(base, seen, replace(asked, model=base.mesh.model, schedule=spec.schedule))
+    if (spec := _pipeline_of(base)) is not None:
+        asked = replace(asked, model=base.mesh.model, schedule=spec.schedule)
+        made = _with_stages(base, seen, _beside_stages(asked, named or (), budget_named=budget_named))
+        if not named or any(isinstance(rule.spec, RecomputeBlock) for rule in made.rules):
+            return made
+        # none is needed, and yet it was asked for
+        return _with_stages(base, seen, _beside_stages(asked, named, budget_named=False))
     if asked.model is not None and named is None:
         return _with_stages(_on_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
@@ -182,9 +187,31 @@ def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) ->
     return _made(without, seen, compared, _rules(found, named=base.policy == "strategies"))
 
 
+def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) -> Asked:
+    """What techniques that a person has named beside a pipeline ask of it.
+
+    Raises:
+        PlanError: One that was not tried with stages.
+    """
+    others = [name for name in named if name != "recompute"]
+    if others:
+        raise PlanError(
+            f"pipeline was asked for together with {', '.join(others)}; it was not tried inside of stages: leave it"
+            " out, or leave 'pipeline' out"
+        )
+    # of a budget that was named as few as are needed
+    return replace(asked, again=() if not named else None if budget_named else ("*",))
+
+
 def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
     ends = tuple(int(end) for end in spec.ends.split(","))
-    asked = Asked(model=given.mesh.model, micro_batches=spec.micro_batches, schedule=spec.schedule, ends=ends)
+    asked = Asked(
+        model=given.mesh.model,
+        micro_batches=spec.micro_batches,
+        schedule=spec.schedule,
+        ends=ends,
+        again=tuple(rule.fqn for rule in given.rules if isinstance(rule.spec, RecomputeBlock)),
+    )
     found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
     ranks = given.mesh.data * given.mesh.model
     given = replace(given, diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes), stages=())

@@ -5,7 +5,8 @@
        micro-batches are in flight there; embedding, head and loss are part of the first and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
        passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
-    4. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak
+    4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded (stage_forms.py)
+    5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak
 
 With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
 more without gradients for the whole batch.
@@ -26,6 +27,12 @@ import numpy as np
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.seen import Draft, Seen, Target
+from lightning_amp.planning.modules.stage_forms import (
+    computed_again,
+    fewest_again,
+    repeatable,
+    targets_again,
+)
 from lightning_amp.planning.pipeline.cut import cut_pipeline
 from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, most_in_flight, schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks, stage_bytes
@@ -51,12 +58,14 @@ class Asked:
         model: Ranks of the model axis.
         micro_batches, schedule: As of AMPStrategy.
         ends: One past the last block of every stage.
+        again: Patterns of blocks to compute again; left open, as few as are needed to fit.
     """
 
     model: int | None = None
     micro_batches: int | None = None
     schedule: str | None = None
     ends: tuple[int, ...] | None = None
+    again: tuple[str, ...] | None = None
 
 
 OPEN = Asked()
@@ -124,13 +133,15 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     shapes = [replace(first, micro_batches=count) for count in counts if fills_rounds(name, model, count)]
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
-    made = []
+    made = list[Draft]()
     # the smallest first: other lengths lie on the line between it and the whole
     for shape in reversed(shapes):
         part = seen.passes(-(-whole.rows // shape.micro_batches))
         if isinstance(part, str):
             return part
-        made.append(_draft(shape, part, data=data, ends=asked.ends))
+        if asked.again and not repeatable(seen, part, asked.again):
+            return "no block of those that are to be computed again can run a second time"
+        made += _drafts(shape, part, data=data, asked=asked)
     return _best(made, budget)
 
 
@@ -141,12 +152,41 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(made, key=lambda one: (one.peak_bytes, one.pace))
 
 
-def _draft(shape: _Shape, part: Passes, *, data: int, ends: tuple[int, ...] | None) -> Draft:
+def _drafts(shape: _Shape, part: Passes, *, data: int, asked: Asked) -> Iterator[Draft]:
+    """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
+    again = repeatable(shape.seen, part, ("*",) if asked.again is None else asked.again)
+    if asked.again is not None:
+        yield _draft(shape, part, data=data, ends=asked.ends, again=again)
+        return
+    yield _draft(shape, part, data=data, ends=asked.ends)
+    if shape.budget is None or not again:
+        return
+    if asked.ends is not None:
+        ends = {asked.ends}
+    else:
+        # the fastest as it is, and the fastest that fits where all of them are computed again
+        least = computed_again(part, again)
+        ends = {_cut(replace(shape, budget=None), part, _Layers.of(shape, part))}
+        ends.add(_cut(shape, least, _Layers.of(shape, least)))
+    for run in sorted(ends):
+        blocks = fewest_again(_pipeline(shape, part, run), again, shape.budget)
+        if blocks:
+            yield _draft(shape, part, data=data, ends=run, again=blocks)
+
+
+def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
+    return Pipeline(part=part, whole=shape.whole, ends=ends, orders=shape.orders, at_once=shape.at_once)
+
+
+def _draft(
+    shape: _Shape, part: Passes, *, data: int, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
+) -> Draft:
     """Cut, and predict."""
+    kept, part = part, computed_again(part, again)
     layers = _Layers.of(shape, part)
     if ends is None:
         ends = _cut(shape, part, layers)
-    pipeline = Pipeline(part=part, whole=shape.whole, ends=ends, orders=shape.orders, at_once=shape.at_once)
+    pipeline = _pipeline(shape, part, ends)
     peaks = rank_peaks(pipeline)
     times = layers.stages(ends)
     line = timeline(shape.orders, times)
@@ -171,7 +211,7 @@ def _draft(shape: _Shape, part: Passes, *, data: int, ends: tuple[int, ...] | No
         model=shape.ranks,
         peak_bytes=max(peaks),
         seconds=seconds,
-        targets=(_target(shape, ends, stages),),
+        targets=(_target(shape, ends, stages), *targets_again(kept, again)),
         stages=stages,
         held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
     )

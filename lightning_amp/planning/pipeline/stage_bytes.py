@@ -236,7 +236,7 @@ class Pipeline:
 
 def rank_peaks(pipeline: Pipeline) -> tuple[int, ...]:
     """Most bytes at once of every rank."""
-    return tuple(_peak(pipeline, rank) for rank in range(len(pipeline.orders)))
+    return tuple(rank_peak(pipeline, rank) for rank in range(len(pipeline.orders)))
 
 
 def held_bytes(pipeline: Pipeline, rank: int, *, gradients: bool) -> int:
@@ -251,7 +251,8 @@ def _held(pipeline: Pipeline, rank: int) -> list[Parameter]:
     return list({p.name: p for some in own for p in some}.values())
 
 
-def _peak(pipeline: Pipeline, rank: int) -> int:
+def rank_peak(pipeline: Pipeline, rank: int) -> int:
+    """Most bytes at once of one rank."""
     walk = _Walk(pipeline, rank)
     for step in pipeline.orders[rank]:
         if step.backward:

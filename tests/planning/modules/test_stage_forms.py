@@ -1,0 +1,135 @@
+"""Claim: a step in which blocks of stages are computed again is that of the recorded one, operator by operator; as few
+are taken as a rank's budget asks for, and a plan has them where a pipeline alone does not fit.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.modules.plan_module import plan_again, plan_module
+from lightning_amp.planning.modules.seen import Draft
+from lightning_amp.planning.modules.stage_forms import computed_again, fewest_again
+from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.planning.pipeline.schedules import schedule
+from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks, stage_bytes
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import PipelineStages
+from tests.planning.modules.test_plan_of_a_module import base
+from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, step
+
+FOUR = Asked(micro_batches=4, schedule="1f1b")
+REPEATABLE = [f"blocks.{i}" for i in range(4)]
+"""Of the six blocks; the chain of the step knows nothing of the others."""
+
+
+def again_of(found: Draft | Plan) -> list[str]:
+    listed = found.targets if isinstance(found, Draft) else found.rules
+    return [one.fqn for one in listed if one.strategy == "recompute"]
+
+
+def test_a_block_keeps_what_it_is_given_and_runs_before_its_backward_pass() -> None:
+    rows = 2
+    plain = passes(rows)
+    again = computed_again(plain, (0, 1, 2))
+    kept, least = (stage_bytes(one, 0, 3, to_the_end=False) for one in (plain, again))
+    # of the second and third block what they are given stays, which is what the one before returns
+    assert kept.kept - least.kept == rows * (3 * SAVED - 2 * SENT)
+    # in the backward pass those of one block are there at a time, with its result
+    assert kept.first_backward - least.first_backward >= rows * (2 * SAVED - 3 * SENT) - 3 * WEIGHT
+    assert least.first_backward >= rows * SAVED
+    assert again.seconds.sum() == plain.seconds.sum() + 3 * rows
+    # once more in the order of the backward pass, before the block's own operator, which is twice as long
+    own = np.flatnonzero(again.segment == 1)
+    assert again.seconds[own].tolist() == [rows, 2 * rows]
+    # what follows is as it was, somewhat later
+    assert (len(again.seconds), again.optimises.argmax()) == (len(plain.seconds) + 3, len(plain.seconds) + 2)
+    assert again.gradients[:, 0].tolist() == [int(np.flatnonzero(again.segment == i)[-1]) for i in range(6)]
+
+
+def test_nothing_is_changed_where_no_block_is_computed_again() -> None:
+    plain, same = passes(), computed_again(passes(), ())
+    for name in ("segment", "seconds", "birth", "held", "n_bytes", "uses", "gradients"):
+        assert np.array_equal(getattr(plain, name), getattr(same, name)), name
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_rank_computes_as_few_blocks_again_as_it_needs(name: str) -> None:
+    part, ranks, count = passes(ROWS // 4), 2, 4
+    orders = schedule(name, ranks, count)
+    pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=orders, at_once=name == "gpipe")
+    peaks = rank_peaks(pipeline)
+    assert fewest_again(pipeline, range(6), max(peaks)) == ()
+    fullest = peaks.index(max(peaks))
+    one = fewest_again(pipeline, range(6), max(peaks) - 1)
+    assert len(one) == 1
+    assert one[0] // 3 == fullest
+    # what cannot be computed again is left as it is, and too small a budget takes all others
+    assert fewest_again(pipeline, (0, 1, 5), 1) == (0, 1, 5)
+
+
+def test_the_slow_blocks_are_kept() -> None:
+    part = passes(ROWS // 4, seconds=(1.0, 9.0, 1.0, 1.0, 9.0, 1.0))
+    pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=schedule("1f1b", 2, 4), at_once=False)
+    found = [
+        fewest_again(pipeline, range(6), budget) for budget in range(1000, max(rank_peaks(pipeline)), 50)
+    ]
+    assert any(0 < len(blocks) < 6 for blocks in found)
+    assert all({1, 4}.isdisjoint(blocks) for blocks in found if len(blocks) < 3)
+
+
+def test_a_budget_asks_for_blocks_of_a_stage_and_their_time() -> None:
+    free = made(staged(step(), 2, data=1, budget=None, asked=FOUR))
+    assert again_of(free) == []
+    every = made(staged(step(), 2, data=1, budget=None, asked=replace(FOUR, again=("*",))))
+    assert again_of(every) == REPEATABLE
+    assert every.seconds > free.seconds
+    assert every.stages[0].backward_seconds > free.stages[0].backward_seconds
+    budget = (free.peak_bytes + every.peak_bytes) // 2
+    some = made(staged(step(), 2, data=1, budget=budget, asked=FOUR))
+    assert 0 < len(again_of(some)) < 4
+    assert some.peak_bytes <= budget
+    assert free.seconds < some.seconds < every.seconds
+    named = made(staged(step(), 2, data=1, budget=None, asked=replace(FOUR, again=("blocks.[12]",))))
+    assert again_of(named) == ["blocks.1", "blocks.2"]
+    fixed = staged(step(), 2, data=1, budget=None, asked=replace(FOUR, again=("other",)))
+    assert "can run a second time" in str(fixed)
+
+
+def test_plans_have_what_was_asked_for_or_what_fits() -> None:
+    stages = PipelineStages(ends="3,6", schedule="1f1b")
+    rule = Rule(fqn="blocks", spec=stages, strategy="pipeline", why="asked for")
+    asked = base(None, devices=2)
+    asked = replace(
+        asked,
+        mesh=replace(asked.mesh, data=1, model=2),
+        rules=(*asked.rules, rule),
+        strategies=("S1", "pipeline"),
+    )
+    plain = plan_module(asked, step(), named=())
+    assert again_of(plain) == []
+    every = plan_module(asked, step(), named=("recompute",), budget_named=False)
+    assert again_of(every) == REPEATABLE
+    assert every.predicted_peak_bytes < plain.predicted_peak_bytes
+    assert plan_again(every, step()).predicted_peak_bytes == every.predicted_peak_bytes
+    tight = replace(asked, budget_bytes=(plain.predicted_peak_bytes + every.predicted_peak_bytes) // 2)
+    some = plan_module(tight, step(), named=("recompute",))
+    assert some.fits
+    assert 0 < len(again_of(some)) < 4
+    assert plan_module(tight, step(), named=()).fits is False
+    # with a budget that needs none of them, all are, for they were asked for
+    wide = replace(asked, budget_bytes=100_000)
+    assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
+    with pytest.raises(PlanError, match="together with chunk; it was not tried inside of stages"):
+        plan_module(asked, step(), named=("recompute", "chunk"))
+
+
+def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
+    heavy = step(held=200_000)
+    free = made(staged(heavy, 2, data=1, budget=None, asked=Asked(again=())))
+    least = made(staged(heavy, 2, data=1, budget=1, asked=Asked(again=("*",))))
+    found = plan_module(base((free.peak_bytes + least.peak_bytes) // 2, devices=2), heavy)
+    assert found.strategies == ("S1", "recompute", "pipeline")
+    assert found.fits
+    assert Plan.from_json(found.to_json()) == found
