@@ -1,5 +1,6 @@
 """Every name of torch outside its public interface that this package uses, with the reason."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ __all__ = [
     "autograd_node",
     "autograd_order",
     "begin_gathered",
+    "compile_settings",
     "copy_each",
     "default_store",
     "disable_torch_function",
@@ -164,6 +166,24 @@ def is_compiled(module: nn.Module) -> bool:
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
+
+
+def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
+    """Settings of torch.compile for as long as the context lasts.
+
+    Parameters and buffers of any size are for one graph, and more graphs of a function than these are an error, where
+    torch would go on without compiling it.
+    """
+    # late, as above
+    from torch._dynamo import config
+
+    found: AbstractContextManager[Any] = config.patch(
+        force_parameter_static_shapes=False,
+        force_nn_module_property_static_shapes=False,
+        recompile_limit=graphs,
+        fail_on_recompile_limit_hit=True,
+    )
+    return found
 
 
 def values_are_checked() -> bool:

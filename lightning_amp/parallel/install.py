@@ -35,6 +35,7 @@ from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.parallel.s5_hidden.decoder import share_hidden
 from lightning_amp.parallel.scores.s4_key_first import key_first
 from lightning_amp.parallel.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.parallel.strata.compile import compile_strata
 from lightning_amp.parallel.strata.recompute import recompute_strata
 from lightning_amp.parallel.strata.strata_parallel import share_strata
 from lightning_amp.parallel.strata.stream import stream_strata
@@ -81,6 +82,7 @@ TECHNIQUES: dict[type, Technique] = {
     specs.RecomputeBlock: Technique(recompute_block),
     specs.ChunkBlock: Technique(chunk_block),
     specs.StreamStrata: Technique(stream_strata, on_decoder=True),
+    specs.CompileStrata: Technique(compile_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
     specs.PipelineStages: Technique(pipeline_stages, needs_mesh=True),
 }

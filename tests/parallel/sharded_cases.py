@@ -22,6 +22,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import (
     ChunkedAttention,
+    CompileStrata,
     DomainParallel,
     FeatureParallel,
     FusedAttention,
@@ -50,6 +51,7 @@ TARGETS: dict[str, tuple[str, Spec]] = {
     "nodes": ("decoder", DomainParallel()),
     "recompute": ("decoder", RecomputeStrata()),
     "stream": ("decoder", StreamStrata(cells=3)),
+    "compile": ("decoder", CompileStrata()),
     "strata": ("decoder", StrataParallel(ends="1,3")),
 }
 Results = dict[str, Tensor]

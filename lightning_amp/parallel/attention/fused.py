@@ -72,6 +72,8 @@ class FusedAttention(nn.Module):
         ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
+    stays_eager = True
+
     def __init__(self, dim: int, window: int, *, keep: bool = False, kernel: Kernel = "products") -> None:
         super().__init__()
         check_sizes("FusedAttention", dim, window)

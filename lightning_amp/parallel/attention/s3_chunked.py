@@ -57,6 +57,8 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
 class ChunkedAttention(nn.Module):
     """Attention chunk by chunk; made by `chunk_attention`."""
 
+    stays_eager = True
+
     def __init__(self, inner: nn.Module, *, buckets: int, retain: bool) -> None:
         super().__init__()
         self.inner = inner

@@ -51,6 +51,9 @@ class KeyFirstDecode(nn.Module):
 
     def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
         """(u key^T)[:, feature_anchor], through key[feature_anchor]."""
+        if torch.compiler.is_compiling():
+            # one graph for all strata, whichever feature_anchor they have
+            return u @ _select(key, feature_anchor, None).T
         version = 0 if feature_anchor.is_inference() else feature_anchor._version
         if feature_anchor is not self._seen or version != self._version:
             self._seen, self._version, self._start = feature_anchor, version, _start_of_run(feature_anchor)

@@ -88,6 +88,8 @@ class SparseLikelihood(nn.Module):
             values, and while they do.
     """
 
+    stays_eager = True
+
     def __init__(self, *, least: float = 0.0, whole: tuple[bool, bool] = (False, False)) -> None:
         super().__init__()
         self.least = least

@@ -32,6 +32,7 @@ class Axes:
     decode: str = "full"
     likelihood: str = "dense"
     activations: str = "retain"
+    kernels: str = "eager"
 
     @classmethod
     def of(cls, strategies: Iterable[str], specs: Iterable[Spec] = ()) -> "Axes":

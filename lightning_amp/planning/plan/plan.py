@@ -283,8 +283,9 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         if getattr(plan.axes, axis) != choice:
             yield f"axes.{axis}={getattr(plan.axes, axis)!r}, with these strategies it is {choice!r}"
     together = plan.axes.features == "sharded" or plan.axes.placement not in ("replicated", "strata")
+    together = together or plan.axes.kernels == "compiled"
     for rule in plan.rules:
         if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
-            yield f"workers={rule.spec.workers!r}, where ranks compute each stratum together, in one order: it is 1"
+            yield f"workers={rule.spec.workers!r}, where strata are compiled, or each is computed by all ranks: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

@@ -161,6 +161,17 @@ class StreamStrata:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompileStrata:
+    """A stratum's key and likelihood run through torch.compile.
+
+    Attributes:
+        mode: "default", or "reduce-overhead" for CUDA graphs.
+    """
+
+    mode: str = "default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StrataParallel:
     """The strata of the decoder are split over the model axis, in runs.
 

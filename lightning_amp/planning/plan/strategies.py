@@ -180,6 +180,13 @@ STRATEGIES: dict[str, StrategyInfo] = {
         ),
         choice=("activations", "stream"),
     ),
+    "compile": StrategyInfo(
+        title="compile strata",
+        shrinks="kernels of a stratum, by torch.compile",
+        specs=(specs.CompileStrata,),
+        targets=_on_decoder(lambda _: specs.CompileStrata()),
+        choice=("kernels", "compiled"),
+    ),
     "strata": StrategyInfo(
         title="strata parallel",
         shrinks="K strata to those of a rank",
@@ -211,6 +218,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
+COLLECTIVES_INSIDE = (
+    "ranks send each other parts of a stratum while it is computed, which compile does not look into"
+)
 ONE_ATTENTION = "both say how attention is computed"
 
 ONLY_WITHOUT_DECODER = (
@@ -231,6 +241,9 @@ CONFLICTS: tuple[tuple[str, str, str], ...] = (
         "sdpa",
         "under S5 the scores are sums over the ranks, which torch's kernels do not hand out; use S3",
     ),
+    ("S2", "compile", COLLECTIVES_INSIDE),
+    ("S5", "compile", COLLECTIVES_INSIDE),
+    ("nodes", "compile", COLLECTIVES_INSIDE),
     ("S5", "strata", ONE_PLACEMENT),
     ("S5", "nodes", ONE_PLACEMENT),
     ("fused", "sdpa", ONE_ATTENTION),

@@ -315,6 +315,10 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
         notes.append(
             "the prediction counts whole parameters, gradients and optimiser state: fsdp saves what it splits"
         )
+    if "compile" in chosen:
+        notes.append(
+            "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"
+        )
     if shape.decoder is None and not shape.profiled:
         notes.append("activations of a module without a recognised decoder cannot be predicted")
     return notes

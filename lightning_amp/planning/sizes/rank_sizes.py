@@ -295,8 +295,11 @@ class RankSizes:
 
     @property
     def side_by_side(self) -> int:
-        """Strata that run at the same time; ranks that compute one together take them in one order."""
+        """Strata that run at the same time; ranks that compute one together take them in one order, and torch.compile
+        has its settings for the whole process.
+        """
         alone = self.axes.placement in ("replicated", "strata") and not self.by_features
+        alone = alone and self.axes.kernels == "eager"
         if not (self.streamed and alone):
             return 1
         return strata_side_by_side(self.decoder.threads, anchors=self.anchors, dim=self.decoder.dim)
