@@ -1,7 +1,6 @@
 """`plan --config` and `simulate --config`: a plan of any module that a configuration of `fit` trains; loads torch."""
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,22 +32,38 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
     """
     # late: torch takes seconds to load
+    from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+    from lightning_amp.parallel.contract.protocol import find_decoders
     from lightning_amp.parallel.describe_module import describe
     from lightning_amp.planning.modules.plan_module import plan_module, told_apart, told_model_ranks
     from lightning_amp.planning.modules.questions import answers
     from lightning_amp.planning.plan.decoder_only import profile_of_module
     from lightning_amp.planning.plan.sharding import with_sharding
     from lightning_amp.planning.plan.specs import FullyShard
-    from lightning_amp.planning.policies.build_rules import with_schedule
+    from lightning_amp.planning.policies.build_rules import with_schedule, without_shared_statistics
     from lightning_amp.planning.policies.make_plan import plan
+    from lightning_amp.verification.read_configuration import read_run
 
     refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
-    step_at, module, options = _step(arguments.config)
-    request = request_of(arguments)
-    for name in ("device_memory", "strategies"):
-        request[name] = request[name] or options.get(name)
+    module, data, around, options = read_run(arguments.config)
+    if find_decoders(module):
+        raise PlanError(
+            f"--config {arguments.config!r} was asked for, whose model has a decoder of strata, which is planned by its"
+            " data: name their folder, lightning-amp plan DIR"
+        )
+    told, batch = _asked(arguments, options), example_of(module, data)
+    request = request_of(told)
+    if told.plan is not None:
+        raise PlanError(
+            f"--config {arguments.config!r} was asked for, whose strategy carries out plan={told.plan!r}: there is"
+            " nothing to plan; name --policy or --strategies to plan it otherwise"
+        )
     asked, named = told_apart(request["strategies"], policy=request["policy"])
-    rates, memory = rates_asked(arguments), request["device_memory"]
+    rates, memory = rates_asked(told), request["device_memory"]
+
+    def step_at(batch_size: int | None) -> StepOfModule:
+        return StepOfModule(module, lambda: batch, around=around, batch_size=batch_size)
+
     step = step_at(arguments.batch_size)
     fsdp = None
     if "fsdp" in (named or ()):
@@ -61,8 +76,10 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     request["model_parallel_size"], stages = told_model_ranks(
         request["model_parallel_size"], asked, shape, seen
     )
-    told = {name: options.get(name) for name in ("micro_batches", "schedule")}
-    base = with_schedule(plan(profile_of_module(shape), **request, shape=shape, rates=rates), shape, **told)
+    schedule = {name: options.get(name) for name in ("micro_batches", "schedule")}
+    base = with_schedule(
+        plan(profile_of_module(shape), **request, shape=shape, rates=rates), shape, **schedule
+    )
     base = with_sharding(base, fsdp, launches=rates.launches)
     made = plan_module(
         base,
@@ -70,8 +87,10 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         named=named,
         budget_named=memory is not None,
         count=step.count,
-        asked=replace(stages, micro_batches=told["micro_batches"]),
+        asked=replace(stages, micro_batches=schedule["micro_batches"]),
     )
+    if options.get("share_batch_statistics") is False:
+        made = without_shared_statistics(made)
     code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""
     if memory is None:
         return made, code
@@ -84,32 +103,31 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     return replace(made, notes=(*made.notes, *found)), code
 
 
-def _step(path: str) -> tuple[Callable[[int | None], Any], Any, dict[str, Any]]:
-    """What gives the step for a batch of some length, the module, and the options of its strategy."""
-    from lightning_amp.footprint.profile_module import Around
+def example_of(module: Any, data: Any) -> Any:
+    """A batch that training would read."""
     from lightning_amp.lightning.first_look.example_batch import example_batch
-    from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-    from lightning_amp.parallel.contract.protocol import find_decoders
-    from lightning_amp.verification.read_configuration import read_configuration
 
-    module, data, options = read_configuration(path)
-    if find_decoders(module):
-        raise PlanError(
-            f"--config {path!r} was asked for, whose model has a decoder of strata, which is planned by its data: name"
-            " their folder, lightning-amp plan DIR"
-        )
     source = module if data is None else data
     source.prepare_data()
     source.setup("fit")
     loader = source.train_dataloader()
     try:
-        batch = example_batch(loader)
+        return example_batch(loader)
     except DataError:
         # nobody else reads it
-        batch = next(iter(loader))
-    around = Around(datamodule=data)
+        return next(iter(loader))
 
-    def at(batch_size: int | None) -> StepOfModule:
-        return StepOfModule(module, lambda: batch, around=around, batch_size=batch_size)
 
-    return at, module, options
+def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
+    """What is asked for on the command line, else by the configuration's AMPStrategy."""
+    asked = argparse.Namespace(**vars(arguments))
+    chosen = arguments.policy is not None or arguments.strategies is not None
+    others = {"policy", "strategies"} if chosen else set()
+    others |= {"rates"} if arguments.device is not None else set()
+    asked.plan = None if chosen else options.get("plan")
+    for name in {"device_memory", "policy", "strategies", "model_parallel_size", "rates"} - others:
+        if getattr(asked, name) is None:
+            setattr(asked, name, options.get(name))
+    if asked.model_parallel_size is not None:
+        asked.model_parallel_size = str(asked.model_parallel_size)
+    return asked

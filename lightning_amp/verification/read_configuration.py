@@ -1,10 +1,12 @@
 """Model, data module and plan of a configuration of `lightning-amp fit`, without a run."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from lightning_amp.footprint.profile_module import Around
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.strategy.same_plan import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -13,11 +15,12 @@ HERE = (
     "accelerator=cpu",
     "devices=1",
     "num_nodes=1",
-    "precision=32-true",
     "logger=false",
     "fast_dev_run=false",
 )
 """Settings of the Trainer that are another machine's, or open connections."""
+OWN = "precision=32-true"
+"""Of a computation that has precisions of its own."""
 
 
 class _Idle(Trainer):
@@ -36,13 +39,29 @@ class _Idle(Trainer):
 
 
 def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule, dict[str, Any]]:
-    """Module, data module, and what the YAML file asks of AMPStrategy."""
-    words = ["fit", "--config", path, *(f"--trainer.{setting}" for setting in HERE)]
+    """Module, data module, and what the YAML file asks of AMPStrategy; what it asks of the Trainer is left out."""
+    module, data, trainer = _read(path, (*HERE, OWN))
+    return module, data, _options(trainer.strategy)
+
+
+def read_run(path: str) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
+    """Module in the YAML file's precision, data module, what else the file says of a training step, and what it asks of
+    AMPStrategy.
+    """
+    module, data, trainer = _read(path, HERE)
+    around = Around.of(trainer, prepared=False, datamodule=data)
+    return trainer.precision_plugin.convert_module(module), data, around, _options(trainer.strategy)  # type: ignore[return-value]
+
+
+def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:
+    words = ["fit", "--config", path, *(f"--trainer.{setting}" for setting in settings)]
     with warnings.catch_warnings():
         # the words of this command are there too
         warnings.filterwarnings("ignore", message=".*both args and command line")
+        # 16-mixed is bf16-mixed on a CPU, whose bytes are the same
+        warnings.filterwarnings("ignore", message=".*fp16 is not supported on CPU")
         cli = CommandLine(trainer_class=_Idle, save_config_callback=None, args=words)
-    return cli.model, cli.datamodule, _options(cli.trainer.strategy)
+    return cli.model, cli.datamodule, cli.trainer
 
 
 def _options(strategy: object) -> dict[str, Any]:

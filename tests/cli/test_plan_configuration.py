@@ -3,6 +3,7 @@ fits and the fewest devices; `simulate --config` does so for any number of devic
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of
 from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.planning.time.device_rates import CPU_CORE
 
 FILE = """
 import lightning.pytorch as pl
@@ -146,3 +148,51 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
     assert "--show-code was asked for with --format json" in capsys.readouterr().err
     assert main(["plan", "data", "--show-code"]) == 2
     assert "--show-code was asked for without --config" in capsys.readouterr().err
+
+
+@IGNORED
+@pytest.mark.long
+def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, capsys: Any) -> None:
+    """Half the bytes in bfloat16; gradients that are added up and clipped; the strategy's arguments."""
+    file = Path(config)
+    plain, words = file.read_text(), ["plan", "--config", config]
+
+    def held(trainer: str, *more: str) -> Plan:
+        file.write_text(f"{plain}trainer: {trainer}\n")
+        return planned([*words, *more], capsys)
+
+    def profiled(trainer: str) -> dict[str, Any]:
+        file.write_text(f"{plain}trainer: {trainer}\n")
+        assert main(["profile", "--config", config, "--batch-size", "2", "--format", "json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    whole, half = held("{precision: 32-true}"), held("{precision: bf16-true}")
+    assert whole.diagnosis is not None
+    assert half.predicted_peak_bytes == pytest.approx(whole.predicted_peak_bytes / 2, rel=0.01)
+    once, added, clipped = (
+        profiled(f"{{{setting}}}")
+        for setting in ("precision: 32-true", "accumulate_grad_batches: 4", "gradient_clip_val: 0.5")
+    )
+    assert once["added_bytes"] == 0
+    assert added["added_bytes"] == once["by_kind"]["gradients"] > 0
+    operators = [sum(moment["n_operators"] for moment in found["timeline"]) for found in (once, clipped)]
+    assert operators[0] < operators[1]
+    memory = whole.predicted_peak_bytes // 2 + 2**20
+    rates = file.with_name("rates.json")
+    rates.write_text(replace(CPU_CORE, device="mine").to_json())
+    asked = f"device_memory: {memory}, strategies: [S1], model_parallel_size: 1, rates: {rates}"
+    strategy = f"{{strategy: {{class_path: lightning_amp.AMPStrategy, init_args: {{{asked}}}}}}}"
+    named = held(strategy)
+    assert (named.budget_bytes, named.strategies, named.rates_device) == (memory, ("S1",), "mine")
+    assert not named.fits
+    for more in (("--policy", "auto"), ("--strategies", "recompute")):
+        other = held(strategy, *more)
+        assert (other.budget_bytes, other.strategies[-1], other.fits) == (memory, "recompute", True)
+    assert held(strategy, "--device-memory", "1GiB", "--device", "cpu").rates_device != "mine"
+    assert held(strategy, "--device-memory", "1GiB").budget_bytes == 2**30
+    file.write_text(
+        plain + "trainer: {strategy: {class_path: lightning_amp.AMPStrategy, init_args: {plan: x.json}}}\n"
+    )
+    assert main(words) == 2
+    assert "whose strategy carries out plan='x.json'" in capsys.readouterr().err
