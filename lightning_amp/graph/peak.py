@@ -8,6 +8,8 @@ of a row lives from its last reader's backward to its own; gradients of argument
     backward: alive(i) = saved by rows <= i + gradients that wait + grad_bytes(i) + backward_bytes(i)
               then, for a gradient that another one waits for: saved by rows < i + both + their sum + all others
 
+A result that is written over another row's (in inference only) takes that row's memory, and makes none.
+
 Known limits: a tensor that Python keeps in a variable longer than its last use is not seen here, a captured block has
 none; gradients that two readers hand to one row are added when the second one comes, in new memory.
 """
@@ -65,6 +67,7 @@ def _forward(table: Table, saved: dict[int, int], *, train: bool) -> tuple[tuple
     last = _last_use(table)
     for i, row in enumerate(rows):
         if row.kind == OPERATOR and row.n_bytes:
+            alive.pop(rows[row.over].storage if row.over >= 0 else -1, None)
             alive[i] = row.n_bytes
         hidden += row.hidden_bytes if train else 0
         found.append(sum(alive.values()) + hidden + row.forward_bytes)

@@ -39,6 +39,10 @@ class Row:
         sums: Dims of its arguments that it sums over.
         writes: Rows whose memory it changes in place, running statistics included.
         random: Whether it draws random numbers.
+        over: Row in whose memory the result is written, because nothing reads that later; -1 for new memory.
+        memory: In inference, rows in whose memory the result may lie however its arguments are laid out: itself, and of
+            a possible view also those of its arguments.
+        free: In inference, the last row that may read its memory; the table's length where that is never written over.
     """
 
     name: str
@@ -61,6 +65,9 @@ class Row:
     sums: Sums = ()
     writes: tuple[int, ...] = ()
     random: bool = False
+    over: int = -1
+    memory: tuple[int, ...] = ()
+    free: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

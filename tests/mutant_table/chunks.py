@@ -9,6 +9,7 @@ PIECES = "tests/planning/chunks"
 SEARCH = f"{PIECES}/test_region.py {PIECES}/test_find_regions.py"
 CHOOSE = f"{PIECES}/test_chunk_bytes.py {PIECES}/test_choose_chunks.py"
 EXACT = "tests/graph/test_pieces_are_exact.py"
+OVER = "tests/parallel/chunk/test_in_place.py"
 
 CHUNKS = [
     Mutant(
@@ -346,5 +347,109 @@ CHUNKS = [
         "        forward = (n - 1) * again + copies",
         "        forward = copies",
         CHOOSE,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: what is read later",
+        f"{CHUNKS}/over.py",
+        "all(rows[m].free <= i for m in old.memory)",
+        "all(rows[m].free < len(rows) for m in old.memory)",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: arguments",
+        f"{CHUNKS}/over.py",
+        "row.last_use if row.kind == OPERATOR and whole[i] else never",
+        "row.last_use if whole[i] else never",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: a possible view is none",
+        f"{CHUNKS}/over.py",
+        "        views = () if new[i] else (",
+        "        views = () if new[i] or row.storage == i else (",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: an input that is also read whole",
+        f"{CHUNKS}/over.py",
+        "    others = {m for j in read if j != k for m in rows[j].memory}",
+        "    others = set[int]()",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: an input that every piece reads",
+        f"{CHUNKS}/over.py",
+        "if i in region.sums or k not in region.dims or k in found.values():",
+        "if i in region.sums or k in found.values():",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: bytes of other pieces",
+        f"{CHUNKS}/over.py",
+        "if beside[0] == beside[1] and may_write",
+        "if may_write",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: two in one place",
+        f"{CHUNKS}/over.py",
+        "k not in region.dims or k in found.values()",
+        "k not in region.dims",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: pieces of an input",
+        f"{CHUNKS}/over.py",
+        "return row.over >= 0 and set(rows[row.over].memory) <= set(inside)",
+        "return row.over >= 0",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: before the pieces",
+        f"{P}/chunk/lower.py",
+        "in_place=i not in before",
+        "in_place=True",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: with gradients",
+        f"{P}/chunk/lower.py",
+        "    if not torch.is_grad_enabled():",
+        "    if True:",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: a view with holes",
+        f"{P}/chunk/in_place.py",
+        "isinstance(value, Tensor) and value.is_contiguous()",
+        "isinstance(value, Tensor)",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: not counted",
+        "lightning_amp/graph/peak.py",
+        "            alive.pop(rows[row.over].storage if row.over >= 0 else -1, None)\n",
+        "            pass\n",
+        OVER,
+    ),
+    Mutant(
+        "chunk over",
+        "written over: regions planned for inference alone",
+        f"{P}/chunk/planned.py",
+        "        lowered = lower(capture, counted, found.regions)",
+        "        lowered = lower(capture, table, found.regions)",
+        OVER,
     ),
 ]

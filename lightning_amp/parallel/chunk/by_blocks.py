@@ -74,7 +74,10 @@ def plan_blocks(
         raise ModelError(_no_graph(module, reasons))
     in_order = iter([by_key.get(capture.key) for capture in found])
     with torch.no_grad():
-        _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
+        if with_gradients:  # the budget is for inference, where results are written over others
+            peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason).chunks.peak_bytes
+        else:
+            _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
     if peak_bytes > budget_bytes:
         raise OverBudget(
             f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph"

@@ -39,6 +39,7 @@ class Output:
         dtype: Of the whole and of every chunk.
         dim: Dim along which chunks lie side by side; None where they are added up.
         needs_grad: Whether eager's result would have a gradient.
+        over: Input in whose memory the whole lies, which nothing reads later; None for new memory.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Output:
     dtype: torch.dtype
     dim: int | None
     needs_grad: bool
+    over: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +100,10 @@ class ChunkedRegion:
 
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The forward pass without anything kept for a backward pass."""
-    wholes = [_room(output, inputs[0].device) for output in region.outputs]
+    wholes = [
+        _room(output, inputs[0].device) if output.over is None else inputs[output.over].view(output.shape)
+        for output in region.outputs
+    ]
     pairs = tuple(zip(inputs, region.input_dims, strict=True))
     with _autocast_of(inputs)():
         for start, size in region.some(inputs):

@@ -29,6 +29,8 @@ from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.parallel.chunk.function import ChunkedRegion, Output
+from lightning_amp.parallel.chunk.in_place import with_memory, writing
+from lightning_amp.planning.chunks.over import within, written_over
 from lightning_amp.planning.chunks.region import Region, check_region
 
 SIZES = ("size", "shape", "sizes")
@@ -87,6 +89,8 @@ def table_of(capture: Capture) -> Table:
     chunks lay out anew), stand there as changing the memory that they could have to do with.
     """
     table = build_table(capture)
+    if not torch.is_grad_enabled():
+        table = with_memory(table, _rows(capture))
     rows = []
     for i, (node, row) in enumerate(zip(_rows(capture), table.rows, strict=True)):
         own = node.target is getitem or isinstance(node.target, OpOverload)
@@ -164,13 +168,14 @@ class _Writer:
     def _main(self, regions: Mapping[str, Region]) -> Iterator[_Line]:
         """Rows one by one; of a region what comes before its chunks, then all chunks at once."""
         within = {i: name for name, region in regions.items() for i in region.inside(self._table)}
+        before = {i for region in regions.values() for i in region.before}
         ends = {region.last: name for name, region in regions.items()}
         for i, node in enumerate(self._nodes):
             if node.op == "get_attr":
                 value = getattr(self._capture.graph, str(node.target))
                 yield _Line(f"{self._names[i]} = {self._constant(value)}", made=(i,))
             elif node.op != "placeholder" and i not in within:
-                yield self._statement(i)
+                yield self._statement(i, in_place=i not in before)
             if i in ends:
                 region = regions[ends[i]]
                 inputs, outputs = region.inputs(self._table), region.outputs(self._table)
@@ -182,7 +187,8 @@ class _Writer:
         inputs, outputs = region.inputs(self._table), region.outputs(self._table)
         lines = []
         for i in region.inside(self._table):
-            lines.append(self._statement(i, region))
+            in_place = within(self._table.rows, self._table.rows[i], region.inside(self._table))
+            lines.append(self._statement(i, region, in_place=in_place))
             if i in outputs:
                 lines.append(_Line(f"put({outputs.index(i)}, {self._names[i]})", read=(i,)))
         head = f"def {name}({', '.join(['put', 'size', *(self._names[k] for k in inputs)])}):"
@@ -206,11 +212,12 @@ class _Writer:
             yield f"# whole: {', '.join(whole)}"
         yield f"# results: {listed(region.outputs(self._table))}"
 
-    def _statement(self, i: int, region: Region | None = None) -> _Line:
-        text = f"{self._names[i]} = {self._call(i, region)}"
+    def _statement(self, i: int, region: Region | None = None, *, in_place: bool) -> _Line:
+        over = self._table.rows[i].over if in_place else -1
+        text = f"{self._names[i]} = {self._call(i, region, over)}"
         return _Line(text, (i,), tuple(dict.fromkeys(self._row[n] for n in self._nodes[i].all_input_nodes)))
 
-    def _call(self, i: int, region: Region | None) -> str:
+    def _call(self, i: int, region: Region | None, over: int) -> str:
         node = self._nodes[i]
         if node.target is getitem:
             return f"{self._text(node.args[0])}[{node.args[1]!r}]"
@@ -218,7 +225,10 @@ class _Writer:
         if region is not None and i in region.dims:
             self._resize(i, region, args, kwargs)
         given = [self._text(a) for a in args] + [f"{k}={self._text(v)}" for k, v in kwargs.items()]
-        return f"{self._function(node.target)}({', '.join(given)})"
+        target = node.target
+        if over >= 0:
+            target, given = writing(target), [*given, f"out={self._names[over]}"]
+        return f"{self._function(target)}({', '.join(given)})"
 
     def _resize(self, i: int, region: Region, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Put the size of a chunk where a view is told that of the whole."""
@@ -286,19 +296,22 @@ class _Writer:
             length=region.units,
             bounds=region.pieces(),
             input_dims=tuple(region.dims.get(k) for k in region.inputs(self._table)),
-            outputs=tuple(self._output(i, region) for i in region.outputs(self._table)),
+            outputs=tuple(self._outputs(region)),
         )
 
-    def _output(self, i: int, region: Region) -> Output:
-        value = self._nodes[i].meta["val"]
-        return Output(
-            name=self._names[i],
-            shape=tuple(value.shape),
-            stride=_dense(value),
-            dtype=value.dtype,
-            dim=None if i in region.sums else region.dims[i],
-            needs_grad=self._table.rows[i].needs_grad,
-        )
+    def _outputs(self, region: Region) -> Iterator[Output]:
+        over, inputs = written_over(self._table, region), region.inputs(self._table)
+        for i in region.outputs(self._table):
+            value = self._nodes[i].meta["val"]
+            yield Output(
+                name=self._names[i],
+                shape=tuple(value.shape),
+                stride=_dense(value),
+                dtype=value.dtype,
+                dim=None if i in region.sums else region.dims[i],
+                needs_grad=self._table.rows[i].needs_grad,
+                over=inputs.index(over[i]) if i in over else None,
+            )
 
 
 def _rows(capture: Capture) -> list[Node]:

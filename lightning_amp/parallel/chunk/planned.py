@@ -105,10 +105,12 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) ->
                 f" to need less than it does, and needs {least!r} at least, in pieces; allow that much",
                 least,
             ) from error
-        lowered = lower(capture, table, found.regions)
+        lowered = lower(capture, counted, found.regions)
         measured = measure(lowered)
         if measured <= budget_bytes:
-            return lowered, replace(found, peak_bytes=measured)
+            # where there are gradients the same regions run, and nothing is written over
+            run = lowered if counted is table else lower(capture, table, found.regions)
+            return run, replace(found, peak_bytes=measured)
         # a prediction that is too small costs other searches, never the promise
         asked = min(asked, found.peak_bytes) - max(1, (measured - budget_bytes) // STEPS)
 

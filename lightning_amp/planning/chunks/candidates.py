@@ -13,6 +13,7 @@ from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.planning.chunks.chunk_bytes import NARROW, piece_table, result_bytes
 from lightning_amp.planning.chunks.find_regions import find_regions
+from lightning_amp.planning.chunks.over import written_over
 from lightning_amp.planning.chunks.region import Region, piece_length, pieces
 
 Cost = Callable[[Region], float]
@@ -27,6 +28,7 @@ class Candidate:
         region: In the most pieces.
         inputs: Rows that it reads.
         outputs: Rows that it hands on.
+        over: Of outputs the inputs in whose memory they are written.
         before: Rows computed before the pieces, with the rows that are still to be read after each.
         learns: Whether it has a backward pass.
         gradient_bytes: While its backward runs: gradients that wait, and those of its inputs.
@@ -34,7 +36,7 @@ class Candidate:
 
     def __init__(self, table: Table, region: Region, cost: Cost, plain: BlockBytes, *, train: bool) -> None:
         self.region, self.inputs, self.outputs = region, region.inputs(table), region.outputs(table)
-        self.before = _before(table, region)
+        self.before, self.over = _before(table, region), written_over(table, region)
         self._table, self._cost, self._train = table, cost, train
         self._work: dict[int, tuple[int, int]] = {}
         self._lengths = _lengths(region.units)

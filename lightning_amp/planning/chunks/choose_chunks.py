@@ -110,6 +110,6 @@ def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan
         regions=label.regions,
         peak_bytes=chunk_bytes(table, label.regions, train=line.train).peak_bytes,
         seconds=seconds.of(label.regions),
-        whole_bytes=line.plain.peak_bytes,
+        whole_bytes=line.whole_bytes,
         whole_seconds=seconds.whole,
     )

@@ -23,6 +23,7 @@ from math import prod
 
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
+from lightning_amp.planning.chunks.over import within, written_over
 from lightning_amp.planning.chunks.region import Region, piece_length
 
 COPYING = ("aten.linear.", "aten.matmul.", "aten.einsum.")
@@ -126,6 +127,7 @@ class _Piece:
             grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
             backward_bytes=self._work(row, row.backward_bytes) + copied - kept + self._gradient_copied(i),
             needs_grad=row.needs_grad,
+            over=self._place[row.over] if within(self._old, row, self._inside) else -1,
         )
 
     def _home(self, i: int, storage: int) -> int:
@@ -215,7 +217,10 @@ class _Outer:
         # views of one memory that a region hands on lie in several, of which any may be what is saved
         saved = {h for s in row.saved for h in homes.get(s, [n])}
         storage = n if row.storage == i else homes[row.storage][0]
-        self._rows.append(replace(row, inputs=inputs, storage=storage, saved=tuple(sorted(saved)), writes=()))
+        over = self._place[row.over] if row.over >= 0 else -1
+        self._rows.append(
+            replace(row, inputs=inputs, storage=storage, saved=tuple(sorted(saved)), writes=(), over=over)
+        )
 
     def _homes(self, row: Row, storage: int) -> list[int]:
         """Where the memory lies that a row shares with some of its arguments."""
@@ -225,7 +230,9 @@ class _Outer:
     def _region(self, region: Region) -> None:
         """Rows that come before the pieces, outputs, and the row that stands for all pieces."""
         self._whole([i for i in range(region.first, region.last + 1) if self._old[i].kind != OPERATOR])
-        self._whole(region.before)
+        for i in region.before:
+            self._put(i, replace(self._old[i], over=-1))
+        over = written_over(self._table, region)
         for i in region.outputs(self._table):
             row = self._old[i]
             self._put(
@@ -236,6 +243,7 @@ class _Outer:
                     storage=i,
                     n_bytes=result_bytes(row),
                     needs_grad=row.needs_grad,
+                    over=over.get(i, -1),
                 ),
             )
         self._pieces(region)

@@ -52,6 +52,9 @@ class Line:
         self.rows, self.train = table.rows, train
         self.plain = block_bytes(table, train=train)
         """Of the block without regions."""
+        alone = tuple(replace(row, over=-1) for row in table.rows)
+        self.whole_bytes = block_bytes(replace(table, rows=alone), train=train).peak_bytes
+        """Peak of the block as it is: every result in memory of its own."""
         self._outputs, n = table.outputs, len(table.rows)
         self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}
         self._size |= {~i: result_bytes(row) for i, row in enumerate(table.rows)}
@@ -105,6 +108,8 @@ class Line:
             return label
         homes: dict[int, int | None] = dict(label.homes)
         homes[i] = i if row.storage == i else self._home(i, homes, row.storage)
+        if row.over >= 0 and needed is None:
+            homes[i] = homes.pop(row.over)
         saved, gone = label.saved, label.gone_bytes
         if self.train:
             saved = saved | {h for s in row.saved for h in self._homes(i, homes, s)}
@@ -121,7 +126,7 @@ class Line:
         if budget is not None and label.peak_bytes > budget:
             return None
         homes: dict[int, int | None] = dict(label.homes)
-        homes |= {i: ~i for i in candidate.outputs}
+        homes |= {i: homes[candidate.over[i]] if i in candidate.over else ~i for i in candidate.outputs}
         saved, gone = label.saved, label.gone_bytes
         if candidate.learns:
             saved = saved | {home for i in candidate.inputs if (home := homes.get(i)) is not None}
