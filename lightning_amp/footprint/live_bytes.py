@@ -37,12 +37,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         rounding: Every storage counts as a multiple of this many bytes; torch's CUDA allocator rounds to 512.
+        device_type: Of the memory whose bytes count, as "cuda"; None counts all.
     """
 
-    def __init__(self, *, rounding: int = 1) -> None:
+    def __init__(self, *, rounding: int = 1, device_type: str | None = None) -> None:
         assert rounding >= 1, f"rounding is a number of bytes, at least 1, got {rounding!r}"
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rounding = rounding
+        self._rounding, self._device_type = rounding, device_type
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         # A storage can die in the middle of any statement here, so its bytes wait in line to be subtracted.
         self._freed: deque[int] = deque()
@@ -88,7 +89,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A wrapper such as DTensor owns no storage: let it split up, and see the operators on its parts.
             return NotImplemented
         outside = func in _MADE_OUTSIDE
-        given = {} if outside else {id(s): s for _, s in _storages(tensors_of((args, kwargs)))}
+        given = {} if outside else {id(s): s for _, s in storages_of(tensors_of((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
         self._count(tensors_of(result), given)
         return result
@@ -111,7 +112,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
         current = self.current
-        for tensor, storage in _storages(tensors):
+        for tensor, storage in storages_of(tensors):
+            if self._device_type not in (None, tensor.device.type):
+                continue
             key = id(storage)
             n_bytes = self._rounded(storage)
             if key in self._alive:
@@ -163,12 +166,12 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
     """Every storage, with a tensor that lies in it."""
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
             # a wrapper: its storage has a size and no memory; a DTensor lists its mesh among the parts
             parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            yield from _storages(part for part in parts if isinstance(part, Tensor))
+            yield from storages_of(part for part in parts if isinstance(part, Tensor))
         else:
             yield from ((part, part.untyped_storage()) for part in dense_parts(tensor))

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch_parts import tensors_in
-from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
+from lightning_amp.footprint.live_bytes import LiveBytes, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.summarize import BACKWARD, FORWARD, OPTIMISER, Head, Life
 
@@ -40,10 +40,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     Args:
         module: Whose submodules own what is made.
+        device_type: As of LiveBytes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, module: nn.Module, *, device_type: str | None = None) -> None:
+        super().__init__(device_type=device_type)
         self.lives: list[Life] = []
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
@@ -111,9 +112,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             fqn = name.rpartition(".")[0] if kind == PARAMETERS else self._owner_of(name)
             self._now = Life(name=name, fqn=fqn, kind=kind, shape=(), dtype="", n_bytes=0, birth=0)
             self.watch(tensor)
-            life = self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
-            if life is not None and life.kind not in (PARAMETERS, STATE):
-                life.name, life.fqn, life.kind = name, fqn, kind
+            for _, storage in storages_of([tensor]):
+                life = self._of_key.get(id(storage))
+                if life is not None and life.kind not in (PARAMETERS, STATE):
+                    life.name, life.fqn, life.kind = name, fqn, kind
 
     def _owner_of(self, name: str) -> str:
         """Module of "encoder.weight.grad" and "encoder.weight.exp_avg"."""
@@ -162,7 +164,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         ):
             return
         if name in COPIES:
-            self._weights.add(id(self._of_key[id(result.untyped_storage())]))
+            self._weights.update(
+                id(life) for life in [self._of_key.get(id(result.untyped_storage()))] if life
+            )
         else:
             self.head = Head(order, tuple(result.shape))
 

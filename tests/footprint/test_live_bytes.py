@@ -264,3 +264,11 @@ def test_a_tensor_that_is_still_being_sent_counts_once() -> None:
 def test_rounding_below_one_byte_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="at least 1, got 0"):
         LiveBytes(rounding=0)
+
+
+def test_one_devices_memory_counts() -> None:
+    there, here = torch.ones(3, device="meta"), torch.ones(5)
+    with LiveBytes(device_type="meta") as live:
+        live.watch([there, here])
+        made = (there + 1, here + 1)
+    assert live.current == 4 * 3 + made[0].nbytes

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from lightning.pytorch import LightningModule
 
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.footprint.fake_copy import length_of
@@ -28,8 +28,13 @@ class StepMeter:
         batch: That the step is given.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> None:
-        self._recorder, self._optimizers, self._batch = StepRecorder(module), list(optimizers), batch
+    def __init__(
+        self, module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], batch: Any
+    ) -> None:
+        # on a GPU nothing counts that lies in the host's memory, as fsdp's rows may
+        device = module.device.type
+        self._recorder = StepRecorder(module, device_type=None if device == "cpu" else device)
+        self._optimizers, self._batch = list(optimizers), batch
 
     def start(self, held: Any) -> None:
         """Begin with what the module, its optimisers and the batch hold, whatever else is named."""

@@ -100,7 +100,9 @@ def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
         GRADIENTS: [p.grad for p in module.parameters() if p.grad is not None],
         STATE: [dict(state) for optimizer in optimizers for state in optimizer.state.values()],
     }
-    meter, held = LiveBytes(), dict[str, int]()
+    # on a GPU nothing counts that lies in the host's memory
+    other = None if device.type == "cpu" else device.type
+    meter, held = LiveBytes(device_type=other), dict[str, int]()
     for kind, values in kinds.items():
         before = meter.current
         meter.watch(values)

@@ -103,6 +103,16 @@ def fsdp_peak_bytes(
     return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0)
 
 
+def fsdp_held_bytes(
+    profile: ModuleProfile, units: Sequence[Unit], ranks: int, *, offload: bool = False
+) -> int:
+    """What a rank's device keeps for the next step: its rows of parameters, gradients and optimiser state, and buffers.
+
+    Arguments as of `fsdp_peak_bytes`.
+    """
+    return _Walk(profile, units, ranks, offload=offload).held()
+
+
 class _Walk:
     """One walk through a step: bytes alive at its moments, and between them where FSDP itself has more."""
 
@@ -121,6 +131,11 @@ class _Walk:
         # units in the order of the forward pass
         seen = (self._unit_of(moment) for moment in self._timeline if moment.phase == FORWARD)
         self._order = [fqn for fqn in dict.fromkeys(seen) if fqn]
+
+    def held(self) -> int:
+        """Between steps."""
+        last = self._timeline[-1]
+        return self._held(last) + self._share(last, GRADIENTS)
 
     def forward(self) -> Iterator[int]:
         """The forward pass, with the last step's gradients until they are dropped."""

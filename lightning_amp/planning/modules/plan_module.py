@@ -125,7 +125,7 @@ def plan_module(
         if best.stages:
             break
         try:
-            peak = _peak(seen, rules, ranks=best.ranks, count=count)
+            peak = _drafted(seen, rules, ranks=best.ranks, count=count).peak_bytes
         except AmpError as error:
             if named is not None:
                 raise
@@ -144,16 +144,16 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
     if (spec := _pipeline_of(given)) is not None:
         return _staged_again(given, seen, spec)
     rules = tuple(rule for rule in given.rules if rule.strategy in TECHNIQUES)
-    peak, ranks = _peak(seen, rules, ranks=given.mesh.data, count=count), given.mesh.data
+    made, ranks = _drafted(seen, rules, ranks=given.mesh.data, count=count), given.mesh.data
     return replace(
         given,
-        predicted_base_bytes=seen.held_bytes,
+        predicted_base_bytes=_held(seen, made),
         predicted_stratum_bytes=0,
-        predicted_peak_bytes=peak,
+        predicted_peak_bytes=made.peak_bytes,
         diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
         notes=(
             *(note for note in given.notes if not note.startswith(LEAST)),
-            *_missing(seen, replace(as_it_is(seen, ranks), peak_bytes=peak), given.budget_bytes),
+            *_missing(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
         ),
     )
 
@@ -271,8 +271,12 @@ def _compared(
     )
 
 
-def _peak(seen: Seen, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> int:
-    """Of the step with rules: counted with those installed that change modules, the others added to that."""
+def _held(seen: Seen, made: Draft) -> int:
+    return seen.held_bytes if made.held_bytes is None else made.held_bytes
+
+
+def _drafted(seen: Seen, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
+    """The step with rules: counted with those installed that change modules, the others added to that."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
     local = tuple(rule for rule in rules if TECHNIQUES[rule.strategy].counted)
     seen = replace(seen, fsdp=sharding_of(rules))
@@ -286,7 +290,7 @@ def _peak(seen: Seen, rules: tuple[Rule, ...], *, ranks: int, count: Count | Non
             if isinstance(more, str):
                 raise PlanError(f"a plan was given with {name}, which cannot be: {more}")
             made = more
-    return made.peak_bytes
+    return made
 
 
 def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
@@ -316,7 +320,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         rules=whole,
         signals=(*base.signals, *signals(seen.profile)),
         evidence=(*base.evidence, *evidence(seen.profile)),
-        predicted_base_bytes=seen.held_bytes if best.held_bytes is None else best.held_bytes,
+        predicted_base_bytes=_held(seen, best),
         predicted_stratum_bytes=0,
         predicted_peak_bytes=best.peak_bytes,
         predicted_step_seconds=best.seconds,

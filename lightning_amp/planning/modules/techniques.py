@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
 from lightning_amp.planning.modules.chain import CHUNKED, Chain, extra_seconds, peak_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
-from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
+from lightning_amp.planning.modules.fsdp_bytes import fsdp_held_bytes, fsdp_peak_bytes
 from lightning_amp.planning.modules.fsdp_seconds import fsdp_seconds
 from lightning_amp.planning.modules.recompute_choice import choose, leanest
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
@@ -66,6 +66,7 @@ def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         peak_bytes=draft.peak_bytes - saved,
         seconds=draft.seconds + fsdp_seconds(seen, spec, ranks),
         targets=(*draft.targets, *targets),
+        held_bytes=fsdp_held_bytes(seen.profile, seen.units, shard, offload=offload),
     )
 
 

@@ -6,6 +6,7 @@ of two that are added up.
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
+from lightning_amp.planning.modules.seen import HELD
 from tests.any_module import Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
@@ -60,11 +63,12 @@ def module_and_batch(name: str) -> tuple[LightningModule, Any]:
 def measured(
     rank: int, ranks: int, names: Sequence[str] = NAMES, *, fsdp_ranks: int | None = None, added_up: int = 1
 ) -> dict[str, int]:
-    """Bytes of every module's second step; a body for ranks."""
+    """Bytes of every module's second step; a body for ranks. What is kept after it is what the plan says, by kind."""
     found = {}
     for name in names:
         module, batch = module_and_batch(name)
         meter = Meter(added_up)
+        monitor = StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
         trainer = Trainer(
             accelerator="cpu",
             devices=ranks,
@@ -73,11 +77,15 @@ def measured(
             use_distributed_sampler=False,
             max_epochs=1,
             accumulate_grad_batches=added_up,
-            callbacks=[meter],
+            callbacks=[meter, monitor],
             **QUIET,
         )
         trainer.fit(module, DataLoader([batch] * 2 * added_up, batch_size=None))  # type: ignore[arg-type]
         found[name] = meter.live.peak
+        assert monitor.measured_step is not None
+        kept = monitor.measured_step.timeline[-1].by_kind
+        held, plan = sum(kept[kind] for kind in HELD), trainer.strategy.plan  # type: ignore[attr-defined]
+        assert held == pytest.approx(plan.predicted_base_bytes, rel=0.02), f"{name}: {kept}"
     return found
 
 
