@@ -249,6 +249,16 @@ def test_the_gradient_mode_and_autocast_are_guards() -> None:
     assert len(captures.all) == 3
 
 
+def test_one_and_true_have_graphs_of_their_own() -> None:
+    class Named(Base):
+        def forward(self, x: Tensor, times: Any) -> Tensor:
+            return self.layer(x) * (2 if times is True else times)
+
+    captures, block, x = Captures(), Named(), x_of()
+    for times in (1, True, 1.0):
+        assert torch.equal(captures.run(block, x, times), block(x, times))
+
+
 def test_arguments_that_are_one_tensor_have_a_graph_of_their_own() -> None:
     class Two(Base):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
