@@ -1,7 +1,7 @@
 """Bytes against the length of the input, with and without chunks, and the longest input under a fixed budget.
 
-After Figure 1 of AutoChunk. Bytes are predicted from tables of operators, without values; the longest inputs are those
-that `lightning_amp.chunk` accepts, and one of each model is run.
+After Figure 1 of AutoChunk. Bytes are those of a run without values; the longest inputs are those that `lightning_amp.chunk`
+accepts, and one of each model is run.
 """
 
 import time
@@ -17,16 +17,13 @@ from matplotlib.ticker import FuncFormatter
 from torch import nn
 
 import lightning_amp
+from benchmarks.chunks.inference import least_bytes
 from benchmarks.chunks.measure import count, forward
 from benchmarks.chunks.models import MODELS, Model
 from benchmarks.page import table
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.errors import PlanError
 from lightning_amp.figures import DPI, INK, MARKERS, PALETTE
-from lightning_amp.graph.capture import Captures
-from lightning_amp.parallel.chunk.lower import table_of
-from lightning_amp.parallel.chunk.planned import plain
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
 
@@ -41,13 +38,8 @@ FACTORS = (0.5, 1, 2, 4)
 def ends(model: Model, length: int) -> tuple[int, int]:
     """Bytes as the model is, and the least that chunks can take."""
     module, args = model.build(), shapes(model, length)
-    with torch.no_grad():
-        found = table_of(Captures().of(plain(module), args, {}))
-    try:
-        plan = choose_chunks(found, 1)
-    except OverBudget as error:
-        return choose_chunks(found, 2**62).whole_bytes, error.least_bytes
-    return plan.whole_bytes, plan.peak_bytes
+    whole: int = lightning_amp.chunk(module, *args, budget=2**62).plan.whole_bytes  # type: ignore[union-attr]
+    return whole, least_bytes(module, args)
 
 
 def shapes(model: Model, length: int) -> tuple[torch.Tensor, ...]:

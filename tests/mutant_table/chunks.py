@@ -9,6 +9,7 @@ PIECES = "tests/planning/chunks"
 SEARCH = f"{PIECES}/test_region.py {PIECES}/test_find_regions.py"
 CHOOSE = f"{PIECES}/test_chunk_bytes.py {PIECES}/test_choose_chunks.py"
 EXACT = "tests/graph/test_pieces_are_exact.py"
+NESTED = "tests/parallel/chunk/test_nested.py"
 OVER = "tests/parallel/chunk/test_in_place.py"
 
 CHUNKS = [
@@ -451,5 +452,29 @@ CHUNKS = [
         "        lowered = lower(capture, counted, found.regions)",
         "        lowered = lower(capture, table, found.regions)",
         OVER,
+    ),
+    Mutant(
+        "chunk nested",
+        "nested: results beside a piece",
+        f"{P}/chunk/planned.py",
+        "table_of(piece), budget_bytes - beside, train",
+        "table_of(piece), budget_bytes, train",
+        NESTED,
+    ),
+    Mutant(
+        "chunk nested",
+        "nested: the least of simple chunks alone",
+        f"{P}/chunk/planned.py",
+        "min(error.least_bytes + beside, alone.least_bytes)",
+        "alone.least_bytes",
+        NESTED,
+    ),
+    Mutant(
+        "chunk nested",
+        "nested: pieces as they were",
+        f"{P}/chunk/nested.py",
+        "    lowered.forward.__globals__[name] = nested\n",
+        "    pass\n",
+        NESTED,
     ),
 ]

@@ -13,7 +13,9 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
+from lightning_amp.parallel.chunk.nested import lower_nested, outermost
 from lightning_amp.planning.chunks.choose_chunks import STEPS, OverBudget, choose_chunks
+from lightning_amp.planning.chunks.chunk_bytes import result_bytes
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
 
 
@@ -82,6 +84,8 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> P
 def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) -> tuple[Lowered, ChunkPlan]:
     """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
 
+    In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
+
     Args:
         capture: With a graph; for training captured with gradients.
         budget_bytes: Of a forward pass without gradients.
@@ -91,28 +95,64 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) ->
         OverBudget: The budget cannot be met.
     """
     table = table_of(capture)
-    counted, measure = (table, step_bytes) if train else (_inference_table(capture, table), forward_bytes)
+    counted = table if train else _inference_table(capture, table)
+    try:
+        lowered, found = _within(capture, counted, budget_bytes, train=train)
+    except OverBudget as error:
+        outer = None if train else outermost(counted)
+        if outer is None:
+            raise
+        with torch.no_grad():
+            lowered, found = _nested(capture, counted, outer, budget_bytes, error)
+    # where there are gradients the same regions run, and nothing is written over
+    return lowered if counted is table else lower(capture, table, found.regions), found
+
+
+def _within(capture: Capture, table: Table, budget_bytes: int, *, train: bool) -> tuple[Lowered, ChunkPlan]:
+    """The forward with the regions that are chosen from a table."""
     asked = budget_bytes
     while True:
         try:
-            found = choose_chunks(counted, asked, train=train)
+            found = choose_chunks(table, asked, train=train)
         except OverBudget as error:
             if asked == budget_bytes:
                 raise
-            least = error.least_bytes + budget_bytes - asked
-            raise OverBudget(
-                f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which was predicted"
-                f" to need less than it does, and needs {least!r} at least, in pieces; allow that much",
-                least,
-            ) from error
-        lowered = lower(capture, counted, found.regions)
-        measured = measure(lowered)
+            raise _over(capture, budget_bytes, error.least_bytes + budget_bytes - asked) from error
+        lowered = lower(capture, table, found.regions)
+        measured = step_bytes(lowered) if train else forward_bytes(lowered)
         if measured <= budget_bytes:
-            # where there are gradients the same regions run, and nothing is written over
-            run = lowered if counted is table else lower(capture, table, found.regions)
-            return run, replace(found, peak_bytes=measured)
+            return lowered, replace(found, peak_bytes=measured)
         # a prediction that is too small costs other searches, never the promise
         asked = min(asked, found.peak_bytes) - max(1, (measured - budget_bytes) // STEPS)
+
+
+def _nested(
+    capture: Capture, table: Table, outer: Region, budget_bytes: int, alone: OverBudget
+) -> tuple[Lowered, ChunkPlan]:
+    """The forward in chunks within chunks; `alone` says what simple ones need."""
+    beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
+
+    def plan(piece: Capture) -> tuple[Lowered, ChunkPlan]:
+        return _within(piece, table_of(piece), budget_bytes - beside, train=False)
+
+    try:
+        lowered, inner = lower_nested(capture, table, outer, plan)
+    except OverBudget as error:
+        raise _over(capture, budget_bytes, min(error.least_bytes + beside, alone.least_bytes)) from error
+    measured = forward_bytes(lowered)
+    if measured > budget_bytes:
+        raise _over(capture, budget_bytes, min(measured, alone.least_bytes))
+    whole, n = choose_chunks(table, 2**62), outer.n_chunks
+    return lowered, replace(whole, regions=(outer,), peak_bytes=measured, seconds=n * inner.seconds)
+
+
+def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
+    """Of what is known when a prediction was wrong, or chunks were nested."""
+    return OverBudget(
+        f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which needs"
+        f" {least_bytes!r} at least, in pieces, as its operators were measured; allow that much",
+        least_bytes,
+    )
 
 
 def forward_bytes(lowered: Lowered) -> int:
