@@ -1,7 +1,7 @@
 """Bytes against the length of the input, with and without chunks, and the longest input under a fixed budget.
 
-After Figure 1 of AutoChunk. Bytes are those of a run without values; the longest inputs are those that `lightning_amp.chunk`
-accepts, and one of each model is run.
+After Figure 1 of AutoChunk. Bytes are those of a run without values; the longest inputs are those that
+`lightning_amp.chunk` accepts, and one of each model is run.
 """
 
 import time
