@@ -3,8 +3,8 @@
     python -m benchmarks.compiled [--rounds 15] [--write]
 
 The decoder with and without `compile`, in turns in one process, one thread: medians of steps, and of their ratios, in
-seconds of the processor, which others on the machine do not change much. The compiler starts with empty caches for every
-plan, and the first step has its work in it, that of the C++ compiler too. `--write` puts the table into docs/gpu.md.
+seconds of the processor, which others on the machine do not change much. The compiler starts with empty caches for
+every plan, and the first step has its work in it, that of the C++ compiler too. `--write` puts the table into docs/gpu.md.
 """
 
 import argparse
