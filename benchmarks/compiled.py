@@ -4,7 +4,8 @@
 
 The decoder with and without `compile`, in turns in one process, one thread: medians of steps, and of their ratios, in
 seconds of the processor, which others on the machine do not change much. The compiler starts with empty caches for
-every plan, and the first step has its work in it, that of the C++ compiler too. `--write` puts the table into docs/gpu.md.
+every plan, and the first step has its work in it, that of the C++ compiler too.
+`--write` puts the table into docs/gpu.md.
 """
 
 import argparse
