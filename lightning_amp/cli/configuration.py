@@ -97,7 +97,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     found = answers(
         lambda n: step_at(n).seen(rates, fsdp=fsdp),
         seen,
-        ranks=made.mesh.data,
+        ranks=made.mesh.data * made.mesh.model,
         budget=parse_bytes(memory),
     )
     return replace(made, notes=(*made.notes, *found)), code

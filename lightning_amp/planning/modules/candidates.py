@@ -33,13 +33,9 @@ TIE = 1.02
 """Times this much apart count as the same."""
 WORTH = 0.05
 """Of the peak: a technique helps that takes as much away."""
-LEAST = "the least that"
-"""Begins the sentence that says what is missing."""
 MOSTLY = 0.6
 """Of the peak: what stands in the way of a technique that leaves as much as it is."""
 STAGED = ("pipeline",)
-MOST_RANKS = 1024
-"""That are tried where a step does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +78,7 @@ def compare(
         asked: Of a pipeline.
     """
     found, dropped, limit = list[Draft](), dict(refused), budget if limit is None else limit
-    for names in _sets():
+    for names in sets_of_techniques():
         if names in refused or _is_needless(seen, names, ranks=ranks, budget=limit):
             continue
         made = draft(seen, names, ranks=ranks, budget=limit)
@@ -98,7 +94,7 @@ def compare(
             found.append(made)
     best = _chosen(found, limit)
     rows = sorted(
-        found, key=lambda one: (one is not best, limit is not None and one.peak_bytes > limit, *_merit(one))
+        found, key=lambda one: (one is not best, limit is not None and one.peak_bytes > limit, *merit(one))
     )
     return Compared(
         best=best,
@@ -199,39 +195,7 @@ def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str
     return f"{peaks}, for {technique.limit}"
 
 
-def missing(seen: Seen, best: Draft, *, budget: int) -> str:
-    """For a step that fits with nothing: the least bytes, be it of the plan that was chosen, and what would fit."""
-    ranks = best.ranks * best.model
-    least = min(leanest(seen, ranks), best, key=lambda one: one.peak_bytes)
-    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(least)}"
-    more = fewest_ranks(seen, budget, above=ranks)
-    if more is None:
-        return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
-    return f"{said}; {on_ranks(more.ranks)} with {' and '.join(more.strategies) or 'nothing else'} would fit"
-
-
-def leanest(seen: Seen, ranks: int) -> Draft:
-    """The plan that needs the least memory."""
-    made = [draft(seen, names, ranks=ranks, budget=0) for names in _sets()]
-    return min(
-        (one for one in made if isinstance(one, Draft)), key=lambda one: (one.peak_bytes, *_merit(one))
-    )
-
-
-def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:
-    """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
-    low, high = above, above + 1
-    while leanest(seen, high).peak_bytes > budget:
-        if high >= MOST_RANKS:
-            return None
-        low, high = high, min(2 * high, MOST_RANKS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if leanest(seen, middle).peak_bytes <= budget else (middle, high)
-    return leanest(seen, high)
-
-
-def _sets() -> Iterator[tuple[str, ...]]:
+def sets_of_techniques() -> Iterator[tuple[str, ...]]:
     """Every set of techniques, the empty one first."""
     return chain.from_iterable(combinations(TECHNIQUES, n) for n in range(len(TECHNIQUES) + 1))
 
@@ -239,14 +203,15 @@ def _sets() -> Iterator[tuple[str, ...]]:
 def _chosen(found: list[Draft], limit: int | None) -> Draft:
     fitting = [one for one in found if limit is None or one.peak_bytes <= limit]
     if not fitting:
-        return min(found, key=lambda one: (one.peak_bytes, *_merit(one)))
+        return min(found, key=lambda one: (one.peak_bytes, *merit(one)))
     fitting = [one for one in fitting if one.model == 1] or fitting
     least = min(one.seconds for one in fitting)
     level = [one for one in fitting if one.seconds <= TIE * least]
     return min(level, key=lambda one: (len(one.strategies), one.peak_bytes))
 
 
-def _merit(one: Draft) -> tuple[float, int, int]:
+def merit(one: Draft) -> tuple[float, int, int]:
+    """Of two plans the better one has less of it."""
     return one.pace, len(one.strategies), one.peak_bytes
 
 
@@ -288,12 +253,6 @@ def _gain(name: str, whole: Draft, made: Draft) -> str:
         f"{name} would make the peak {format_bytes(made.peak_bytes)} instead of"
         f" {format_bytes(whole.peak_bytes)}{at} ({less:.0f} % less), for about {max(0.0, slower):.0f} % more time"
     )
-
-
-def spelled(one: Draft) -> str:
-    """Its peak, and its techniques."""
-    with_what = f" with {' and '.join(one.strategies)}" if one.strategies else ""
-    return f"{format_bytes(one.peak_bytes)}{with_what}"
 
 
 def on_ranks(ranks: int) -> str:

@@ -12,16 +12,15 @@ from dataclasses import replace
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import (
-    LEAST,
     Compared,
     advice,
     as_it_is,
     asked_for,
     compare,
-    missing,
     replaced_peak,
 )
 from lightning_amp.planning.modules.diagnosis import SHOWN, evidence, signals, where
+from lightning_amp.planning.modules.leanest import LEAST, missing
 from lightning_amp.planning.modules.seen import Draft, Seen
 from lightning_amp.planning.modules.stages import OPEN, Asked, staged
 from lightning_amp.planning.modules.techniques import TECHNIQUES

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from lightning_amp.planning.modules.candidates import as_it_is, fewest_ranks, leanest, on_ranks, spelled
+from lightning_amp.planning.modules.candidates import as_it_is, on_ranks
+from lightning_amp.planning.modules.leanest import fewest_ranks, over_data, over_stages, spelled
 from lightning_amp.planning.modules.seen import Draft, Seen
 from lightning_amp.quantities import format_bytes
 
@@ -15,7 +16,7 @@ SeenAt = Callable[[int], Seen]
 
 
 def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int) -> list[str]:
-    """Both answers, as sentences for a plan."""
+    """Both answers, as sentences for a plan on so many ranks, be they of a data axis or stages."""
     start = seen.profile.batch_size
     found = [_devices(seen, budget)]
     if start is None:
@@ -28,12 +29,21 @@ def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int) -> list[str
         return known[n]
 
     plain = largest_batch(lambda n: as_it_is(at(n), ranks).peak_bytes, budget, start)
-    lean = largest_batch(lambda n: leanest(at(n), ranks).peak_bytes, budget, start)
+    lean = largest_batch(lambda n: over_data(at(n), ranks).peak_bytes, budget, start)
+    # as of policy auto, where the batch fits in no other way
+    stages = over_stages(seen, ranks) if lean < start else []
+    shared = largest_batch(lambda n: over_stages(at(n), ranks)[0].peak_bytes, budget, start) if stages else 0
     within = f"the largest batch of a rank that fits {format_bytes(budget)}"
-    if not lean:
+    if not lean and not shared:
         return [*found, f"{within}: none, not even one of 1"]
-    best = leanest(at(lean), ranks)
-    more = f", {lean:,} with {' and '.join(best.strategies)}" if lean > plain else ""
+    more = ""
+    if lean > plain:
+        more += f", {lean:,} with {' and '.join(over_data(at(lean), ranks).strategies)}"
+    # of a pipeline's ranks one batch
+    if stages and shared > lean * stages[0].model:
+        more += (
+            f", {shared:,} with {' and '.join(stages[0].strategies)}, which {on_ranks(stages[0].model)} share"
+        )
     return [*found, f"{within} on {on_ranks(ranks)}: {plain or 'none'} with the step as it is{more}"]
 
 
@@ -69,7 +79,8 @@ def _next(peaks: dict[int, int], budget: int, low: int, high: int) -> int:
 def _devices(seen: Seen, budget: int) -> str:
     found: Draft | None = fewest_ranks(seen, budget)
     length = seen.profile.batch_size
-    each = "" if length is None else f" with a batch of {length:,} on each"
+    where = "for all of them" if found is not None and found.model > 1 else "on each"
+    each = "" if length is None else f" with a batch of {length:,} {where}"
     if found is None:
         return f"no number of devices has the memory for this step{each}: take a smaller batch"
-    return f"the fewest devices for this step{each}: {found.ranks}, {spelled(found)}"
+    return f"the fewest devices for this step{each}: {found.ranks * found.model}, {spelled(found)}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import wrap
 
-from lightning_amp.planning.modules.candidates import LEAST
+from lightning_amp.planning.modules.leanest import LEAST
 from lightning_amp.planning.plan.plan import Candidate, Plan, Rule
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import label

@@ -10,9 +10,10 @@ import pytest
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
-from lightning_amp.planning.modules.candidates import compare, fewest_ranks
+from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.chain import RECOMPUTED, BlockCost, Chain, Moment
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
+from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, told_apart
 from lightning_amp.planning.modules.questions import largest_batch
 from lightning_amp.planning.modules.seen import Seen

@@ -1,0 +1,93 @@
+"""The plan of a module's step that needs the least memory, and the fewest ranks on which one fits, pipelines included.
+
+A pipeline's ranks share a batch, where those of a data axis have one each. The leanest has as many stages as divide the
+ranks and as there are blocks, and all blocks that can be are computed again.
+"""
+
+from lightning_amp.planning.modules.candidates import draft, merit, on_ranks, sets_of_techniques
+from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.quantities import format_bytes
+
+LEAST = "the least that"
+"""Begins the sentence that says what is missing."""
+MOST_RANKS = 1024
+"""That are tried where a step does not fit."""
+
+
+def missing(seen: Seen, best: Draft, *, budget: int) -> str:
+    """For a step that fits with nothing: the least bytes, be it of the plan that was chosen, and what would fit."""
+    ranks = best.ranks * best.model
+    least = min(leanest(seen, ranks), best, key=lambda one: one.peak_bytes)
+    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(least)}"
+    more = fewest_ranks(seen, budget, above=ranks)
+    if more is None:
+        return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
+    with_what = " and ".join(more.strategies) or "nothing else"
+    return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
+
+
+def leanest(seen: Seen, ranks: int) -> Draft:
+    """The plan that needs the least memory."""
+    return min((over_data(seen, ranks), *over_stages(seen, ranks)), key=_leaner)
+
+
+def over_data(seen: Seen, ranks: int) -> Draft:
+    """That of them in which every rank has a batch."""
+    made = [draft(seen, names, ranks=ranks, budget=0) for names in sets_of_techniques()]
+    return min((one for one in made if isinstance(one, Draft)), key=_leaner)
+
+
+def over_stages(seen: Seen, ranks: int) -> list[Draft]:
+    """That in which as many ranks as can be share a batch as stages; none where there can be no pipeline."""
+    stages = max((n for n in range(2, _blocks(seen) + 1) if ranks % n == 0), default=0)
+    return _staged(seen, stages, data=ranks // stages) if stages else []
+
+
+def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:
+    """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
+    found = _fewest_over_data(seen, budget, above)
+    most = _blocks(seen) if found is None else min(_blocks(seen), found.ranks - 1)
+    # a stage more takes memory from all others, if little
+    for stages in range(max(2, above + 1), most + 1):
+        for made in _staged(seen, stages, data=1):
+            if made.peak_bytes <= budget:
+                return made
+    return found
+
+
+def _fewest_over_data(seen: Seen, budget: int, above: int) -> Draft | None:
+    low, high = above, above + 1
+    while over_data(seen, high).peak_bytes > budget:
+        if high >= MOST_RANKS:
+            return None
+        low, high = high, min(2 * high, MOST_RANKS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if over_data(seen, middle).peak_bytes <= budget else (middle, high)
+    return over_data(seen, high)
+
+
+def _staged(seen: Seen, stages: int, *, data: int) -> list[Draft]:
+    """With blocks computed again where any can be."""
+    for again in (("*",), ()):
+        made = staged(seen, stages, data=data, budget=0, asked=Asked(again=again))
+        if isinstance(made, Draft):
+            return [made]
+    return []
+
+
+def _blocks(seen: Seen) -> int:
+    """That can be stages."""
+    whole = seen.no_stages if seen.passes is None else seen.passes(None)
+    return 0 if isinstance(whole, str) else len(whole.names)
+
+
+def _leaner(one: Draft) -> tuple[int, tuple[float, int, int]]:
+    return one.peak_bytes, merit(one)
+
+
+def spelled(one: Draft) -> str:
+    """Its peak, and its techniques."""
+    with_what = f" with {' and '.join(one.strategies)}" if one.strategies else ""
+    return f"{format_bytes(one.peak_bytes)}{with_what}"

@@ -1,0 +1,67 @@
+"""Claim: the largest batch that fits, the fewest devices and the leanest plan are looked for among pipelines too."""
+
+from dataclasses import replace
+
+from lightning_amp.planning.modules.leanest import fewest_ranks, leanest, missing, over_data, over_stages
+from lightning_amp.planning.modules.questions import answers
+from lightning_amp.planning.modules.seen import Seen
+from tests.planning.modules.test_plan_of_a_module import profiled, seen
+from tests.planning.modules.test_stages import ROWS, passes, step
+
+HELD = 40_000
+"""Of the whole module: more than a device has, and it cannot be gathered in parts."""
+
+
+def at(rows: int) -> Seen:
+    """The step of a batch of some length, whose parameters no technique of a data axis splits."""
+    plain = replace(seen(profiled(held=HELD, batch_size=rows)), units=())
+    return replace(plain, passes=lambda part: passes(part or rows))
+
+
+def test_a_pipeline_may_be_the_leanest() -> None:
+    heavy = at(ROWS)
+    assert leanest(heavy, 1).model == 1
+    found = leanest(heavy, 2)
+    assert (found.ranks, found.model) == (1, 2)
+    assert found.peak_bytes == over_stages(heavy, 2)[0].peak_bytes < over_data(heavy, 2).peak_bytes
+    # there are six blocks, of which as many stages are made as divide the ranks
+    assert [(one.ranks, one.model) for one in (leanest(heavy, 8), leanest(heavy, 7))] == [(2, 4), (7, 1)]
+    assert leanest(replace(heavy, passes=None), 2).model == 1
+    # blocks that cannot be computed again are stages all the same
+    kept = replace(heavy, chain=replace(heavy.chain, blocks=()))
+    assert over_stages(kept, 2)[0].strategies == ("pipeline",)
+
+
+def test_the_fewest_ranks_may_be_stages() -> None:
+    heavy = at(ROWS)
+    budget = leanest(heavy, 3).peak_bytes
+    found = fewest_ranks(heavy, budget)
+    assert found is not None
+    assert (found.ranks, found.model) == (1, 3)
+    assert found.peak_bytes <= budget < leanest(heavy, 2).peak_bytes
+    assert "3 ranks with pipeline and recompute would fit" in missing(heavy, leanest(heavy, 2), budget=budget)
+    assert fewest_ranks(replace(heavy, passes=None), budget) is None
+    assert fewest_ranks(step(), 10**6) == over_data(step(), 1)
+
+
+def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
+    budget = leanest(at(ROWS), 2).peak_bytes
+    devices, batch = answers(at, at(ROWS), ranks=2, budget=budget)
+    assert devices.startswith("the fewest devices for this step with a batch of 8 for all of them: 2, ")
+    assert devices.endswith("with pipeline and recompute")
+    start, _, rest = batch.partition(": none with the step as it is, ")
+    assert start.startswith("the largest batch of a rank that fits")
+    n = int(rest.split(" ")[0])
+    assert rest == f"{n} with pipeline and recompute, which 2 ranks share"
+    assert n >= ROWS
+    assert over_stages(at(n), 2)[0].peak_bytes <= budget < over_stages(at(n + 1), 2)[0].peak_bytes
+    assert "none, not even one of 1" in answers(at, at(ROWS), ranks=1, budget=budget)[1]
+
+
+def test_a_batch_for_each_rank_is_more_than_a_larger_one_for_both() -> None:
+    def grown(rows: int) -> Seen:
+        plain = replace(seen(profiled(saved=6000 + 1000 * rows, batch_size=rows)), units=())
+        return replace(plain, passes=lambda part: passes(part or rows, saved=1000))
+
+    assert over_stages(grown(10), 2)[0].peak_bytes < 11_000 < over_data(grown(8), 2).peak_bytes
+    assert answers(grown, grown(ROWS), ranks=2, budget=11_000)[1].endswith(" 7 with recompute")
