@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.errors import AmpError, DataError, InstallError, ModelError
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import chain_and_passes
@@ -25,7 +25,8 @@ from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.fsdp.units import units_of
+from lightning_amp.parallel.fsdp.refusals import refuse
+from lightning_amp.parallel.fsdp.units import find_units, units_of
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
@@ -97,6 +98,9 @@ class StepOfModule:
             no_stages=self._no_stages,
             chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
             fsdp=fsdp,
+            refused={"fsdp": why}
+            if (why := _refusal(refuse, self._module, find_units(self._module)))
+            else {},
         )
 
     def forget(self) -> None:
@@ -158,6 +162,15 @@ class StepOfModule:
                 f"a profile was asked for of {type(self._module).__name__!r}, which failed in a way that it should not:"
                 f" {type(error).__name__}: {error}"
             ) from error
+
+
+def _refusal(look: Callable[..., None], *args: Any) -> str:
+    """What a technique has against a module, "" where it has nothing."""
+    try:
+        look(*args)
+    except InstallError as error:
+        return str(error)
+    return ""
 
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:

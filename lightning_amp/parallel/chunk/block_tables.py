@@ -59,6 +59,9 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall]) -> list[Capture | s
         if call.sparse:
             found.append("it is called with a tensor that is not dense")
             continue
+        if any(getattr(child, "sparse", False) is True for child in blocks[call.fqn].modules()):
+            found.append("an embedding in it has gradients that are not dense")
+            continue
         args, kwargs = call.arguments(fake)
         with call.precision():
             found.append(captures.of(plain(blocks[call.fqn]), args, kwargs))

@@ -74,12 +74,14 @@ def compare(
         limit: Bytes to stay below, where predictions were found to be too low; None for the budget.
         base: Strategies that every plan has.
         batch_size: Of one rank, for the time of a sample.
-        refused: Sets that the module was found to refuse, and why.
+        refused: Sets that the module was found to refuse, and why; no set with one of them is drafted.
         asked: Of a pipeline.
     """
     found, dropped, limit = list[Draft](), dict(refused), budget if limit is None else limit
     for names in sets_of_techniques():
-        if names in refused or _is_needless(seen, names, ranks=ranks, budget=limit):
+        if any(set(names) >= set(one) for one in refused) or _is_needless(
+            seen, names, ranks=ranks, budget=limit
+        ):
             continue
         made = draft(seen, names, ranks=ranks, budget=limit)
         if isinstance(made, str):
@@ -134,6 +136,8 @@ def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None
         assert isinstance(made, Draft), "the loop ends where it is none"
         if ranks < TECHNIQUES[name].fewest:
             return f"{name} needs {TECHNIQUES[name].fewest} ranks of the data axis, and there is {ranks}"
+        if name in seen.refused:
+            return f"{name} cannot be: {seen.refused[name]}"
         made = TECHNIQUES[name].add(seen, made, budget)
         if isinstance(made, str):
             return f"{name} cannot be: {made}"

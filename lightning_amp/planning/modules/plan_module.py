@@ -17,6 +17,7 @@ from lightning_amp.planning.modules.candidates import (
     as_it_is,
     asked_for,
     compare,
+    draft,
     replaced_peak,
 )
 from lightning_amp.planning.modules.diagnosis import SHOWN, evidence, signals, where
@@ -117,7 +118,8 @@ def plan_module(
         return _with_stages(_on_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
-    for _ in range(TRIES):
+    tries = 0
+    while tries < TRIES:
         compared = _compared(seen, base, named=named, limit=limit, refused=refused, asked=asked)
         best = compared.best
         rules = _rules(best, named=named is not None)
@@ -128,14 +130,38 @@ def plan_module(
         except AmpError as error:
             if named is not None:
                 raise
-            refused[best.strategies] = str(error)
+            counted = tuple(name for name in best.strategies if TECHNIQUES[name].counted)
+            refused[counted] = _why(error)
+            seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
+        tries += 1
         over, compared = peak - best.peak_bytes, replaced_peak(compared, peak)
         if not rules or limit is None or budget is None or peak <= budget:
             break
         # the prediction was too low by so much
         limit -= max(over, 1)
     return _made(base, seen, compared, rules)
+
+
+def _without_refused(
+    seen: Seen, names: tuple[str, ...], why: str, *, ranks: int, count: Count | None
+) -> Seen:
+    """The step, of which it is known what of some techniques it refuses by itself."""
+    found = {names[0]: why} if len(names) == 1 else {}
+    for name in names if len(names) > 1 else ():
+        alone = draft(seen, (name,), ranks=ranks, budget=None)
+        if isinstance(alone, str):
+            continue
+        try:
+            _drafted(seen, _rules(alone, named=False), ranks=ranks, count=count)
+        except AmpError as error:
+            found[name] = _why(error)
+    return replace(seen, refused={**seen.refused, **found})
+
+
+def _why(error: AmpError) -> str:
+    """What a technique has refused, rather than that the step has failed by it."""
+    return str(error.__cause__ if isinstance(error.__cause__, AmpError) else error)
 
 
 def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:

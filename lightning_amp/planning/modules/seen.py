@@ -3,8 +3,8 @@
 Legend: bytes are of one rank; D ranks of the data axis.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.passes import Passes
@@ -38,6 +38,7 @@ class Seen:
         no_stages: Why there is none.
         chunks: Its blocks in chunks; None where nobody has looked at their operators.
         fsdp: How fsdp is to split, if it does; None leaves it to the policy.
+        refused: Techniques that this module was found to refuse, and why.
     """
 
     profile: ModuleProfile
@@ -48,6 +49,7 @@ class Seen:
     no_stages: str = "its blocks were not looked at"
     chunks: ChunkForms | None = None
     fsdp: FullyShard | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
