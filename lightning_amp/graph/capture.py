@@ -166,6 +166,11 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     finally:
         random.setstate(before[1])
         np.random.set_state(before[2])
+    for node in reversed(graph.graph.nodes):
+        # a sum that was only tried
+        if node.target in REWRITES and not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
     if found["custom"]:
         raise CannotCapture(
             f"its forward has the autograd Function {found['custom']!r}, whose backward is its own"

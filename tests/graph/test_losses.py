@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
 from tests.graph.test_flow import Op
 from tests.parallel.chunk.case import Case
@@ -91,6 +92,7 @@ def test_a_loss_in_chunks(name: str, reduction: str) -> None:
     ("loss", "given"),
     [
         (F.cross_entropy, (X[0], CLASSES[0])),
+        (F.cross_entropy, (X[0], SHARE[0])),
         (F.cross_entropy, (X, CLASSES.clamp(max=-100))),
         (F.triplet_margin_loss, (IMAGE, IMAGE * 2, IMAGE.exp())),
         (F.cosine_embedding_loss, (X[:1], Y, SIGN[:, 0])),
@@ -115,6 +117,7 @@ def test_a_mean_of_16_bits_stays_one() -> None:
     ):
         block = Op(loss)
         assert torch.equal(Captures().run(block, x), block(x))
+        assert not any(row.sums for row in build_table(Captures().of(block, (x,), {})).rows)
     with torch.autocast("cpu", torch.bfloat16):
         capture = Captures().of(Op(lambda x, t: F.cross_entropy(x @ x, t)), (X.bfloat16(), CLASSES), {})
     assert capture.graph is not None

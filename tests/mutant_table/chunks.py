@@ -103,6 +103,22 @@ CHUNKS = [
     ),
     Mutant(
         "chunk",
+        "the plan of the least bytes is not tried",
+        f"{P}/chunk/planned.py",
+        "found, is_least = error.least, True",
+        "raise",
+        BUDGET,
+    ),
+    Mutant(
+        "chunk",
+        "another device's rates",
+        f"{P}/chunk/in_chunks.py",
+        "rates=self._rates or rates_of(device)[0])",
+        "rates=rates_of(device)[0])",
+        BUDGET,
+    ),
+    Mutant(
+        "chunk",
         "a prediction is believed",
         f"{P}/chunk/planned.py",
         "        if measured <= budget_bytes:",

@@ -116,14 +116,6 @@ GRAPHS = [
     ),
     Mutant(
         "rewrites",
-        "a loss of one sample",
-        REWRITTEN,
-        "return name in BY_VALUE or len(shapes[0]) > 1",
-        "return True",
-        LOSSES,
-    ),
-    Mutant(
-        "rewrites",
         "rows that are broadcast",
         REWRITTEN,
         "return len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1",
@@ -143,7 +135,7 @@ GRAPHS = [
         "a dim of classes is counted",
         "lightning_amp/graph/loss_rules.py",
         "(1, d - (d > 0 and len(a) > len(b)))",
-        "(1, min(d, len(b) - 1))",
+        "(1, d)",
         LOSSES,
     ),
     Mutant(
@@ -273,5 +265,13 @@ GRAPHS = [
         "    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]",
         "    return [[(0, len(call.shapes[0]) - 1), (1, 1)]]",
         FLOW,
+    ),
+    Mutant(
+        "rewrites",
+        "a loss of one sample",
+        REWRITTEN,
+        "return name in BY_VALUE or len(shapes[0]) > 1",
+        "return True",
+        LOSSES,
     ),
 ]

@@ -8,12 +8,12 @@ import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.measured_rates import measured_rates
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
+from lightning_amp.parallel.chunk.rates_of import rates_of
+from lightning_amp.planning.time.device_rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,9 @@ def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates,
         device: The device.
         measure: Whether those of a CPU are measured; else they are those of one known core.
     """
-    if device.type != "cuda":
-        return measured_rates(torch.get_num_threads()) if measure else CPU_CORE, ""
-    found = torch.cuda.get_device_properties(device)
-    return nearest_rates(
-        found.name,
-        memory_bytes=int(found.total_memory),
-        tf32=multiplies_in_tf32(),
-    )
+    if measure and device.type != "cuda":
+        return measured_rates(torch.get_num_threads()), ""
+    return rates_of(device)
 
 
 def while_others_start(launcher: object, device: torch.device, request: Request) -> None:

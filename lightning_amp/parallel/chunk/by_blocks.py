@@ -23,7 +23,7 @@ from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.lower import Lowered
 from lightning_amp.parallel.chunk.planned import ModuleChunks, Planned, lower_within, plain
-from lightning_amp.planning.chunks.choose_chunks import OverBudget
+from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.chunks.region import Region
 from lightning_amp.quantities import format_bytes
 
@@ -42,7 +42,12 @@ class _Call:
 
 
 def plan_blocks(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget_bytes: int, reason: str
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    budget_bytes: int,
+    reason: str,
+    costs: CostModel,
 ) -> Planned:
     """The plan of a module that is no graph for a reason.
 
@@ -66,7 +71,9 @@ def plan_blocks(
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
         fullest = max(own, key=lambda call: call.outside_bytes)
         try:
-            by_key[capture.key], chosen = lower_within(capture, budget_bytes - fullest.outside_bytes)
+            by_key[capture.key], chosen = lower_within(
+                capture, budget_bytes - fullest.outside_bytes, costs=costs
+            )
         except OverBudget as error:
             raise _too_little(module, budget_bytes, fullest, error.least_bytes) from error
         regions |= {call.fqn: chosen.regions for call in own}
@@ -75,7 +82,7 @@ def plan_blocks(
     in_order = iter([by_key.get(capture.key) for capture in found])
     with torch.no_grad():
         if with_gradients:  # the budget is for inference, where results are written over others
-            peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason).chunks.peak_bytes
+            peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason, costs).chunks.peak_bytes
         else:
             _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
     if peak_bytes > budget_bytes:

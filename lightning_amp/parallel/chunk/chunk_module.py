@@ -17,12 +17,20 @@ from torch import nn
 from lightning_amp.errors import ModelError
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.chunk.planned import ModuleChunks
+from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_kwargs: Any) -> M:
+def chunk(
+    module: M,
+    *example_args: Any,
+    budget: str | int = "2GiB",
+    policy: str = "auto",
+    rates: Rates | None = None,
+    **example_kwargs: Any,
+) -> M:
     """A module that computes the same within a byte budget, with the same parameters and names.
 
     Regions of the forward pass run a few rows at a time, so that their inner tensors are never whole. The result shares
@@ -38,6 +46,9 @@ def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_k
         example_args: Arguments of one call; nothing is computed with their values.
         budget: Bound of the bytes of all tensors alive in one forward pass without gradients, beyond parameters,
             buffers and arguments: a number, or text such as "2GiB".
+        policy: What a plan makes small: "auto" seconds by rates of the device, "paper" AutoChunk's cost (Equations 8 to
+            10 of Zhao et al. 2024).
+        rates: Of the device, such as `lightning-amp calibrate` writes; None for what is known of the module's.
         example_kwargs: The same by name.
 
     Returns:
@@ -45,7 +56,7 @@ def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_k
         the generated code.
 
     Raises:
-        PlanError: The budget cannot be met; the message names the least that can.
+        PlanError: The budget cannot be met; the message names the least that can. Or another policy.
         ModelError: The module cannot be captured, neither as one graph nor by its blocks; the message says why.
     """
     taken = "forward" if "forward" in vars(module) else "plan" if hasattr(module, "plan") else ""
@@ -55,7 +66,7 @@ def chunk(module: M, *example_args: Any, budget: str | int = "2GiB", **example_k
             " the chunked module keeps something else there; give a module without it, such as one that holds this one"
         )
     twin = _sharing_copy(module)
-    runner = InChunks(parse_bytes(budget))
+    runner = InChunks(parse_bytes(budget), policy=policy, rates=rates)
     twin.forward = partial(runner, twin)
     with torch.no_grad():
         twin.plan = runner.planned(twin, example_args, example_kwargs).chunks  # type: ignore[assignment]

@@ -16,12 +16,14 @@ from lightning_amp._torch import unseen
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, capture
-from lightning_amp.graph.guards import signature
+from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
 from lightning_amp.parallel.chunk.planned import Planned, plain, plan_graph
+from lightning_amp.parallel.chunk.rates_of import rates_of
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.planning.chunks.choose_chunks import OverBudget
+from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 MANY = 8
@@ -58,10 +60,14 @@ class InChunks:
         budget_bytes: For one forward pass without gradients.
         train: With gradients, the budget is for forward and backward pass together, what is kept between them included.
             It is that of a plan, made for one batch: another call that needs more is run with the least, and a warning.
+        policy: What is made small, "auto" or "paper".
+        rates: Of the device; None for what is known of the module's.
     """
 
-    def __init__(self, budget_bytes: int, *, train: bool = False) -> None:
-        self._budget_bytes, self._train = budget_bytes, train
+    def __init__(
+        self, budget_bytes: int, *, train: bool = False, policy: str = "auto", rates: Rates | None = None
+    ) -> None:
+        self._budget_bytes, self._train, self._policy, self._rates = budget_bytes, train, policy, rates
         self.known: dict[Any, Planned] = {}
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -88,27 +94,31 @@ class InChunks:
         # neither is what is recorded here a part of a block that is computed again, whose hooks would count it
         alone = saved_tensors_hooks(_as_it_is, _as_it_is)
         with unseen(), alone, torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-            train = self._train and with_gradients
+            train, costs = self._train and with_gradients, self._costs(module)
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
                 reason = f"it has {n_blocks!r} blocks, which are planned one by one"
                 with suppress(PlanError, ModelError):
-                    return plan_blocks(module, args, kwargs, self._budget_bytes, reason)
+                    return plan_blocks(module, args, kwargs, self._budget_bytes, reason, costs)
             found = capture(module, args, kwargs, key=key)
             if found.graph is not None:
-                return self._of_graph(found, train=train)
+                return self._of_graph(found, costs, train=train)
             if train:
                 raise ModelError(
                     f"chunk was asked for on {type(module).__name__!r} in training, which cannot be captured:"
                     f" {found.reason}; name its blocks in the rule, or leave chunk out"
                 )
-            return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason)
+            return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason, costs)
 
-    def _of_graph(self, found: Capture, *, train: bool) -> Planned:
+    def _costs(self, module: nn.Module) -> CostModel:
+        device = next((tensor.device for tensor in state_of(module).values()), torch.device("cpu"))
+        return CostModel(policy=self._policy, rates=self._rates or rates_of(device)[0])
+
+    def _of_graph(self, found: Capture, costs: CostModel, *, train: bool) -> Planned:
         planned, n_bytes = None, self._budget_bytes
         while planned is None:
             try:
-                planned = plan_graph(found, n_bytes, train=train)
+                planned = plan_graph(found, n_bytes, train=train, costs=costs)
             except OverBudget as error:
                 if not self._train:
                     raise
@@ -127,7 +137,7 @@ class InChunks:
         return {**vars(self), "known": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
-        twin = InChunks(self._budget_bytes, train=self._train)
+        twin = InChunks(self._budget_bytes, train=self._train, policy=self._policy, rates=self._rates)
         # a plan has nothing of the block that it was made for
         twin.known = self.known
         return twin

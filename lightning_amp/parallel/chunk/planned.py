@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import floor, log
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
 from lightning_amp.parallel.chunk.nested import lower_nested, outermost
-from lightning_amp.planning.chunks.choose_chunks import STEPS, OverBudget, choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks
 from lightning_amp.planning.chunks.chunk_bytes import result_bytes
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
+
+RATIO = 1.05
+"""Of two numbers of bytes that plans are made for, where one takes more than the search has counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +68,15 @@ def plain(module: nn.Module) -> nn.Module:
     return found
 
 
-def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> Planned:
+def plan_graph(
+    capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS
+) -> Planned:
     """The plan of a module that is one graph; with `train` the budget is for forward and backward pass.
 
     Raises:
         PlanError: The budget cannot be met.
     """
-    lowered, found = lower_within(capture, budget_bytes, train=train)
+    lowered, found = lower_within(capture, budget_bytes, train=train, costs=costs)
     chunks = ModuleChunks(
         budget_bytes=budget_bytes,
         peak_bytes=found.peak_bytes,
@@ -81,15 +87,21 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False) -> P
     return Planned(chunks=chunks, run=lambda module, args, kwargs: lowered(module, *args, **kwargs))
 
 
-def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) -> tuple[Lowered, ChunkPlan]:
+def lower_within(
+    capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS
+) -> tuple[Lowered, ChunkPlan]:
     """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
 
     In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
+
+    Where the meter finds more than the search has counted, plans are made for less, by numbers of bytes that are the
+    same for all budgets, and at last that of the least bytes: what a budget accepts, a larger one does too.
 
     Args:
         capture: With a graph; for training captured with gradients.
         budget_bytes: Of a forward pass without gradients.
         train: The budget is for forward and backward pass.
+        costs: What is made small.
 
     Raises:
         OverBudget: The budget cannot be met.
@@ -97,43 +109,56 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False) ->
     table = table_of(capture)
     counted = table if train else _inference_table(capture, table)
     try:
-        lowered, found = _within(capture, counted, budget_bytes, train=train)
+        lowered, found = _within(capture, counted, budget_bytes, costs, train=train)
     except OverBudget as error:
         outer = None if train else outermost(counted)
         if outer is None:
             raise
         with torch.no_grad():
-            lowered, found = _nested(capture, counted, outer, budget_bytes, error)
+            lowered, found = _nested(capture, counted, outer, budget_bytes, costs, error)
     # where there are gradients the same regions run, and nothing is written over
     return lowered if counted is table else lower(capture, table, found.regions), found
 
 
-def _within(capture: Capture, table: Table, budget_bytes: int, *, train: bool) -> tuple[Lowered, ChunkPlan]:
+def _within(
+    capture: Capture, table: Table, budget_bytes: int, costs: CostModel, *, train: bool
+) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
-    asked = budget_bytes
+    asked, is_least = budget_bytes, False
     while True:
         try:
-            found = choose_chunks(table, asked, train=train)
+            found = choose_chunks(table, asked, train=train, costs=costs)
         except OverBudget as error:
-            if asked == budget_bytes:
+            if error.least is None:
                 raise
-            raise _over(capture, budget_bytes, error.least_bytes + budget_bytes - asked) from error
+            found, is_least = error.least, True
         lowered = lower(capture, table, found.regions)
         measured = step_bytes(lowered) if train else forward_bytes(lowered)
         if measured <= budget_bytes:
             return lowered, replace(found, peak_bytes=measured)
+        if is_least:
+            raise OverBudget(
+                f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which needs"
+                f" {found.whole_bytes!r} as it is and {measured!r} at least, in pieces; allow that much",
+                measured,
+            )
         # a prediction that is too small costs other searches, never the promise
-        asked = min(asked, found.peak_bytes) - max(1, (measured - budget_bytes) // STEPS)
+        asked = _below(min(asked, found.peak_bytes) - 1)
+
+
+def _below(n_bytes: int) -> int:
+    """The next number of bytes that a plan is made for."""
+    return int(RATIO ** floor(log(n_bytes, RATIO))) if n_bytes > 1 else 1
 
 
 def _nested(
-    capture: Capture, table: Table, outer: Region, budget_bytes: int, alone: OverBudget
+    capture: Capture, table: Table, outer: Region, budget_bytes: int, costs: CostModel, alone: OverBudget
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward in chunks within chunks; `alone` says what simple ones need."""
     beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
 
     def plan(piece: Capture) -> tuple[Lowered, ChunkPlan]:
-        return _within(piece, table_of(piece), budget_bytes - beside, train=False)
+        return _within(piece, table_of(piece), budget_bytes - beside, costs, train=False)
 
     try:
         lowered, inner = lower_nested(capture, table, outer, plan)

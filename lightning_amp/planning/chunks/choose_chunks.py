@@ -7,6 +7,8 @@ Both hold the same budget: the peak of the block's live bytes beyond its argumen
 backward pass, by chunk_bytes.py. The same table, budget and rates get the same plan.
 """
 
+from dataclasses import dataclass
+
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
 from lightning_amp.planning.chunks.candidates import Candidate, Cost, find_candidates
@@ -22,16 +24,42 @@ STEPS = 4
 """Searches in which a plan that is above the budget is made smaller by what it is above."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """What a plan makes as small as it can.
+
+    Attributes:
+        policy: "auto" or "paper".
+        rates: Of the device.
+    """
+
+    policy: str = "auto"
+    rates: Rates = CPU_CORE
+
+    def __post_init__(self) -> None:
+        """Refuse another policy.
+
+        Raises:
+            PlanError: It is not known.
+        """
+        if self.policy not in POLICIES:
+            raise PlanError(f"policy={self.policy!r} was asked for; allowed are {POLICIES!r}")
+
+
 class OverBudget(PlanError):
     """A budget that no plan meets.
 
     Attributes:
         least_bytes: Peak of the plan that takes the least.
+        least: That plan, where it is of one block.
     """
 
-    def __init__(self, text: str, least_bytes: int) -> None:
+    def __init__(self, text: str, least_bytes: int, least: ChunkPlan | None = None) -> None:
         super().__init__(text)
-        self.least_bytes = least_bytes
+        self.least_bytes, self.least = least_bytes, least
+
+
+CPU_SECONDS = CostModel()
 
 
 def choose_chunks(
@@ -39,8 +67,7 @@ def choose_chunks(
     budget_bytes: int,
     *,
     train: bool = False,
-    policy: str = "auto",
-    rates: Rates = CPU_CORE,
+    costs: CostModel = CPU_SECONDS,
 ) -> ChunkPlan:
     """The plan of the least cost whose peak is within a budget; nothing is cut where the block fits as it is.
 
@@ -48,19 +75,15 @@ def choose_chunks(
         table: A captured block; for inference captured without gradients.
         budget_bytes: For all that lives beyond arguments and parameters, results included.
         train: Whether a backward pass follows: regions save their inputs, and compute their rows again.
-        policy: What is made small, "auto" or "paper".
-        rates: Of the device.
+        costs: What is made small.
 
     Raises:
         OverBudget: The budget cannot be met; the least that can is named.
-        PlanError: Another policy was asked for.
     """
-    if policy not in POLICIES:
-        raise PlanError(f"policy={policy!r} was asked for; allowed are {POLICIES!r}")
-    line, seconds = Line(table, train=train), Seconds(table, rates, train=train)
+    line, seconds = Line(table, train=train), Seconds(table, costs.rates, train=train)
     if line.plain.peak_bytes <= budget_bytes:
         return _plan(table, Label(), line, seconds)
-    cost: Cost = seconds.extra if policy == "auto" else lambda region: paper_cost(table, region)
+    cost: Cost = seconds.extra if costs.policy == "auto" else lambda region: paper_cost(table, region)
     found = _within(table, line, seconds, cost, budget_bytes)
     if found is not None:
         return found
@@ -71,6 +94,7 @@ def choose_chunks(
         f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
         f" {least.whole_bytes!r} as it is and {least.peak_bytes!r} at least, in pieces; allow that much",
         least.peak_bytes,
+        least,
     )
 
 

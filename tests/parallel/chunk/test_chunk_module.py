@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -14,8 +16,12 @@ from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.parallel.chunk import planned
 from lightning_amp.parallel.chunk.chunk_module import show_code
-from lightning_amp.planning.chunks.choose_chunks import OverBudget
+from lightning_amp.parallel.chunk.planned import lower_within
+from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
+from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
+from lightning_amp.planning.time.device_rates import CPU_CORE
 from tests.graph.test_capture import Buffer, ByValue, Chance, Compiled, Custom, HasTo, Hooked, Nested, Shared
+from tests.parallel.chunk.case import Case
 from tests.parallel.chunk.small_blocks import Attention, FeedForward, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -103,13 +109,58 @@ def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: 
     with pytest.raises(OverBudget) as caught:
         lightning_amp.chunk(module, x, budget=4096)
     real = planned.choose_chunks
-    larger = lambda table, asked, train: real(table, int(1.2 * asked), train=train)  # noqa: E731
-    monkeypatch.setattr(planned, "choose_chunks", larger)
+    monkeypatch.setattr(
+        planned, "choose_chunks", lambda table, asked, **how: real(table, int(1.2 * asked), **how)
+    )
     found, y = bytes_of(lightning_amp.chunk(module, x, budget=whole // 2), x)
     assert found <= whole // 2
     close(y, right)
-    with pytest.raises(PlanError, match="needs .* at least, in pieces, as its operators were measured"):
+    with pytest.raises(PlanError, match="needs .* at least"):
         lightning_amp.chunk(module, x, budget=int(0.95 * caught.value.least_bytes))
+
+
+@pytest.mark.parametrize("predicted", [0.8, 1.0, 1.2])
+def test_more_bytes_are_never_slower_and_never_refused(
+    predicted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the search counts too much or too little; what an error names can be met."""
+    real = planned.choose_chunks
+    wrong = lambda table, asked, **how: real(table, int(predicted * asked), **how)  # noqa: E731
+    monkeypatch.setattr(planned, "choose_chunks", wrong)
+    found = Case(FeedForward(8), (x_of(24, 8),))
+    whole, seconds, least = chunk_bytes(found.table, [], train=True).peak_bytes, [inf], set()
+    for k in range(12):
+        try:
+            lowered, plan = lower_within(found.capture, int(whole * 1.1 ** (k - 10)), train=True)
+        except OverBudget as error:
+            assert seconds == [inf]
+            least.add(error.least_bytes)
+            continue
+        assert planned.step_bytes(lowered) <= whole * 1.1 ** (k - 10)
+        seconds.append(plan.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    (known,) = least
+    assert lower_within(found.capture, known, train=True)[1].peak_bytes <= known
+
+
+def test_the_papers_policy_and_rates_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = net()
+    budget, seen, real = bytes_of(module, x)[0] // 2, list[CostModel](), planned.choose_chunks
+
+    def choose(*args: Any, costs: CostModel, **how: Any) -> Any:
+        seen.append(costs)
+        return real(*args, costs=costs, **how)
+
+    monkeypatch.setattr(planned, "choose_chunks", choose)
+    rates = replace(CPU_CORE, memory_bytes=1e9)
+    lightning_amp.chunk(module, x, budget=budget)
+    paper = lightning_amp.chunk(module, x, budget=budget, policy="paper", rates=rates)
+    assert seen == [CostModel(), CostModel(policy="paper", rates=rates)]
+    found, y = bytes_of(paper, x)
+    assert found <= budget
+    close(y, module(x))
+    with pytest.raises(PlanError, match="policy='fast' was asked for; allowed are"):
+        lightning_amp.chunk(module, x, policy="fast")
 
 
 def test_parameters_names_and_state_are_the_modules_own() -> None:

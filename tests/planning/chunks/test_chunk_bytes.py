@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget, choose_chunks
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.paper_cost import paper_cost
 from lightning_amp.planning.chunks.piece_seconds import Seconds
@@ -135,7 +135,7 @@ def test_refusals() -> None:
     new, at = feed_forward()
     table = new.table(at["down"])
     with pytest.raises(PlanError, match="policy='best' was asked for; allowed are"):
-        choose_chunks(table, 10**6, policy="best")
+        choose_chunks(table, 10**6, costs=CostModel(policy="best"))
     with pytest.raises(
         OverBudget, match="budget of 100 bytes .* needs 256 as it is and 160 at least"
     ) as found:
@@ -143,4 +143,4 @@ def test_refusals() -> None:
     assert found.value.least_bytes == 160
     assert choose_chunks(table, 160).peak_bytes == 160
     assert choose_chunks(table, 256).regions == ()
-    assert choose_chunks(table, 255, policy="paper").regions != ()
+    assert choose_chunks(table, 255, costs=CostModel(policy="paper")).regions != ()

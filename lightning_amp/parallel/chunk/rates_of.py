@@ -1,0 +1,14 @@
+"""The rates of a device that torch names."""
+
+import torch
+
+from lightning_amp._torch import multiplies_in_tf32
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
+
+
+def rates_of(device: torch.device) -> tuple[Rates, str]:
+    """Rates of a device, of a CPU those of one core, and a sentence that says whose they are where it is not known."""
+    if device.type != "cuda":
+        return CPU_CORE, ""
+    found = torch.cuda.get_device_properties(device)
+    return nearest_rates(found.name, memory_bytes=int(found.total_memory), tf32=multiplies_in_tf32())
