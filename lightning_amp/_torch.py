@@ -181,6 +181,7 @@ def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
         force_parameter_static_shapes=False,
         force_nn_module_property_static_shapes=False,
         recompile_limit=graphs,
+        accumulated_recompile_limit=max(graphs, config.accumulated_recompile_limit),
         fail_on_recompile_limit_hit=True,
     )
     return found

@@ -7,9 +7,26 @@ STREAM = "tests/parallel/strata/test_stream.py"
 KEYS = "tests/parallel/strata/test_streamed_key.py"
 SIDE = "tests/parallel/strata/test_thread_pool.py"
 SPARSE = "tests/parallel/scores/test_sparse_likelihood.py"
+COMPILE = "tests/parallel/strata/test_compile.py"
 RACE = "tests/lightning/strategy/test_race.py"
 
 STRATA = [
+    Mutant(
+        "compile",
+        "silent: too many graphs go on without compiling",
+        "lightning_amp/_torch.py",
+        "fail_on_recompile_limit_hit=True",
+        "fail_on_recompile_limit_hit=False",
+        COMPILE,
+    ),
+    Mutant(
+        "compile",
+        "contract: a graph for every stratum",
+        "lightning_amp/_torch.py",
+        "force_parameter_static_shapes=False",
+        "force_parameter_static_shapes=True",
+        COMPILE,
+    ),
     Mutant(
         "S4",
         "shard: anchors shifted by one",

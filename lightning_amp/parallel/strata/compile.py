@@ -5,8 +5,8 @@
 
 Exact up to rounding: the compiler puts the same operators into fewer kernels. Leaves whose backward pass is written by
 hand (`stays_eager`) run between graphs as they are, and so does a key that `stream` has taken over. Where there are
-none, what has no place in one graph is torch's error; more graphs than `GRAPHS`, after which torch would go on without
-compiling, always are. Where operators only tell their sizes (a simulation) nothing is compiled.
+none, what has no place in one graph is torch's error; more graphs than expected (`GRAPHS`), after which torch would go
+on without compiling, always are. Where operators only tell their sizes (a simulation) nothing is compiled.
 
 No collectives. mode="reduce-overhead" records what is launched on CUDA as graphs, torch's CUDA graph trees; they own
 the memory of what a stratum returns until the next step, so that `stream` and `recompute`, which run a backward pass
@@ -32,8 +32,9 @@ from lightning_amp.planning.plan.specs import CompileStrata
 from lightning_amp.shapes import Scalar
 
 MODES = ("default", "reduce-overhead")
-GRAPHS = 64
-"""Of the same code; torch's own limit is 8. A decoder needs a few: with and without gradients, one cell or many."""
+GRAPHS = 8
+"""Of the same code, for a decoder and for each of its strata; torch's own limit is 8. Most need a few in all: with and
+without gradients, one cell or many; strata that differ in a number, as convolutions in their distance, as many each."""
 
 
 def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object) -> Change:
@@ -49,6 +50,7 @@ def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object
         _check_compiler(device)
     swaps: dict[str, nn.Module] = {}
     forwards: dict[str, Any] = {}
+    graphs = GRAPHS * (1 + len(decoder.strata))
     for k, stratum in enumerate(cast(Any, decoder.strata)):
         if not callable(getattr(stratum, "nll", None)) or not hasattr(stratum, "sum_over_cells"):
             raise InstallError(
@@ -57,11 +59,11 @@ def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object
             )
         eager = [name for name, leaf in stratum.named_modules() if getattr(leaf, "stays_eager", False)]
         in_key = [name for name in eager if name.startswith("key.")]
-        nll = Compiled(spec.mode, dynamic=True, whole=eager == in_key)
+        nll = Compiled(spec.mode, dynamic=True, whole=eager == in_key, graphs=graphs)
         swaps[f"strata.{k}.sum_over_cells"] = CompiledCells(stratum.sum_over_cells, nll)
         key = getattr(stratum, "key", None)
         if key is not None and "forward" not in vars(key):
-            forwards[f"strata.{k}.key"] = Compiled(spec.mode, dynamic=False, whole=not in_key)
+            forwards[f"strata.{k}.key"] = Compiled(spec.mode, dynamic=False, whole=not in_key, graphs=graphs)
         forwards |= {f"strata.{k}.{name}": AsItIs() for name in eager}
     return Change(swaps, forwards=forwards)
 
@@ -74,11 +76,13 @@ class Compiled:
         mode: Of torch.compile.
         dynamic: Whether one graph is for all sizes.
         whole: Whether it is one graph, with nothing in between that runs as it is.
+        graphs: Most of the same code, for other settings and sizes.
     """
 
     mode: str
     dynamic: bool
     whole: bool
+    graphs: int
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the class's `forward` returns."""
@@ -88,7 +92,7 @@ class Compiled:
         """What a function of the module and of tensors, the first of which is `first`, returns."""
         if first.is_meta or isinstance(first, FakeTensor):
             return function(module, first, *args, **kwargs)
-        with compile_settings(graphs=GRAPHS):
+        with compile_settings(graphs=self.graphs):
             return _compiled(function, self)(module, first, *args, **kwargs)
 
 

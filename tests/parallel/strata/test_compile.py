@@ -5,6 +5,7 @@ What a plan says of them is in tests/planning/test_compile.py.
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,7 +19,21 @@ from lightning_amp.parallel.install import install
 from lightning_amp.parallel.strata import compile as technique
 from lightning_amp.parallel.strata.compile import AsItIs, Compiled, compile_strata
 from lightning_amp.planning.plan.specs import CompileStrata, StreamStrata
-from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, reference, train
+from tests.adapters import foreign_cases
+from tests.adapters.higlue_shaped import Copy
+from tests.models import unit_cases
+from tests.parallel.sharded_cases import (
+    Case,
+    Model,
+    assert_same,
+    differences,
+    make_plan,
+    model_mesh,
+    reference,
+    sharded,
+    train,
+)
+from tests.ranks import run_ranks
 
 # torch's own, of what it looks at while it compiles
 pytestmark = [
@@ -85,6 +100,30 @@ def test_equals_the_eager_decoder_beside_others(name: str, sparse_counts: bool, 
         assert_same(train(model, 3), reference(case))
 
 
+@pytest.mark.exhaustive
+def test_decoders_and_units_written_elsewhere() -> None:
+    for make, batches in (
+        (unit_cases.Counts, unit_cases.batches()),
+        (lambda: foreign_cases.Foreign(Copy()), foreign_cases.batches(Copy())),
+    ):
+        expected = foreign_cases.trained(make(), batches, None)
+        found = foreign_cases.trained(make(), batches, "S1,stream,compile")
+        assert foreign_cases.differences(found, expected) <= 1e-10
+
+
+def strata_over_ranks(rank: int, world_size: int) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = sharded(FIVE, ("fused", "sparse", "compile", "strata"), model_mesh(world_size))
+    return differences(found, reference(FIVE))
+
+
+@pytest.mark.ranks
+@pytest.mark.exhaustive
+def test_beside_strata_over_ranks(tmp_path) -> None:
+    assert run_ranks(strata_over_ranks, 2, tmp_path, timeout=250) == [[], []]
+
+
 class Scaled(nn.Module):
     """A stratum's part whose graph depends on a number."""
 
@@ -95,10 +134,9 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.long
-def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(technique, "GRAPHS", 1)
+def test_too_many_graphs_are_an_error() -> None:
     # where a graph has to be whole, torch itself says so
-    run, module, x = Compiled("default", dynamic=False, whole=False), Scaled(), torch.ones(2)
+    run, module, x = Compiled("default", dynamic=False, whole=False, graphs=1), Scaled(), torch.ones(2)
     assert graphs(lambda: run(module, x)) == 1
     module.factor = 2
     with pytest.raises(Exception, match="recompile_limit"):
@@ -106,7 +144,7 @@ def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_simulation_compiles_nothing() -> None:
-    run = Compiled("no such mode", dynamic=False, whole=True)
+    run = Compiled("no such mode", dynamic=False, whole=True, graphs=1)
     assert run(Scaled(), torch.ones(2, device="meta")).is_meta
 
 
@@ -141,3 +179,21 @@ def test_refuses_to_train_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 def test_refuses_modes(mode: str, message: str, compiler: None) -> None:
     with pytest.raises(InstallError, match=message):
         compile_strata(Model(TWO).decoder, CompileStrata(mode=mode), None)
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+def test_refuses_graphs_over_what_comes_between_strata(strategy: str) -> None:
+    model = Model(TWO)
+    install(model, make_plan((strategy,), 1))
+    with pytest.raises(InstallError, match="runs a backward pass between strata; set mode='default'"):
+        technique._check_mode("reduce-overhead", torch.device("cuda"), model.decoder.walk)
+    technique._check_mode("reduce-overhead", torch.device("cuda"), Model(TWO).decoder.walk)
+
+
+def test_refuses_strata_whose_likelihood_it_cannot_find(
+    compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(TWO)
+    monkeypatch.setattr(type(model.decoder.strata[0]), "nll", None)
+    with pytest.raises(InstallError, match="'Stratum', which has no method `nll`"):
+        compile_strata(model.decoder, CompileStrata(), None)
