@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
     from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
     from lightning_amp.footprint.profile_any import profile as profile
+    from lightning_amp.graph.build_table import register_flow as register_flow
     from lightning_amp.lightning.callbacks.collect_predictions import (
         collect_predictions as collect_predictions,
     )
@@ -58,6 +59,7 @@ _HOME = {
     "cut_pipeline": "planning.pipeline.cut",
     "Plan": "planning.plan.plan",
     "plan": "planning.policies.make_plan",
+    "register_flow": "graph.build_table",
     "register_technique": "planning.plan.register_technique",
     "Profile": "profiling.profile",
     "ModuleProfile": "footprint.module_profile",

@@ -15,6 +15,7 @@ from lightning_amp._torch import FakeTensorMode, tree_flatten, tree_leaves, tree
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
+from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
@@ -199,6 +200,30 @@ def test_an_unknown_operator_ends_the_flow_and_is_named() -> None:
     assert table.unknown == ("aten.flip.default",)
     assert table.follow(0, 1) == {0: 1}
     assert list(table.ends(0, 1).values()) == ["aten.flip.default"]
+
+
+def test_an_operator_of_another_library_gets_a_flow() -> None:
+    """The example of its docstring."""
+
+    @torch.library.custom_op("amp_test::sorted_rows", mutates_args=())
+    def sorted_rows(x: Tensor) -> Tensor:
+        return x.sort(1).values
+
+    sorted_rows.register_fake(torch.empty_like)
+    block = Op(lambda x: torch.ops.amp_test.sorted_rows(x) * 2)
+    unknown, _ = check(block, (X[0],))
+    assert unknown.unknown == ("amp_test.sorted_rows.default",)
+    assert unknown.follow(0, 0) == {0: 0}
+    lightning_amp.register_flow("amp_test::sorted_rows")(lambda call: [[(0, 0)], []])
+    try:
+        known, flows = check(block, (X[0],))
+    finally:
+        del RULES["amp_test::sorted_rows"]
+    assert known.unknown == ()
+    assert known.follow(0, 0) == {0: 0, 1: 0, 2: 0}
+    assert flows > 0
+    with pytest.raises(ModelError, match="registered for 'softmax', which has one"):
+        lightning_amp.register_flow("softmax")(lambda call: [])
 
 
 def test_rules_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
