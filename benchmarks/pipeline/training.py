@@ -267,13 +267,15 @@ def measured(models: list[str], folder: Path, *, quick: bool) -> Iterator[tuple[
             *("-m", "benchmarks.pipeline.training", "--rank-of", model, "--folder", str(folder)),
             *(["--quick"] if quick else []),
         ]
-        with (folder / "errors").open("w+") as errors:
-            ranks = subprocess.Popen(
+        with (
+            (folder / "errors").open("w+") as errors,
+            subprocess.Popen(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
+            ) as ranks,
+        ):
             assert ranks.stdout is not None
             lines = (line for line in ranks.stdout if line.startswith("{"))
-            # the lines last, or a run would be taken and have no line
+            # the lines first, or a run would be taken and have no line
             yield from ((run, json.loads(line)) for line, run in zip(lines, runs, strict=False))
             if ranks.wait():
                 errors.seek(0)
