@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cells import CellsInMemory, decoder_batch, moved
-from benchmarks.gpu.device import FLOAT64, PRECISIONS, Precision
+from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS, Precision
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import EAGER, OURS, Settings, plan_of
 from lightning_amp.lightning.strategy.hardware import device_rates
@@ -68,6 +68,8 @@ FORMS = (
     Form(strategies=("S1", "S4", "sdpa", "sparse", "stream")),
     Form(strategies=OURS, settings={"cells": 4, "keep": True}),
     Form(strategies=OURS, sparse=False),
+    Form(strategies=("S1", "S4", "compile"), sparse=False),
+    Form(strategies=("S1", "S4", "compile"), settings={"mode": "reduce-overhead"}, sparse=False),
 )
 
 
@@ -114,6 +116,11 @@ def _compare_decoder(work: Work, name: str, shape: DecoderShape, precision: Prec
             continue
         if "sdpa" in form.strategies and precision is FLOAT64 and work.device.type == "cuda":
             # torch has no fused kernel for it there, and sdpa says so
+            continue
+        if "compile" in form.strategies and (
+            work.device.type != "cuda" or precision is not FLOAT32 or name != "attention"
+        ):
+            # a compiler takes long: once is enough, and on a CPU tests do it
             continue
         if work.clock.left < 1:
             work.record.note(
