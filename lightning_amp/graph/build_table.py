@@ -10,7 +10,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_amp.graph.flow_rules
-import lightning_amp.graph.loss_rules  # noqa: F401  (both register rules)
+import lightning_amp.graph.loss_rules
+import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
 from lightning_amp._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
