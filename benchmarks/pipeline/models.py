@@ -98,6 +98,9 @@ class VGG(pl.LightningModule):
         blocks = [part for layer in layers[:-1] for part in layer] if fine else layers
         head = nn.Linear(hidden, 10)
         self.blocks, self.head = nn.ModuleList(blocks), nn.Sequential(layers[-1], head) if fine else head
+        for weight in (p for p in self.parameters() if p.ndim > 1):
+            # as torchvision's; torch's own would let a signal die on its way through so many layers
+            nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
     def before(self, batch: Tensor) -> Tensor:
         """The images."""
