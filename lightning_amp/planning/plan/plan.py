@@ -286,6 +286,11 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     together = together or plan.axes.kernels == "compiled"
     for rule in plan.rules:
         if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
-            yield f"workers={rule.spec.workers!r}, where strata are compiled, or each is computed by all ranks: it is 1"
+            why = (
+                "strata are compiled"
+                if plan.axes.kernels == "compiled"
+                else "ranks compute each stratum together"
+            )
+            yield f"workers={rule.spec.workers!r}, where {why}, in one order: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"
