@@ -1,7 +1,8 @@
 """What the graph of a block depends on, as a key: another key asks for another graph.
 
 Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
-arguments; training mode and all plain attributes of the block and its submodules; gradient mode and autocast.
+arguments; training mode and all plain attributes of the block and its submodules, their classes, and whether they have
+hooks; gradient mode and autocast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         str(spec),
         tuple((name, *_described(tensor)) for name, tensor in state_of(block).items()),
         tuple(settings_of(block)),
+        tuple(modules_of(block)),
         torch.is_grad_enabled(),
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")),
         _aliases([*state_of(block).values(), *(value for value in values if isinstance(value, Tensor))]),
@@ -46,6 +48,18 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def state_of(block: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, in the order in which a graph takes them."""
     return {**dict(block.named_parameters()), **dict(block.named_buffers())}
+
+
+def modules_of(block: nn.Module) -> list[tuple[str, type[nn.Module], tuple[str, ...]]]:
+    """Submodules: name, class, and which kinds of hooks they have."""
+    return [
+        (
+            fqn,
+            type(child),
+            tuple(name for name, value in vars(child).items() if name.endswith("_hooks") and value),
+        )
+        for fqn, child in block.named_modules()
+    ]
 
 
 def settings_of(block: nn.Module) -> list[tuple[str, Any]]:

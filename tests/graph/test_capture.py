@@ -34,6 +34,21 @@ def test_the_blocks_of_eight_modules_are_captured_and_exact(name: str) -> None:
         assert difference(call.block, by_graph, call.args, call.kwargs) == ""
 
 
+def test_blocks_of_one_class_with_unlike_children_are_captured_apart() -> None:
+    """Children without settings, and a hook on one of them: each has its own numbers, or its own reason."""
+    captures, x = Captures(), torch.randn(3, 4)
+    blocks = [
+        nn.Sequential(nn.Linear(4, 4), last) for last in (nn.Sigmoid(), nn.Tanh(), nn.Tanh(), nn.Tanh())
+    ]
+    blocks[2][0].register_forward_hook(lambda module, args, result: result + 1)
+    for block in (*blocks, *blocks[::-1]):
+        assert torch.equal(captures.run(block, x), block(x))
+    reasons = [captures.of(block, (x,), {}).reason for block in blocks]
+    assert [bool(reason) for reason in reasons] == [False, False, True, False]
+    assert "its submodule '0' has hooks" in reasons[2]
+    assert len(captures.all) == 3
+
+
 def test_blocks_are_captured_once_per_class_and_signature() -> None:
     module, _ = make("evoformer")
     assert sorted(find_blocks(module)) == ["blocks.0", "blocks.1"]
