@@ -25,6 +25,7 @@ from lightning_amp.parallel.chunk.lower import Lowered
 from lightning_amp.parallel.chunk.planned import ModuleChunks, Planned, lower_within, plain
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.chunks.region import Region
+from lightning_amp.planning.plan.group_reasons import group_reasons
 from lightning_amp.quantities import format_bytes
 
 Choose = Callable[[str, nn.Module, Any, Any], Lowered | None]
@@ -205,9 +206,9 @@ def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: 
 
 
 def _no_graph(module: nn.Module, reasons: Mapping[str, str]) -> str:
-    blocks = [f"block {fqn!r}: {reason}" for fqn, reason in reasons.items() if fqn]
+    blocks = group_reasons((fqn, reason) for fqn, reason in reasons.items() if fqn)
     return (
         f"chunks were asked for of {type(module).__name__!r}, which cannot be captured: {reasons['']};"
-        f" {'; '.join(blocks[:3]) or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it"
+        f" {blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it"
         " that can be, or change what is named here"
     )

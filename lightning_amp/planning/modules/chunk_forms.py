@@ -33,6 +33,7 @@ from lightning_amp.planning.modules.chain import (
     Moment,
 )
 from lightning_amp.planning.modules.recompute_choice import Choice, choose, leanest
+from lightning_amp.planning.plan.group_reasons import group_reasons
 
 LEVELS = 5
 """Budgets that a block is planned for."""
@@ -103,14 +104,10 @@ class ChunkForms:
         """Why no block has a form in chunks; "" where one has."""
         if any(block.chunks for block in self.chain.blocks):
             return ""
-        for block, table in zip(self._plain.blocks, self._found[0], strict=True):
-            if isinstance(table, str):
-                return f"of {block.fqn!r} {table}"
         if not self._plain.blocks:
             return "the step calls no block, that is no child of a list or a sequence of modules"
-        return (
-            f"no part of {self._plain.blocks[0].fqn!r} takes less in chunks: {_in_the_way(self._found[0][0])}"
-        )
+        found = zip(self._plain.blocks, self._found[0], strict=True)
+        return group_reasons((block.fqn, _in_the_way(table)) for block, table in found)
 
     def choose(self, budget_bytes: int | None, *, recompute: bool) -> Choice:
         """The fastest choice within a budget, that of the least bytes where there is none.
@@ -200,10 +197,13 @@ def _moments(
 
 
 def _in_the_way(table: Table | str) -> str:
-    """What ends the flow of dims in a block that cannot be cut."""
-    assert isinstance(table, Table), "reasons were told before"
+    """Why there is no table, or what ends the flow of dims in a block that cannot be cut."""
+    if isinstance(table, str):
+        return table
     if table.unknown:
-        return f"it has no rule for {', '.join(table.unknown[:3])}"
-    if any(row.random for row in table.rows):
-        return "what draws random numbers, such as dropout, is computed whole"
-    return "its largest tensors are its arguments and results, or one that needs all of another"
+        why = f"it has no rule for {', '.join(table.unknown[:3])}"
+    elif any(row.random for row in table.rows):
+        why = "what draws random numbers, such as dropout, is computed whole"
+    else:
+        why = "its largest tensors are its arguments and results, or one that needs all of another"
+    return f"no part takes less in chunks: {why}"

@@ -14,6 +14,7 @@ from lightning_amp.planning.modules.fsdp_bytes import fsdp_held_bytes, fsdp_peak
 from lightning_amp.planning.modules.fsdp_seconds import fsdp_seconds
 from lightning_amp.planning.modules.recompute_choice import choose, leanest
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
+from lightning_amp.planning.plan.group_reasons import group_reasons
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, RecomputeBlock
 from lightning_amp.quantities import format_bytes, format_seconds
 
@@ -74,11 +75,11 @@ def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Blocks keep nothing but their inputs, and run again in the backward pass."""
     chain = seen.chain
     if not chain.names:
-        fixed = next((block for block in chain.blocks if block.fixed), None)
+        fixed = group_reasons((block.fqn, block.fixed) for block in chain.blocks if block.fixed)
         return (
-            "the step calls no block, that is no child of a list or a sequence of modules"
-            if fixed is None
-            else f"no block can run a second time; of {fixed.fqn!r} {fixed.fixed}"
+            f"no block can run a second time; {fixed}"
+            if fixed
+            else "the step calls no block, that is no child of a list or a sequence of modules"
         )
     relief = seen.peak_bytes(draft.ranks) - draft.peak_bytes
     names = chain.names if budget is None else _blocks(chain, budget + relief)

@@ -132,7 +132,7 @@ def test_what_cannot_help_is_named_with_the_reason() -> None:
         or "96 % of the peak are optimiser state, parameters and gradients" in held.does_not_help["recompute"]
     )
     stuck = diagnose_module(seen(blocks=chain(fixed=BLOCKS)))
-    assert "of 'blocks.0' it changes its argument 0 in place" in stuck.does_not_help["recompute"]
+    assert "of blocks.0 to blocks.3 it changes its argument 0 in place" in stuck.does_not_help["recompute"]
     alone = diagnose_module(seen(blocks=chain(0)))
     assert "the step calls no block" in alone.does_not_help["recompute"]
     wide = chain(work=5 * SAVED)
