@@ -32,16 +32,17 @@ class _Same:
 def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """All that a graph of this call depends on, as a key."""
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
+    state = state_of(block)
     return (
         type(block),
         tuple(map(_described, values)),
         str(spec),
-        tuple((name, *_described(tensor)) for name, tensor in state_of(block).items()),
+        tuple((name, *_described(tensor)) for name, tensor in state.items()),
         tuple(settings_of(block)),
         tuple(modules_of(block)),
         torch.is_grad_enabled(),
         tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")),
-        _aliases([*state_of(block).values(), *(value for value in values if isinstance(value, Tensor))]),
+        _aliases([*state.values(), *(value for value in values if isinstance(value, Tensor))]),
     )
 
 
@@ -64,12 +65,16 @@ def modules_of(block: nn.Module) -> list[tuple[str, type[nn.Module], tuple[str, 
 
 def settings_of(block: nn.Module) -> list[tuple[str, Any]]:
     """Plain attributes of a block and its submodules, on which a branch may depend."""
-    return [
-        (f"{fqn}.{name}" if fqn else name, _plain(value))
-        for fqn, child in block.named_modules()
-        for name, value in sorted(vars(child).items())
-        if not name.startswith("_") or isinstance(value, PLAIN)
-    ]
+    found = list[tuple[str, Any]]()
+    # called in every step: what most attributes are comes first
+    for fqn, child in block.named_modules():
+        start = f"{fqn}." if fqn else ""
+        for name, value in vars(child).items():
+            if isinstance(value, PLAIN):
+                found.append((start + name, (type(value).__name__, value)))
+            elif name[0] != "_":
+                found.append((start + name, _plain(value)))
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -91,5 +96,5 @@ def _described(value: Any) -> tuple[Any, ...]:
 
 def _aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Which tensors are one and the same, by the first of them."""
-    ids = [id(tensor) for tensor in tensors]
-    return tuple(map(ids.index, ids))
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors))

@@ -30,8 +30,8 @@ GRAPHS = [
         "capture",
         "missing guard: one tensor twice",
         "lightning_amp/graph/guards.py",
-        "return tuple(map(ids.index, ids))",
-        "return tuple(range(len(ids)))",
+        "return tuple(first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors))",
+        "return tuple(range(len(tensors)))",
         GRAPH,
     ),
     Mutant(
