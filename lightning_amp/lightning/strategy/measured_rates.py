@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+import torch.distributed as dist
 
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 
@@ -24,6 +25,8 @@ ROUNDS = 15
 CHAIN = 100
 PRODUCTS, MEMORY, OVERHEAD = 140e9, 28e9, 3.1e-6
 """What the probes found on the core that CPU_CORE was fitted on: operations and bytes per second, seconds."""
+SPEED_S, SPEED_SIZE = 1.0, 384
+"""Seconds of work, and rows of a matrix, for the speed of a rank among the others."""
 MOST_APART = 8.0
 """Scaled further than this no rate is: a probe that was disturbed may not make a plan."""
 
@@ -39,6 +42,30 @@ def measured_rates(threads: int) -> Rates:
         overhead_seconds=CPU_CORE.overhead_seconds * _scale(_overhead() / OVERHEAD),
         device=words,
     )
+
+
+def measured_speeds(device: torch.device, n_ranks: int) -> tuple[float, ...]:
+    """Products of matrices that every rank computes in `SPEED_S`, by those of the fastest; a collective.
+
+    All ranks work at once, as in a step: what one takes from another counts. A quota that the system gives out in
+    periods of a tenth of a second is met several times.
+    """
+    matrix = torch.ones(SPEED_SIZE, SPEED_SIZE, device=device)
+    matrix @ matrix
+    everyones: list[float] = [0.0] * n_ranks
+    if n_ranks > 1:
+        dist.barrier()
+    begin, done = time.perf_counter(), 0
+    while time.perf_counter() - begin < SPEED_S:
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        done += 1
+    own = done / (time.perf_counter() - begin)
+    if n_ranks == 1:
+        return (1.0,)
+    dist.all_gather_object(everyones, own)
+    return tuple(speed / max(everyones) for speed in everyones)
 
 
 def _scale(ratio: float) -> float:

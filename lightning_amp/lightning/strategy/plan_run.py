@@ -15,6 +15,7 @@ from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_s
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
+from lightning_amp.lightning.strategy.measured_rates import measured_speeds
 from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
@@ -39,6 +40,7 @@ from lightning_amp.planning.policies.build_rules import (
     with_balance,
     with_schedule,
     with_shared_statistics,
+    with_speeds,
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -104,6 +106,13 @@ class Facts:
         """Bytes of one device."""
         return _budget(self.request, self.here)
 
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of all ranks, by that of the fastest; none where they are taken as alike. All ranks ask for it first."""
+        if self.request.device_speeds is None:
+            return ()
+        return measured_speeds(self.here.device, self.here.n_ranks)
+
     def within(self, n_bytes: int) -> "Facts":
         """The same, with fewer bytes."""
         fewer = copy.copy(self)
@@ -151,7 +160,7 @@ def plan_in_force(
         AmpError: What rank 0 was told when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
-    request, here = facts.request, facts.here
+    request, here, _ = facts.request, facts.here, facts.speeds
 
     def decide() -> Plan:
         asked = request.plan if given is None else given
@@ -226,6 +235,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     )
     made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
     made = with_sharding(made, request.sharding, launches=rates.launches)
+    made = with_speeds(made, shape, facts.speeds)
     made = replace(made, notes=(*made.notes, *note, *notes))
     seen, _ = facts.seen
     if seen is None:
@@ -237,7 +247,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         named=named,
         budget_named=request.device_memory is not None,
         count=facts.step.count,
-        asked=replace(stages, micro_batches=request.micro_batches),
+        asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
     )
 
 

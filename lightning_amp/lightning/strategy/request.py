@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "schedule": (None, *SCHEDULES),
     "rescue": (True, False),
     "fsdp_offload": (True, False),
+    "device_speeds": (None, "measure"),
 }
 
 OPTIONS_OF = {
@@ -63,6 +64,7 @@ class Request:
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
     fsdp_ranks: int | None = None
     fsdp_offload: bool = False
+    device_speeds: Literal["measure"] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

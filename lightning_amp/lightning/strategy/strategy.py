@@ -104,6 +104,7 @@ class AMPStrategy(MeshStrategy):
         schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
         fsdp_ranks: int | None = None,
         fsdp_offload: bool = False,
+        device_speeds: Literal["measure"] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -132,6 +133,7 @@ class AMPStrategy(MeshStrategy):
             micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
             fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
+            device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:

@@ -18,7 +18,7 @@ step to its blocks (placeholders) takes no time here; caps do not count what pas
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any
 
@@ -39,6 +39,7 @@ from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, ra
 from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
 from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.stages import Stage
+from lightning_amp.planning.time.fill_settings import speeds_of_model
 from lightning_amp.planning.time.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes
 
@@ -59,6 +60,7 @@ class Asked:
         micro_batches, schedule: As of AMPStrategy.
         ends: One past the last block of every stage.
         again: Patterns of blocks to compute again; left open, as few as are needed to fit.
+        speeds: Of all ranks, by that of the fastest; none: they are alike.
     """
 
     model: int | None = None
@@ -66,6 +68,7 @@ class Asked:
     schedule: str | None = None
     ends: tuple[int, ...] | None = None
     again: tuple[str, ...] | None = None
+    speeds: tuple[float, ...] = ()
 
 
 OPEN = Asked()
@@ -81,6 +84,12 @@ class _Shape:
     schedule: str
     micro_batches: int
     budget: int | None
+    speeds: tuple[float, ...] = ()
+
+    @property
+    def of_stages(self) -> tuple[float, ...] | None:
+        """Speeds of the stages' ranks."""
+        return self.speeds * self.each or None
 
     @property
     def at_once(self) -> bool:
@@ -125,7 +134,10 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     if isinstance(whole, str):
         return whole
     name = asked.schedule or SAFE
-    first = _Shape(seen=seen, whole=whole, ranks=model, schedule=name, micro_batches=1, budget=budget)
+    speeds = speeds_of_model(asked.speeds, model)
+    first = _Shape(
+        seen=seen, whole=whole, ranks=model, schedule=name, micro_batches=1, budget=budget, speeds=speeds
+    )
     blocks, stages = len(whole.names), model * first.each
     if stages > blocks:
         return f"there are {blocks} blocks for {stages} stages"
@@ -188,7 +200,7 @@ def _draft(
         ends = _cut(shape, part, layers)
     pipeline = _pipeline(shape, part, ends)
     peaks = rank_peaks(pipeline)
-    times = layers.stages(ends)
+    times = layers.stages(ends, shape.of_stages)
     line = timeline(shape.orders, times)
     seconds = line.seconds + layers.silent + _after(shape, pipeline, data)
     stages = tuple(
@@ -285,7 +297,7 @@ class _Layers:
             silent=float(whole_there[-1]) if again else 0.0,
         )
 
-    def stages(self, ends: Sequence[int]) -> StageTimes:
+    def stages(self, ends: Sequence[int], speeds: tuple[float, ...] | None) -> StageTimes:
         """Summed up."""
         made = StageTimes.of(
             ends,
@@ -293,8 +305,9 @@ class _Layers:
             self.backward,
             send_forward=self.send_forward,
             send_backward=self.send_backward,
+            speeds=speeds,
         )
-        return replace(made, rest=self.rest)
+        return replace(made, rest=self.rest / (speeds[-1] if speeds else 1.0))
 
 
 def _seconds(passes: Passes) -> tuple[Any, Any]:
@@ -318,8 +331,9 @@ def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
         stages,
         send_forward=layers.send_forward,
         send_backward=layers.send_backward,
+        speeds=shape.of_stages,
     )
-    found = _filled(cut().ends, stages, layers)
+    found = _filled(cut().ends, stages, layers, shape.speeds)
     if shape.budget is None or shape.each > 1:
         return found
     rows = list(_layer_bytes(shape, part))
@@ -338,7 +352,7 @@ def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
         has = sum(rows[fullest][start:end])
         try:
             cap = max(0.0, has - max(1.0, min(over, has / 8)))
-            ends = _filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, layers)
+            ends = _filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, layers, shape.speeds)
         except PlanError:
             break
     return best
@@ -361,8 +375,17 @@ def _layer_bytes(shape: _Shape, part: Passes) -> Iterator[list[float]]:
         yield [own + flying * saved for own, saved in zip(held, kept, strict=True)]
 
 
-def _filled(ends: tuple[int, ...], stages: int, layers: _Layers) -> tuple[int, ...]:
-    """As many stages as there are: where fewer would be better, the longest one of several blocks is cut in two."""
+def _filled(
+    ends: tuple[int, ...], stages: int, layers: _Layers, speeds: tuple[float, ...]
+) -> tuple[int, ...]:
+    """As many stages as there are: where fewer would be better, the longest one of several blocks is cut in two; of
+    ranks that are not alike one that would be best left idle gets a block of its neighbour's.
+    """
+    if speeds:
+        blocks = len(layers.forward)
+        whole = [*ends, *[blocks] * (stages - len(ends))]
+        apart = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
+        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(apart))
     ends = tuple(sorted(set(ends)))
     work = np.concatenate([[0.0], np.cumsum(layers.forward + layers.backward)])
     while len(ends) < stages:

@@ -15,9 +15,10 @@ from lightning_amp.planning.plan.specs import (
     PipelineStages,
     ShareBatchStatistics,
     Spec,
+    StrataParallel,
 )
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
-from lightning_amp.planning.time.fill_settings import settle, with_even_stages
+from lightning_amp.planning.time.fill_settings import settle, speeds_of_model, strata_ends, with_even_stages
 
 _SHARED = Rule(
     fqn="*",
@@ -115,6 +116,25 @@ def with_schedule(plan: Plan, shape: ModelShape, *, micro_batches: int | None, s
         return replace(rule, spec=spec)
 
     return replace(plan, rules=tuple(map(asked, plan.rules)))
+
+
+def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:
+    """The same plan for ranks of these speeds, none where they are alike: strata are dealt by them; of stages
+    planning/modules/stages.py takes them.
+    """
+    if not speeds:
+        return plan
+    own = speeds_of_model(speeds, plan.mesh.model)
+    told = ", ".join(f"{speed:.2f}" for speed in speeds)
+    note = f"speeds of the ranks, measured, by that of the fastest: {told}"
+
+    def dealt(rule: Rule) -> Rule:
+        if not isinstance(rule.spec, StrataParallel):
+            return rule
+        ends = strata_ends(shape, plan.axes, ranks=plan.mesh.model, speeds=own)
+        return replace(rule, spec=replace(rule.spec, ends=",".join(map(str, ends))))
+
+    return replace(plan, rules=tuple(map(dealt, plan.rules)), notes=(*plan.notes, note))
 
 
 def without_shared_statistics(plan: Plan) -> Plan:

@@ -35,8 +35,16 @@ def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
     return spec
 
 
-def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]:
-    """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata.
+def speeds_of_model(speeds: tuple[float, ...], model: int) -> tuple[float, ...]:
+    """Of the ranks of the model axis, from those of all ranks: the slowest of every place, for groups wait for it."""
+    return tuple(min(speeds[m::model]) for m in range(model)) if speeds else ()
+
+
+def strata_ends(
+    shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()
+) -> tuple[int, ...]:
+    """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata, and by
+    the speeds of the ranks where these are not alike.
 
     Raises:
         PlanError: More ranks than strata.
@@ -48,7 +56,7 @@ def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int) -> tuple[int, ...]
             f"strata was asked for with {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
-    return deal(stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks), ranks)
+    return deal(stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks), ranks, speeds)
 
 
 def with_even_stages(spec: PipelineStages, shape: ModelShape, *, ranks: int) -> PipelineStages:

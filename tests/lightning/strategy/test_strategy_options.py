@@ -56,6 +56,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
             "fsdp_ranks=2 was asked for, which is of fsdp; ask for strategies='fsdp' too, or leave",
         ),
         ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True was asked for, which is of fsdp"),
+        ({"device_speeds": [1, 2]}, "device_speeds=[1, 2] was asked for; allowed are None, 'measure'"),
         ({"fsdp_offload": 1, "strategies": "fsdp"}, "fsdp_offload=1 was asked for; allowed are True, False"),
         ({"micro_batches": 0, "strategies": "pipeline"}, "micro_batches=0 was asked for; allowed is a whole"),
         ({"plan": 3}, "plan=3 was asked for; allowed are a Plan and the path"),

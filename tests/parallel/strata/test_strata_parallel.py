@@ -8,7 +8,9 @@ import pytest
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.specs import StrataParallel
+from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
 from tests.parallel.sharded_cases import (
     Case,
@@ -105,6 +107,20 @@ def test_a_plan_deals_the_strata_by_their_cost() -> None:
     assert made.mesh == MeshShape(data=1, model=2)
     # stratum 0 has no key and costs next to nothing
     assert rule.spec == StrataParallel(ends="5,9")
+
+
+def test_a_slow_rank_has_fewer_strata() -> None:
+    data = profile(hic(strata=9), rna())
+    made = plan(data, devices=2, strategies="stream,strata")
+    shape = reference_shape(data, batch_size=made.batch_size)
+
+    def ends(*speeds: float) -> str:
+        rules = with_speeds(made, shape, speeds).rules
+        return next(rule.spec.ends for rule in rules if isinstance(rule.spec, StrataParallel))
+
+    assert ends() == ends(1.0, 1.0) == "5,9"
+    assert ends(1.0, 0.5) == "6,9"
+    assert ends(0.5, 1.0) == "3,9"
 
 
 def test_every_rank_gets_a_stratum() -> None:

@@ -216,3 +216,21 @@ def test_stages_that_cannot_be_are_refused() -> None:
     for wrong in ({"end": 0}, {"idle": 1.5}, {"peak_bytes": -1}, {"forward_seconds": float("nan")}):
         with pytest.raises(PlanError, match="a stage of a pipeline was asked for that is none"):
             replace(found.stages[0], **wrong)
+
+
+def test_slow_ranks_have_fewer_blocks() -> None:
+    def cut(*speeds: float, schedule: str = "1f1b") -> Draft:
+        asked = Asked(micro_batches=4, schedule=schedule, speeds=speeds, again=())
+        return made(staged(step(), 2, data=max(1, len(speeds) // 2), budget=None, asked=asked))
+
+    assert spec_of(cut()).ends == spec_of(cut(1.0, 1.0)).ends == "3,6"
+    assert spec_of(cut(0.5, 1.0)).ends == "2,6"
+    # of two pipelines the slowest rank of every place, for they wait for each other's gradients
+    assert spec_of(cut(1.0, 1.0, 0.5, 1.0)).ends == "2,6"
+    # one that is best left idle has a block all the same
+    assert [spec_of(found).ends for found in (cut(0.01, 1.0), cut(1.0, 0.01))] == ["1,6", "5,6"]
+    # two blocks of two seconds each at half the speed
+    assert cut(0.5, 1.0).stages[0].forward_seconds == 2 * 2 / 0.5
+    ends = list(map(int, spec_of(cut(0.5, 1.0, schedule="interleaved")).ends.split(",")))
+    sizes = [b - a for a, b in zip((0, *ends), ends, strict=False)]
+    assert sizes[0] + sizes[2] < sizes[1] + sizes[3]
