@@ -178,7 +178,13 @@ def _batch_norm(call: Call) -> Follows:
 def _convolution(call: Call) -> Follows:
     """Samples follow the input, channels the weight's rows and the bias; positions look at their neighbours."""
     found = nothing(call)
+    if len(call.shapes[0]) != len(call.shapes[1]):  # one sample, without a dim of samples
+        return found
     found[0] = [(0, 0)]
+    stride, padding = (call.arguments.get(name) for name in ("stride", "padding"))
+    if isinstance(stride, list) and isinstance(padding, list) and set(stride) == {1} and not any(padding):
+        for d, size in enumerate(call.shapes[1][2:], start=2):
+            found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
     if call.arguments.get("groups", 1) == 1 and not call.arguments.get("transposed", False):
         found[1] = [(k, 0) for k in range(1, len(call.shapes))]
     return found
@@ -189,8 +195,23 @@ def _convolution(call: Call) -> Follows:
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
 )
 def _of_positions(call: Call) -> Follows:
-    """Samples and channels stay apart."""
-    return same_but(call, range(2, len(call.result)))
+    """Samples and channels stay apart; so do positions of which a whole number becomes one, or which become several."""
+    found = same_but(call, range(2, len(call.result)))
+    if call.op in ("avg_pool2d", "max_pool2d"):
+        sizes = [list(call.arguments[name] or ()) for name in ("kernel_size", "stride", "padding")]
+        kernel, stride, padding = (size * 2 if len(size) == 1 else size for size in sizes)
+        apart = (
+            stride in ([], kernel)
+            and not any(padding)
+            and call.arguments.get("dilation", 1) in (1, [1], [1, 1])
+        )
+        whole = apart and all(
+            n == k * m for n, k, m in zip(call.shapes[0][2:], kernel, call.result[2:], strict=True)
+        )
+    else:
+        nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
+        whole = nearest and all(m % n == 0 for n, m in zip(call.shapes[0][2:], call.result[2:], strict=True))
+    return [[(0, d)] for d in range(len(call.result))] if whole and len(call.result) == 4 else found
 
 
 @register_flow("sum", "mean", "amax", "amin", "logsumexp", "var")
@@ -292,7 +313,8 @@ def _sum_of_features(call: Call) -> Follows:
 @sums_over("conv1d", "conv2d", "conv3d", "convolution")
 def _sum_of_channels(call: Call) -> Follows:
     """Channels of the input with those of the weight, without a bias."""
-    alone = len(call.shapes) == 2 and call.arguments.get("groups", 1) == 1
+    alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
+    alone = alone and call.arguments.get("groups", 1) == 1
     return [[(0, 1), (1, 1)]] if alone and not call.arguments.get("transposed", False) else []
 
 

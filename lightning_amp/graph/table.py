@@ -39,6 +39,7 @@ class Row:
         sums: Dims of its arguments that it sums over.
         writes: Rows whose memory it changes in place, running statistics included.
         random: Whether it draws random numbers.
+        near: (dim of its result, entries) of dims that follow only with so many entries on either side of a piece.
         over: Row in whose memory the result is written, because nothing reads that later; -1 for new memory.
         memory: In inference, rows in whose memory the result may lie however its arguments are laid out: itself, and of
             a possible view also those of its arguments.
@@ -65,6 +66,7 @@ class Row:
     sums: Sums = ()
     writes: tuple[int, ...] = ()
     random: bool = False
+    near: tuple[tuple[int, int], ...] = ()
     over: int = -1
     memory: tuple[int, ...] = ()
     free: int = 0

@@ -9,6 +9,7 @@ PIECES = "tests/planning/chunks"
 SEARCH = f"{PIECES}/test_region.py {PIECES}/test_find_regions.py"
 CHOOSE = f"{PIECES}/test_chunk_bytes.py {PIECES}/test_choose_chunks.py"
 EXACT = "tests/graph/test_pieces_are_exact.py"
+ROWS = "tests/parallel/chunk/test_two_steps.py"
 NESTED = "tests/parallel/chunk/test_nested.py"
 OVER = "tests/parallel/chunk/test_in_place.py"
 
@@ -492,5 +493,93 @@ CHUNKS = [
         "    lowered.forward.__globals__[name] = nested\n",
         "    pass\n",
         NESTED,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: one too few beside a chunk",
+        f"{CHUNKS}/region.py",
+        "    return max(reach.values(), default=0)",
+        "    return max(max(reach.values(), default=0) - 1, 0)",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: convolutions one after the other",
+        f"{CHUNKS}/region.py",
+        "own + max((reach.get(k, 0) for k in rows[i].inputs), default=0)",
+        "max(own, *(reach.get(k, 0) for k in rows[i].inputs))",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: what is beside a chunk is kept",
+        f"{P}/chunk/function.py",
+        "value.narrow(output.dim, (start - self.reached(start, size)[0]) * each, size * each)",
+        "value.narrow(output.dim, 0, size * each)",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: the next chunk's are written over",
+        f"{CHUNKS}/over.py",
+        "    if region.reach:",
+        "    if False:",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: not counted",
+        f"{CHUNKS}/chunk_bytes.py",
+        " + 2 * region.reach",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: a stride",
+        f"{P}/chunk/two_steps.py",
+        "if stride == 1 and reach and reach == 2 * padding and x.shape[d] == result.shape[d]:",
+        "if reach:",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: a kernel of one that moves",
+        "lightning_amp/graph/flow_rules.py",
+        "and set(stride) == {1} and not any(padding):",
+        ":",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: pools that overlap",
+        "lightning_amp/graph/flow_rules.py",
+        "    return [[(0, d)] for d in range(len(call.result))] if whole and len(call.result) == 4 else found",
+        "    return [[(0, d)] for d in range(len(call.result))]",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: variance of a group without that of its means",
+        f"{P}/chunk/two_steps.py",
+        " + mean.var(-1, correction=0, keepdim=True)",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: statistics of every row",
+        f"{P}/chunk/two_steps.py",
+        "shift = -mean.mean(-1, keepdim=True) * scale",
+        "shift = -mean[..., :1] * scale",
+        ROWS,
+    ),
+    Mutant(
+        "chunk rows",
+        "rows: two steps in 16 bits",
+        f"{P}/chunk/two_steps.py",
+        "        and x.dtype in WIDE\n",
+        "",
+        ROWS,
     ),
 ]

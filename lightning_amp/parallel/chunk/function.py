@@ -62,6 +62,7 @@ class ChunkedRegion:
         bounds: First position and size of every chunk.
         input_dims: Of every input the dim along which it is cut; None where every chunk gets it whole.
         outputs: What `put` is given.
+        reach: Positions on either side of a chunk that it computes as well; `put` drops what it makes of them.
     """
 
     compute: Callable[..., None]
@@ -69,6 +70,7 @@ class ChunkedRegion:
     bounds: tuple[tuple[int, int], ...]
     input_dims: tuple[int | None, ...]
     outputs: tuple[Output, ...]
+    reach: int = 0
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The region's results, whole.
@@ -87,8 +89,23 @@ class ChunkedRegion:
     def some(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
         """The chunks to run: all; of tensors without values two and the last, for all others are like the second."""
         if isinstance(inputs[0], FakeTensor):
-            return tuple(dict.fromkeys((*self.bounds[:2], self.bounds[-1])))
+            # one in the middle has all its neighbours
+            middle = self.bounds[len(self.bounds) // 2]
+            return tuple(dict.fromkeys((*self.bounds[:2], middle, self.bounds[-1])))
         return self.bounds
+
+    def reached(self, start: int, size: int) -> tuple[int, int]:
+        """The first position that a chunk computes, and how many."""
+        first = max(0, start - self.reach)
+        return first, min(self.length, start + size + self.reach) - first
+
+    def own(self, k: int, value: Tensor, start: int, size: int) -> Tensor:
+        """Of result k of a chunk its own positions."""
+        output = self.outputs[k]
+        if not self.reach or output.dim is None:
+            return value
+        each = output.shape[output.dim] // self.length
+        return value.narrow(output.dim, (start - self.reached(start, size)[0]) * each, size * each)
 
     def piece(self, tensor: Tensor, dim: int | None, start: int, size: int) -> Tensor:
         """The part of an input or result that belongs to one chunk, as a view."""
@@ -111,13 +128,15 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
             def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
                 output = region.outputs[k]
                 place = region.piece(wholes[k], output.dim, start, size)
+                value = region.own(k, value, start, size)
                 _check(output, value, place)
                 if output.dim is None:
                     place.add_(value)
                 else:
                     place.copy_(value)
 
-            region.compute(put, size, *[region.piece(tensor, dim, start, size) for tensor, dim in pairs])
+            first, n = region.reached(start, size)
+            region.compute(put, n, *[region.piece(tensor, dim, first, n) for tensor, dim in pairs])
     return [whole.to(output.dtype) for whole, output in zip(wholes, region.outputs, strict=True)]
 
 
@@ -163,16 +182,16 @@ def _backward_of_chunk(
     size: int,
 ) -> None:
     """Compute one chunk again, and add its gradients to the sums as soon as autograd has each of them."""
-    pieces = []
+    pieces, (first, n) = [], region.reached(start, size)
     for tensor, dim, total in zip(inputs, region.input_dims, sums, strict=True):
         pieces.append(
-            total.piece(region, start, size) if total else region.piece(tensor, dim, start, size).detach()
+            total.piece(region, first, n) if total else region.piece(tensor, dim, first, n).detach()
         )
     results: dict[int, Tensor] = {}
-    region.compute(results.__setitem__, size, *pieces)
+    region.compute(results.__setitem__, n, *pieces)
     wanted, given = [], []
     for k, (output, grad) in enumerate(zip(region.outputs, grads, strict=True)):
-        result = results.pop(k)
+        result = region.own(k, results.pop(k), start, size)
         if grad is not None and result.requires_grad:
             wanted.append(result)
             given.append(region.piece(grad, output.dim, start, size))

@@ -30,6 +30,7 @@ from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.parallel.chunk.function import ChunkedRegion, Output
 from lightning_amp.parallel.chunk.in_place import with_memory, writing
+from lightning_amp.parallel.chunk.two_steps import neighbours
 from lightning_amp.planning.chunks.over import within, written_over
 from lightning_amp.planning.chunks.region import Region, check_region
 
@@ -82,11 +83,13 @@ def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
     return _Writer(capture, table).lower(ordered)
 
 
-def table_of(capture: Capture) -> Table:
+def table_of(capture: Capture, *, near: bool = False) -> Table:
     """The table of a capture, in which no region has what a graph does beside its rows.
 
     An operator that is none on tensors (a change of the gradient mode), and one that reads memory by its place (which
     chunks lay out anew), stand there as changing the memory that they could have to do with.
+
+    With `near`, for inference, dims of convolutions follow those of their input by `Row.near`.
     """
     table = build_table(capture)
     if not torch.is_grad_enabled():
@@ -96,6 +99,10 @@ def table_of(capture: Capture) -> Table:
         own = node.target is getitem or isinstance(node.target, OpOverload)
         if row.kind == OPERATOR and not own:
             row = replace(row, writes=(i,))
+        elif row.op.startswith("aten.conv"):
+            if near and (found := dict(neighbours(node))):
+                dims = (((0, d),) if d in found else follows for d, follows in enumerate(row.dims or ()))
+                row = replace(row, near=tuple(found.items()), dims=tuple(dims))
         elif "as_strided" in row.op:
             row = replace(row, writes=row.inputs)
         rows.append(row)
@@ -207,6 +214,8 @@ class _Writer:
         inputs = region.inputs(self._table)
         whole = [self._names[i] for i in inputs if i not in region.dims]
         yield f"# {len(sizes)} chunks of {sizes[0]} of {region.units} positions{last}"
+        if region.reach:
+            yield f"# with {region.reach} on either side of every chunk"
         yield f"# cut: {listed(i for i in inputs if i in region.dims)}"
         if whole:
             yield f"# whole: {', '.join(whole)}"
@@ -297,6 +306,7 @@ class _Writer:
             bounds=region.pieces(),
             input_dims=tuple(region.dims.get(k) for k in region.inputs(self._table)),
             outputs=tuple(self._outputs(region)),
+            reach=region.reach,
         )
 
     def _outputs(self, region: Region) -> Iterator[Output]:

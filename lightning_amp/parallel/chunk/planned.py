@@ -15,6 +15,7 @@ from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
 from lightning_amp.parallel.chunk.nested import lower_nested, outermost
+from lightning_amp.parallel.chunk.two_steps import in_two_steps
 from lightning_amp.planning.chunks.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks
 from lightning_amp.planning.chunks.chunk_bytes import result_bytes
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
@@ -93,6 +94,7 @@ def lower_within(
     """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
 
     In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
+    Group norm is computed in two steps where that is not enough.
 
     Where the meter finds more than the search has counted, plans are made for less, by numbers of bytes that are the
     same for all budgets, and at last that of the least bytes: what a budget accepts, a larger one does too.
@@ -106,7 +108,23 @@ def lower_within(
     Raises:
         OverBudget: The budget cannot be met.
     """
-    table = table_of(capture)
+    try:
+        return _side_by_side_or_nested(capture, budget_bytes, costs, train=train)
+    except OverBudget as error:
+        split = None if train else in_two_steps(capture)
+        if split is None:
+            raise
+        try:
+            return _side_by_side_or_nested(split, budget_bytes, costs, train=train)
+        except OverBudget as other:
+            raise min(error, other, key=lambda e: e.least_bytes) from error
+
+
+def _side_by_side_or_nested(
+    capture: Capture, budget_bytes: int, costs: CostModel, *, train: bool
+) -> tuple[Lowered, ChunkPlan]:
+    """The forward of a graph as it is."""
+    table = table_of(capture, near=not train)
     counted = table if train else _inference_table(capture, table)
     try:
         lowered, found = _within(capture, counted, budget_bytes, costs, train=train)
@@ -158,7 +176,7 @@ def _nested(
     beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
 
     def plan(piece: Capture) -> tuple[Lowered, ChunkPlan]:
-        return _within(piece, table_of(piece), budget_bytes - beside, costs, train=False)
+        return _within(piece, table_of(piece, near=True), budget_bytes - beside, costs, train=False)
 
     try:
         lowered, inner = lower_nested(capture, table, outer, plan)
@@ -213,7 +231,7 @@ def _inference_table(capture: Capture, table: Table) -> Table:
     if not torch.is_grad_enabled():
         return table
     with torch.no_grad():
-        return table_of(capture)
+        return table_of(capture, near=True)
 
 
 def _arguments(lowered: Lowered) -> list[Tensor]:

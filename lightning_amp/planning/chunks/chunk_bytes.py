@@ -62,7 +62,8 @@ class _Piece:
 
     def __init__(self, table: Table, region: Region) -> None:
         self._old, self._region, self._block = table.rows, region, table
-        self._length = piece_length(region.units, region.n_chunks)
+        length = piece_length(region.units, region.n_chunks) + 2 * region.reach
+        self._length = min(length, region.units)
         self._inputs, self._inside = region.inputs(table), region.inside(table)
         self._place = {i: n for n, i in enumerate((*self._inputs, *self._inside))}
         self._homes: dict[int, int] = {}

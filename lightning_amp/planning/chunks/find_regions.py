@@ -16,10 +16,11 @@ same.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from math import gcd, inf
 
 from lightning_amp.graph.table import OPERATOR, Row, Table
-from lightning_amp.planning.chunks.region import GETITEM, Region, written_from
+from lightning_amp.planning.chunks.region import GETITEM, Region, reach_of, written_from
 
 
 def find_regions(
@@ -162,7 +163,7 @@ class _Flow:
             for i in inside
             if i not in self.cut and i not in self.summed and self.block.rows[i].kind == OPERATOR
         )
-        return Region(
+        region = Region(
             first=first,
             last=self.last,
             dims=dims,
@@ -171,6 +172,9 @@ class _Flow:
             units=units,
             n_chunks=units,
         )
+        reach = reach_of(self.block.rows, region)
+        # entries beside a piece would count twice in a sum
+        return None if reach and self.summed else replace(region, reach=reach)
 
     def _try(self, i: int, dim: int) -> bool:
         """Cut or sum a row with all that follows from it, or leave everything as it is."""

@@ -35,6 +35,8 @@ def written_over(table: Table, region: Region) -> dict[int, int]:
     """Outputs of a region with the inputs in whose memory they are written."""
     rows, inputs = table.rows, region.inputs(table)
     found: dict[int, int] = {}
+    if region.reach:  # the next piece reads what this one would write over
+        return found
     for i in region.outputs(table):
         for k in inputs:
             if i in region.sums or k not in region.dims or k in found.values():

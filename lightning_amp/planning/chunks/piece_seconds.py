@@ -36,7 +36,8 @@ class Seconds:
         again = sum(self._again(i, region) for i in inside)
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
-        forward = (n - 1) * again + copies
+        beside = (n - 1) * 2 * region.reach / region.units * sum(self._rows[i] for i in inside)
+        forward = (n - 1) * again + copies + beside
         if not self._train:
             return forward
         # again before the backward pass, and both passes in pieces

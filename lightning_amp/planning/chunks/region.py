@@ -25,7 +25,7 @@ The sizes of cut dims differ where dims are merged or split: a piece is a whole 
 divisor, and of a dim of size s the unit is s / units entries.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -48,6 +48,8 @@ class Region:
             when read.
         units: Of which every piece is a whole number; in every cut dim.
         n_chunks: Pieces, no more than units; `find_regions` sets the most.
+        reach: Units on either side of a piece that are computed with it, because some rows need them (`Row.near`); what
+            they give is dropped.
     """
 
     first: int
@@ -57,6 +59,7 @@ class Region:
     before: tuple[int, ...] = ()
     units: int
     n_chunks: int
+    reach: int = 0
 
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """(start, length) of every piece in units: all as long as the first but the last, which may be shorter."""
@@ -107,6 +110,18 @@ def pieces(units: int, n_chunks: int) -> tuple[tuple[int, int], ...]:
     """(start, length) of every piece; no more than `n_chunks`, fewer where that many would leave one empty."""
     length = piece_length(units, n_chunks)
     return tuple((start, min(length, units - start)) for start in range(0, units, length))
+
+
+def reach_of(rows: Sequence[Row], region: Region) -> int:
+    """Units beside a piece that a region needs: those of its rows added up along the longest way through it."""
+    reach: dict[int, int] = {}
+    skipped = {*region.before, *region.sums}
+    for i in range(region.first, region.last + 1):
+        if i in region.dims and i not in skipped:
+            d = region.dims[i]
+            own = -(-dict(rows[i].near).get(d, 0) * region.units // rows[i].shape[d])
+            reach[i] = own + max((reach.get(k, 0) for k in rows[i].inputs), default=0)
+    return max(reach.values(), default=0)
 
 
 def check_region(table: Table, region: Region) -> None:
@@ -230,6 +245,9 @@ def _sizes(table: Table, region: Region) -> Iterator[str]:
         found = gcd(found, table.rows[i].shape[d])
     if found != region.units or found < 2:
         yield f"the sizes of its cut dims are in {found} units, at least 2, and not in {region.units}"
+    needed = reach_of(table.rows, region) if found == region.units else 0
+    if region.reach != needed or (needed and region.sums):
+        yield f"its rows need {needed} units beside a piece, not {region.reach}, and then no row may be a sum"
     if not 2 <= region.n_chunks <= max(found, 2):
         yield f"{region.n_chunks} pieces of {found} units"
 

@@ -1,0 +1,104 @@
+"""Claim: images are cut by rows through convolutions, pooling and group norm, and nothing changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_amp
+from benchmarks.chunks.models import example
+from lightning_amp.graph.capture import Captures
+from lightning_amp.parallel.chunk.lower import lower, table_of
+from lightning_amp.parallel.chunk.planned import forward_bytes
+from lightning_amp.parallel.chunk.two_steps import group_norm, in_two_steps
+from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
+from lightning_amp.planning.chunks.find_regions import find_regions
+from tests.graph.same_outcome import difference
+from tests.parallel.chunk.case import numbers
+from tests.parallel.chunk.test_chunk_module import bytes_of, close
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+conv = nn.Conv2d
+IMAGES: dict[str, Callable[[], nn.Module]] = {
+    "two": lambda: nn.Sequential(conv(2, 3, 3, padding=1), nn.SiLU(), conv(3, 2, 5, padding=2)),
+    "dilated": lambda: nn.Sequential(nn.SiLU(), conv(2, 2, 3, padding=2, dilation=2), nn.Tanh()),
+    "pooled": lambda: nn.Sequential(
+        conv(2, 2, 3, padding=1), nn.AvgPool2d(2), conv(2, 2, 3, padding=1), nn.Upsample(scale_factor=2), conv(2, 2, 1)
+    ),
+    "not alike": lambda: nn.Sequential(nn.SiLU(), conv(2, 2, 3), conv(2, 2, 3, stride=2, padding=1)),
+    "one by one, moved": lambda: nn.Sequential(nn.SiLU(), conv(2, 2, 1, stride=2, padding=4), nn.SiLU()),
+    "overlapping pools": lambda: nn.Sequential(nn.SiLU(), nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(2, 2, 1), nn.SiLU()),
+    "norm": lambda: nn.Sequential(conv(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), conv(4, 2, 3, padding=1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*list(IMAGES)[:-1], pytest.param("norm", marks=pytest.mark.long)])
+def test_every_region_of_rows_is_exact(name: str) -> None:
+    """Results without gradients and with them, loss and gradients in float64 to 1e-10; bytes as predicted or fewer."""
+    torch.manual_seed(0)
+    block, x = IMAGES[name]().double(), torch.randn(2, 2, 8, 6, dtype=torch.float64)
+    right, reached = block(x).detach(), 0
+    with torch.no_grad():
+        found = Captures().of(block, (x,), {})
+        capture = in_two_steps(found) or found
+        table = table_of(capture, near=True)
+    for region in find_regions(table):
+        reached = max(reached, region.reach)
+        for some in numbers(region):
+            with torch.no_grad():
+                run = lower(capture, table, (some,))
+                close(run(block, x), right)
+            if some.n_chunks == 2:
+                with torch.no_grad():
+                    assert forward_bytes(run) <= chunk_bytes(table, (some,)).peak_bytes
+        if region.reach:
+            again = lower(capture, table_of(capture, near=True), (some,))
+            assert difference(block, again, (x.clone().requires_grad_(),), {}) == ""
+    assert (reached > 0) == (name not in ("not alike", "one by one, moved", "overlapping pools"))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_in_two_steps(affine: bool) -> None:
+    """Also where the mean is a thousand times the deviation."""
+    norm, x = nn.GroupNorm(2, 6, affine=affine).double(), torch.randn(3, 6, 5, 7).double() + 1000
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    close(group_norm(x, 2, norm.weight, norm.bias, norm.eps), norm(x))
+
+
+def test_two_steps_for_images_in_32_bits_and_more() -> None:
+    """A kernel in 16 bits rounds once; in two steps it would round more often."""
+    for norm, x in ((nn.GroupNorm(2, 4).bfloat16(), torch.randn(1, 4, 3, 3).bfloat16()),
+                    (nn.GroupNorm(2, 4), torch.randn(1, 4, 3)), (nn.SiLU(), torch.randn(1, 4, 3, 3))):  # fmt: skip
+        with torch.no_grad():
+            assert in_two_steps(Captures().of(norm, (x,), {})) is None
+
+
+@pytest.mark.long
+def test_a_unet_in_a_fifth_of_its_bytes() -> None:
+    """Beside its results; with gradients the same regions run."""
+    torch.manual_seed(0)
+    module, x = example("unet").UNet(channels=8).double().eval(), torch.randn(2, 3, 48, 48).double()
+    whole, right = bytes_of(module, x)
+    small = lightning_amp.chunk(module, x, budget=whole // 5 + x.nbytes // 4)
+    found, y = bytes_of(small, x)
+    assert found <= whole // 5 + x.nbytes // 4
+    close(y, right)
+    x.requires_grad_()
+    grads = [torch.autograd.grad(run(x).square().sum(), x)[0] for run in (small, module)]
+    close(*grads)
+
+
+def test_what_costs_nothing_is_made_for_every_reader() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cat([F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=2)], 1)
+            return F.group_norm(y, 2) + y
+
+    with torch.no_grad():
+        capture = in_two_steps(Captures().of(Twice(), (torch.randn(1, 2, 4, 4),), {}))
+    names = [str(node.target) for node in capture.graph.graph.nodes]
+    assert names.count("aten.cat.default") == 4
+    assert names.count("aten.upsample_nearest2d.vec") == 8
