@@ -10,7 +10,7 @@ WHEEL := $(VENV)-wheel
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo check fast test full lint docs real scglue wheel clean
+.PHONY: demo check fast test full lint docs real scglue any-module wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -57,6 +57,11 @@ wheel:
 scglue: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[test,scglue]' --constraint constraints.txt
 	$(BIN)/python -m pytest tests/models/test_scglue.py
+
+# likewise transformers, for the three of the examples that are HuggingFace's, whose tests are skipped elsewhere
+any-module: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[test,any-module]' --constraint constraints.txt
+	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive" -k "geneformer or gpt2 or vit" tests/footprint tests/graph
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
