@@ -33,6 +33,7 @@ from lightning_amp.random_streams import isolated_random_streams
 SHARED = 64
 """Entries from which on a container is taken for data."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
 LEFT = (nn.Module, LightningModule, LightningDataModule, Trainer, torch.Tensor, np.ndarray, type)
 
 
@@ -66,12 +67,13 @@ def _check(loader: object) -> None:
     kind = type(loader)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(
-            f"the training loader is a {kind.__name__!r}, of which nothing can be read without training missing it"
+            f"the training loader is a {kind.__name__!r}, of which nothing can be read without training missing it;"
+            f" {WAY_OUT}"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             f"the data set is a stream ({type(loader.dataset).__name__!r}), of which nothing can be read without"
-            " training missing it"
+            f" training missing it; {WAY_OUT}"
         )
 
 

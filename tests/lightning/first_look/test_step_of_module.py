@@ -1,12 +1,15 @@
-"""Claim: of a technique that refuses a module its diagnosis says why, and not that it helps."""
+"""Claim: of a technique that refuses a module the diagnosis says why, not that it helps; how a stream gives a batch."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_amp.errors import DataError
 from lightning_amp.footprint.profile_module import Around
+from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.modules.plan_module import diagnose_module
 from lightning_amp.planning.time.device_rates import CPU_CORE
@@ -37,3 +40,17 @@ def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
     assert ("fsdp" in found.helps) is not sparse
     if sparse:
         assert "have sparse gradients" in found.does_not_help["fsdp"]
+
+
+def test_a_stream_is_profiled_by_a_batch_that_its_loader_gives() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("training would miss what is read here")
+
+    loader: Any = DataLoader(Stream(), batch_size=4)
+    with pytest.raises(
+        DataError, match=r"a stream \('Stream'\).* give the loader a method amp_example_batch"
+    ):
+        example_batch(loader)
+    loader.amp_example_batch = lambda: torch.ones(4, 3)
+    assert torch.equal(example_batch(loader), torch.ones(4, 3))
