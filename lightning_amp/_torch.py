@@ -97,6 +97,7 @@ __all__ = [
     "end_gathered",
     "functional_collectives",
     "gelu_backward",
+    "has_kernel",
     "is_compiled",
     "is_watched",
     "make_fx",
@@ -158,6 +159,12 @@ def autograd_node() -> Any:
 def whole_of(x: torch.Tensor) -> torch.Tensor:
     """The tensor that a view is a part of, itself for one that is none."""
     return x if x._base is None else x._base
+
+
+def has_kernel(operator: OpOverload, key: str) -> bool:
+    """Whether an operator has a kernel of its own under a dispatch key."""
+    name = f"{operator._schema.name}.{operator._overloadname}".removesuffix(".default")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def is_compiled(module: nn.Module) -> bool:

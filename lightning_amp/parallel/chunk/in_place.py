@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from lightning_amp._torch import OpOverload
+from lightning_amp._torch import OpOverload, has_kernel
 from lightning_amp.graph.table import Table
 from lightning_amp.planning.chunks.over import may_write, with_free
 
@@ -65,12 +65,7 @@ def writing(target: Any) -> Any:
 
 def _has_its_own_kernel(target: OpOverload) -> bool:
     composite = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-    return not any(_has_kernel(target, key) for key in composite)
-
-
-def _has_kernel(target: OpOverload, key: str) -> bool:
-    name = f"{target._schema.name}.{target._overloadname}".removesuffix(".default")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return not any(has_kernel(target, key) for key in composite)
 
 
 def _is_new(node: Node) -> bool:
@@ -78,7 +73,7 @@ def _is_new(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return False
-    if _has_kernel(target, "CompositeImplicitAutograd"):
+    if has_kernel(target, "CompositeImplicitAutograd"):
         return target.namespace == "aten" and target._opname in NEW
     schema = target._schema
     alone = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
