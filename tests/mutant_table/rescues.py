@@ -26,6 +26,22 @@ RESCUES = [
         "if largest(0.0, self._device) > 1:",
         SAVED,
     ),
+    Mutant(
+        "rescue",
+        "no chunks where recompute is not enough",
+        f"{L}/strategy/install_plan.py",
+        'for more in (("recompute",), ("recompute", "chunk")):',
+        'for more in (("recompute",), ("recompute",)):',
+        SAVED,
+    ),
+    Mutant(
+        "rescue",
+        "a technique named twice",
+        f"{L}/strategy/install_plan.py",
+        "names = list(dict.fromkeys((*self._plan.strategies, *more)))",
+        "names = [*self._plan.strategies, *more]",
+        SAVED,
+    ),
     Mutant("rescue", "plans without number", RESCUE, "self._left -= 1", "self._left -= 0", SAVED),
     Mutant(
         "rescue",

@@ -211,12 +211,14 @@ class InstalledPlan:
     def _leaner(self) -> str:
         """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
         before = self._plan
-        limit = int(LEANER * before.predicted_peak_bytes)
+        # a plan that was known to exceed the budget shall keep it; one that was said to fit was said wrongly
+        known = before.predicted_peak_bytes > (self._facts.budget or inf)
+        limit = int(self._facts.budget or 0) if known else int(LEANER * before.predicted_peak_bytes)
         try:
             if before.diagnosis is None:
                 self.switch(self._leaner_strategies(limit))
             else:
-                self._recompute_more(limit)
+                self._keep_less(limit)
         except AmpError:
             return ""
         self._end_race()
@@ -237,16 +239,18 @@ class InstalledPlan:
             raise PlanError(f"no plan for these ranks needs {format_bytes(limit)} or less")
         return min(fitting, key=lambda c: c.cell_seconds).strategies
 
-    def _recompute_more(self, limit: int) -> None:
-        """Of any module, recompute what it takes to stay within a limit, or everything."""
+    def _keep_less(self, limit: int) -> None:
+        """Of any module, recompute what it takes to stay within a limit; where that is not enough, chunk too."""
         before = self._plan
-        names = [*before.strategies, "recompute"]
-        plan = plan_in_force(self._facts.within(limit), notes=before.notes, strategies=names)
-        if plan.predicted_peak_bytes >= before.predicted_peak_bytes:
-            raise PlanError("no choice of recomputed blocks needs less")
         with _as_in_setup(self._here.device):
+            # a step is counted of the module as it is, not of blocks that are computed again already
             self._installed.undo()
             try:
+                plan = min(
+                    self._leaner_blocks(limit), key=lambda plan: plan.predicted_peak_bytes, default=before
+                )
+                if plan.predicted_peak_bytes >= before.predicted_peak_bytes:
+                    raise PlanError("no choice of recomputed blocks, nor of chunks in them, needs less")
                 self._installed = self._made(plan)
             except AmpError:
                 self._installed = self._made(before)
@@ -256,6 +260,18 @@ class InstalledPlan:
                 plan, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes
             )
         )
+
+    def _leaner_blocks(self, limit: int) -> Iterator[Plan]:
+        """The first that stays within the limit is the last."""
+        for more in (("recompute",), ("recompute", "chunk")):
+            names = list(dict.fromkeys((*self._plan.strategies, *more)))
+            try:
+                plan = plan_in_force(self._facts.within(limit), notes=self._plan.notes, strategies=names)
+            except PlanError:
+                continue
+            yield plan
+            if plan.predicted_peak_bytes <= limit:
+                return
 
     def _plan_of(self, strategies: Strategies) -> Plan:
         plan = plan_in_force(
