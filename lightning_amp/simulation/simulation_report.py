@@ -130,7 +130,9 @@ def _communication(simulation: Simulation) -> str:
 
 def _remedies(plan: Plan) -> str:
     """What makes a step smaller, and is not in the plan yet."""
-    of_decoder = [s for s, row in STRATEGIES.items() if row.choice is not None and plan.strata_bytes]
+    # what changes kernels only needs as many bytes
+    choices = {s: row.choice[0] for s, row in STRATEGIES.items() if row.choice is not None}
+    of_decoder = [s for s, axis in choices.items() if axis != "kernels" and plan.strata_bytes]
     attends = ATTENTION_DECODER in plan.signals
     left = [
         s
