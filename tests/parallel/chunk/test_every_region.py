@@ -33,7 +33,7 @@ def test_every_region_of_the_example_modules_is_exact(name: str) -> None:
                     assert found.error(some) == "", (call.fqn, some)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
 def test_regions_of_the_example_modules_are_exact(name: str) -> None:
     """The longest region of every last row and dim, in three chunks; dropout is on, and in none of them."""
