@@ -159,6 +159,8 @@ def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
 
 def _check_compiler(device: torch.device) -> None:
     """Compile something small, before a run begins, which no earlier run has left on the disk."""
+    # torch counts the graphs of a process, those of earlier runs too, which would use up what is allowed
+    torch.compiler.reset()
     new = time.time_ns()
     try:
         torch.compile(lambda x: x + new, dynamic=False)(torch.zeros(2, device=device))
