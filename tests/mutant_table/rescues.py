@@ -36,10 +36,11 @@ RESCUES = [
     ),
     Mutant(
         "rescue",
-        "a technique named twice",
+        "counted with the plan before installed",
         f"{L}/strategy/install_plan.py",
-        "names = list(dict.fromkeys((*self._plan.strategies, *more)))",
-        "names = [*self._plan.strategies, *more]",
+        "            # a step is counted of the module as it is, not of blocks that are computed again already\n"
+        "            self._installed.undo()\n",
+        "",
         SAVED,
     ),
     Mutant("rescue", "plans without number", RESCUE, "self._left -= 1", "self._left -= 0", SAVED),

@@ -264,7 +264,7 @@ class InstalledPlan:
     def _leaner_blocks(self, limit: int) -> Iterator[Plan]:
         """The first that stays within the limit is the last."""
         for more in (("recompute",), ("recompute", "chunk")):
-            names = list(dict.fromkeys((*self._plan.strategies, *more)))
+            names = [*self._plan.strategies, *more]
             try:
                 plan = plan_in_force(self._facts.within(limit), notes=self._plan.notes, strategies=names)
             except PlanError:
