@@ -4,6 +4,7 @@
     a mean of everything                the sum, divided once by how many values there are
     a loss with reduction="mean"        the loss with reduction="sum", divided once by the number of values or rows;
                                         of classes by the number, or the summed weight, of those not to be ignored
+    a sum in the memory of all losses   the losses, then their sum: memory that is counted, and let go of
 
 A sum is over pieces what it is over all, a mean is not. A mean whose result has 16 bits stays one: its sum may have no
 room in them.
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_amp.graph.loss_rules import BY_CLASS, BY_ROW, BY_VALUE, SUM
+from lightning_amp.graph.loss_rules import BY_CLASS, BY_ROW, BY_VALUE, NONE, SUM
 
 aten = torch.ops.aten
 MEAN = 1
+RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+"""Whose sum or mean is, on a CPU, a number in the memory of all losses, which tensors without values do not show."""
 WIDE = (torch.float32, torch.float64)
 
 
@@ -43,12 +46,21 @@ def _mean_loss(name: str) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
 
+    def summed(given: dict[str, Any]) -> Any:
+        if name not in RESIZED:
+            return op(**given | {"reduction": SUM})
+        losses = op(**given | {"reduction": NONE})
+        return aten.sum.default(losses) if losses.dtype in WIDE else losses
+
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        if given["reduction"] != MEAN or not _has_rows(name, given):
+        again = given["reduction"] == SUM and name in RESIZED
+        if not again and (given["reduction"] != MEAN or not _has_rows(name, given)):
             return NotImplemented
-        total = op(**given | {"reduction": SUM})
-        return total / _count(name, given) if total.dtype in WIDE else NotImplemented
+        total = summed(given)
+        if total.dtype not in WIDE:
+            return NotImplemented
+        return total if again else total / _count(name, given)
 
     return rewritten
 

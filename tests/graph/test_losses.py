@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.peak import block_bytes
 from tests.graph.test_flow import Op
 from tests.parallel.chunk.case import Case
 from tests.parallel.chunk.small_blocks import x_of
@@ -122,3 +124,18 @@ def test_a_mean_of_16_bits_stays_one() -> None:
         capture = Captures().of(Op(lambda x, t: F.cross_entropy(x @ x, t)), (X.bfloat16(), CLASSES), {})
     assert capture.graph is not None
     assert "div" in capture.graph.code
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss])
+def test_a_loss_lies_in_no_more_memory_than_is_counted(loss: Loss, reduction: str) -> None:
+    """On a CPU torch's own sum is a number in the memory of all losses."""
+    block, args = Op(lambda x, y: loss(x, y, reduction=reduction)), (torch.rand(64, 64), torch.rand(64, 64))
+    with torch.no_grad():
+        captures = Captures()
+        table = build_table(captures.of(block, args, {}))
+        with LiveBytes() as live:
+            found = captures.run(block, *args)
+    assert torch.equal(found, loss(*args, reduction=reduction))
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert live.peak <= block_bytes(table, train=False).peak_bytes
