@@ -126,8 +126,8 @@ GRAPHS = [
         "rewrites",
         "a mean of 16 bits",
         REWRITTEN,
-        "if total.dtype in WIDE else NotImplemented",
-        "if True else NotImplemented",
+        "if total.dtype not in WIDE:",
+        "if False:",
         LOSSES,
     ),
     Mutant(
