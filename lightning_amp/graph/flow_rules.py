@@ -75,7 +75,7 @@ from lightning_amp.graph.flow import (
     ),
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "type_as", "float"),
 )
-def _pointwise(call: Call) -> Follows:
+def pointwise(call: Call) -> Follows:
     """Also where the arguments are broadcast: what has one value for all is needed whole."""
     pairs = [pair for k, shape in enumerate(call.shapes) for pair in broadcast(shape, k, call.result)]
     return collect(call.result, pairs)
@@ -215,7 +215,7 @@ def _of_positions(call: Call) -> Follows:
 
 
 @register_flow("sum", "mean", "amax", "amin", "logsumexp", "var")
-def _reduction(call: Call) -> Follows:
+def reduction(call: Call) -> Follows:
     """All dims but those that are reduced."""
     asked = call.arguments.get("dim")
     rank = len(call.shapes[0])

@@ -3,10 +3,10 @@
 `embedding_bag` has none: which rows are in one bag is told by values.
 """
 
-from lightning_amp.graph.flow import Call, Follows, broadcast, collect, nothing, register_flow, same_but
+from lightning_amp.graph.flow import Call, Follows, nothing, register_flow, same_but
+from lightning_amp.graph.flow_rules import pointwise, reduction
 
-
-@register_flow(
+register_flow(
     *(
         "square",
         "reciprocal",
@@ -23,11 +23,7 @@ from lightning_amp.graph.flow import Call, Follows, broadcast, collect, nothing,
     *("log_sigmoid", "hardtanh", "hardswish", "hardsigmoid", "relu6", "mish", "celu", "selu", "threshold"),
     *("nan_to_num", "isnan", "isfinite", "remainder", "logical_and", "logical_or", "logical_xor"),
     *("bitwise_and", "bitwise_or", "addcmul", "addcdiv", "lerp", "clamp_min", "clamp_max", "broadcast_to"),
-)
-def _by_value(call: Call) -> Follows:
-    """As they are broadcast."""
-    pairs = [pair for k, shape in enumerate(call.shapes) for pair in broadcast(shape, k, call.result)]
-    return collect(call.result, pairs)
+)(pointwise)
 
 
 @register_flow("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin")
@@ -61,13 +57,7 @@ def _pad(call: Call) -> Follows:
 )
 def _reduction(call: Call) -> Follows:
     """All dims but those that are reduced; of two tensors value by value."""
-    if len(call.shapes) > 1:
-        return _by_value(call)
-    asked, rank = call.arguments.get("dim"), len(call.shapes[0])
-    gone = {d % rank for d in ([asked] if isinstance(asked, int) else asked or range(rank))}
-    if call.arguments.get("keepdim"):
-        return same_but(call, sorted(gone))
-    return [[(0, d)] for d in range(rank) if d not in gone]
+    return pointwise(call) if len(call.shapes) > 1 else reduction(call)
 
 
 @register_flow("gather")

@@ -98,9 +98,7 @@ class StepOfModule:
             no_stages=self._no_stages,
             chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
             fsdp=fsdp,
-            refused={"fsdp": why}
-            if (why := _refusal(refuse, self._module, find_units(self._module)))
-            else {},
+            refused=_refused(self._module),
         )
 
     def forget(self) -> None:
@@ -164,13 +162,13 @@ class StepOfModule:
             ) from error
 
 
-def _refusal(look: Callable[..., None], *args: Any) -> str:
-    """What a technique has against a module, "" where it has nothing."""
+def _refused(module: LightningModule) -> dict[str, str]:
+    """Techniques that are known to refuse a module before a step is counted, and why."""
     try:
-        look(*args)
+        refuse(module, find_units(module))
     except InstallError as error:
-        return str(error)
-    return ""
+        return {"fsdp": str(error)}
+    return {}
 
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:

@@ -212,8 +212,9 @@ class InstalledPlan:
         """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
         before = self._plan
         # a plan that was known to exceed the budget shall keep it; one that was said to fit was said wrongly
-        known = before.predicted_peak_bytes > (self._facts.budget or inf)
-        limit = int(self._facts.budget or 0) if known else int(LEANER * before.predicted_peak_bytes)
+        limit = self._facts.budget
+        if before.predicted_peak_bytes <= limit:
+            limit = int(LEANER * before.predicted_peak_bytes)
         try:
             if before.diagnosis is None:
                 self.switch(self._leaner_strategies(limit))

@@ -29,9 +29,7 @@ from lightning_amp.planning.modules.plan_module import (
 )
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.model_shape import (
-    ModelShape,
-)
+from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
 from lightning_amp.planning.plan.strategies import in_order

@@ -185,7 +185,7 @@ def _nested(
     measured = forward_bytes(lowered)
     if measured > budget_bytes:
         raise _over(capture, budget_bytes, min(measured, alone.least_bytes))
-    whole, n = choose_chunks(table, 2**62, train=False), outer.n_chunks
+    whole, n = choose_chunks(table, 2**62, train=False, costs=costs), outer.n_chunks
     return lowered, replace(whole, regions=(outer,), peak_bytes=measured, seconds=n * inner.seconds)
 
 

@@ -28,6 +28,8 @@ from lightning_amp._torch import FakeTensor, compile_settings
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
+from lightning_amp.parallel.strata.recompute import RecomputedStrata
+from lightning_amp.parallel.strata.stream import StreamedStrata
 from lightning_amp.planning.plan.specs import CompileStrata
 from lightning_amp.shapes import Scalar
 
@@ -149,7 +151,7 @@ def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
             f"compile was asked for with mode={mode!r}, whose graphs are CUDA's, on a device of type {device.type!r};"
             " set mode='default' there"
         )
-    if type(walk).__name__ in ("StreamedStrata", "RecomputedStrata"):
+    if isinstance(walk, StreamedStrata | RecomputedStrata):
         raise InstallError(
             f"compile was asked for with mode={mode!r}, whose graphs own what a stratum returns until the next step,"
             f" beside {type(walk).__name__}, which runs a backward pass between strata; set mode='default', or leave"
