@@ -10,6 +10,9 @@ TWO = "tests/lightning/pipeline/test_pipeline.py::test_training_as_stages_is_tra
 RUNS_OF = "tests/lightning/pipeline/test_pipeline_runs.py -m exhaustive"
 ATTACKS = "tests/lightning/pipeline/test_pipeline_attacks.py"
 REFUSED = "tests/lightning/pipeline/test_pipeline_refusals.py"
+HAND = f"{L}/steps/pipelined/manual_step.py"
+BY_HAND = "tests/lightning/pipeline/test_pipeline_attacks.py::test_what_can_be_stages_is_exact[manual-0]"
+NOT_BY_HAND = "tests/lightning/pipeline/test_pipeline_attacks.py::test_what_cannot_is_refused[manual-0]"
 WALK = "tests/parallel/pipeline/test_block_walk.py"
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
 STAGED = "tests/planning/modules/test_stages.py"
@@ -351,5 +354,37 @@ PIPELINES = [
         "self.readers.setdefault(name, []).append(len(self.work) - 1)",
         "self.readers[name] = [len(self.work) - 1]",
         PASSES,
+    ),
+    Mutant(
+        "manual",
+        "by hand: gradients are not set to zero",
+        HAND,
+        'self._ask(OPTIMIZER, "zero_grad")',
+        "pass",
+        BY_HAND,
+    ),
+    Mutant(
+        "manual",
+        "by hand: not clipped",
+        HAND,
+        "module.clip_gradients(module.optimizers(), *args, **kwargs)",
+        "pass",
+        BY_HAND,
+    ),
+    Mutant(
+        "manual",
+        "by hand: gradients are read before they are there",
+        HAND,
+        "stack.enter_context(_ReadsNoParameters())",
+        "pass",
+        NOT_BY_HAND,
+    ),
+    Mutant(
+        "manual",
+        "by hand: a closure is not called",
+        HAND,
+        '_refuse_arguments("step of its optimizer", args, kwargs)',
+        "pass",
+        NOT_BY_HAND,
     ),
 ]

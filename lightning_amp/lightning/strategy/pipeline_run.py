@@ -51,11 +51,6 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
         refuse_hooks(parameter)
     asked: list[tuple[bool, str, str]] = [
         (
-            not trainer.lightning_module.automatic_optimization,
-            "automatic_optimization=False",
-            "a manual step calls backward while earlier stages have left it: let the Trainer optimise",
-        ),
-        (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"precision={trainer.precision!r}",
             "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'",

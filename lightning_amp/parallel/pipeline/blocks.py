@@ -95,6 +95,4 @@ def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
             (),
             "it normalises by the statistics of a batch (BatchNorm), of which a stage would see a micro-batch's",
         )
-    if not getattr(module, "automatic_optimization", True):
-        return (), "a manual step (automatic_optimization=False) calls backward itself"
     return tuple(f"{found[0]}.{name}" for name, _ in blocks.named_children()), ""

@@ -173,12 +173,7 @@ class ByHand(Layered):
         optimizer.step()
 
 
-@feature(
-    "stages: manual optimisation",
-    checked=TRAINED,
-    refused={PIPELINE: "automatic_optimization=False"},
-    **ONLY,
-)
+@feature("stages: manual optimisation", checked=TRAINED, **ONLY)
 def by_hand(site: Site) -> Outcome:
     return fit(site, ByHand())
 

@@ -32,7 +32,7 @@ EXAMPLES = {
     "wide_mlp": "",
     # a mean over what is hidden, of which every sample has as much
     "gene_transformer": "",
-    "unet": "automatic_optimization=False",
+    "unet": "it is no mean over samples",
     "cnn": "statistics of a batch",
 }
 """What is said of the unedited modules; nothing of those that train."""

@@ -17,11 +17,13 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from tests.lightning.pipeline import manual_steps
 from tests.lightning.pipeline.attacks import EXACT, REFUSED, Net, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+Kinds = tuple[type[Net], ...]
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "micro_batches": 3},
     {"schedule": "gpipe", "micro_batches": 3},
@@ -42,24 +44,25 @@ def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any
     return {"state": {n: v.clone() for n, v in module.state_dict().items()}, "logged": logged}
 
 
-def trained(rank: int, ranks: int, schedule: int) -> dict[str, Any]:
-    return {kind.__name__: train((rank, ranks), kind, SCHEDULES[schedule]) for kind in EXACT}
+def trained(rank: int, ranks: int, schedule: int, kinds: Kinds) -> dict[str, Any]:
+    return {kind.__name__: train((rank, ranks), kind, SCHEDULES[schedule]) for kind in kinds}
 
 
 @pytest.mark.parametrize("schedule", EVERY)
-def test_what_can_be_stages_is_exact(schedule: int, tmp_path: Path) -> None:
-    expected = {kind.__name__: train(None, kind, {}) for kind in EXACT}
-    for found in run_ranks(trained, 2, tmp_path, schedule, timeout=200):
+@pytest.mark.parametrize("kinds", [EXACT, manual_steps.EXACT], ids=["automatic", "manual"])
+def test_what_can_be_stages_is_exact(kinds: Kinds, schedule: int, tmp_path: Path) -> None:
+    expected = {kind.__name__: train(None, kind, {}) for kind in kinds}
+    for found in run_ranks(trained, 2, tmp_path, schedule, kinds, timeout=200):
         for name, run in found.items():
             for key, value in expected[name]["state"].items():
                 assert torch.allclose(run["state"][key], value, rtol=0, atol=1e-10), f"{name}: {key}"
             assert run["logged"] == pytest.approx(expected[name]["logged"], abs=1e-10), name
 
 
-def refused(rank: int, ranks: int, folder: Path, schedule: int) -> dict[str, str]:
+def refused(rank: int, ranks: int, folder: Path, schedule: int, kinds: Kinds) -> dict[str, str]:
     found = {}
     dist.barrier()
-    for n, kind in enumerate(REFUSED):
+    for n, kind in enumerate(kinds):
         # a rank that is refused leaves the others, whose next message fails; the watch would end the process
         dist.destroy_process_group()
         gc.collect()
@@ -81,14 +84,15 @@ def said_of(rank: tuple[int, int], kind: type[Net], settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("schedule", EVERY[:2])
-def test_what_cannot_is_refused(schedule: int, tmp_path: Path) -> None:
-    both = run_ranks(refused, 2, tmp_path, tmp_path, schedule, timeout=200)
-    said = {kind.__name__: [found[kind.__name__] for found in both] for kind in REFUSED}
+@pytest.mark.parametrize("table", [REFUSED, manual_steps.REFUSED], ids=["automatic", "manual"])
+def test_what_cannot_is_refused(table: dict[type[Net], str], schedule: int, tmp_path: Path) -> None:
+    both = run_ranks(refused, 2, tmp_path, tmp_path, schedule, tuple(table), timeout=200)
+    said = {kind.__name__: [found[kind.__name__] for found in both] for kind in table}
     trained = [name for name, of_ranks in said.items() if not all(of_ranks)]
     assert not trained
     others = {
         kind.__name__: said[kind.__name__]
-        for kind, words in REFUSED.items()
+        for kind, words in table.items()
         if not any(words in one for one in said[kind.__name__])
     }
     assert not others, "\n".join(f"{name}: {of_ranks}" for name, of_ranks in others.items())

@@ -74,12 +74,6 @@ class Counting(CNN):
         return super().training_step(batch, batch_idx)
 
 
-class Manual(GPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Normed(CNN):
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +125,6 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], st
     "drawn": (Drawn, {}, {}, "it is no mean over samples"),
     "contrastive": (Contrastive, {}, {}, "it is no mean over samples"),
     "buffers": (Counting, {}, {}, "has changed the parameters or buffers ['seen']"),
-    "manual": (Manual, {}, {}, "automatic_optimization=False"),
     "batch norm": (Normed, {}, {}, "statistics of a batch"),
     "hooks": (Hooked, {}, {}, "forward_hooks"),
     "hooks on gradients": (HookedGradient, {}, {}, "hooks on its gradient"),

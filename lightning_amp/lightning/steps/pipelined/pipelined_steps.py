@@ -17,6 +17,8 @@ What comes before the loss has to compute every sample by itself. In the first s
 of which half the samples are the same: where these have another result the step is refused, and so it is where a block
 remembers what it was given (sample_check.py).
 
+A step that optimises by hand is one that returns its loss, until its gradients are ready (manual_step.py).
+
 Validation, test and prediction run the whole batch as one micro-batch.
 
 Known limits: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed, and neither
@@ -38,6 +40,7 @@ from torchmetrics import Metric
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.steps.pipelined.manual_step import ManualStep
 from lightning_amp.lightning.steps.pipelined.micro_batches import cut
 from lightning_amp.lightning.steps.pipelined.sample_check import SampleCheck
 from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, StepRecorder
@@ -80,6 +83,7 @@ class PipelinedSteps:
         self._module, self._stages, self._parameters = module, stages, parameters
         self._spec, self._data_rank = spec, data_rank
         self._recorder = StepRecorder(module, list(blocks.values()))
+        self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._changed: list[str] = []
         self._replace("training_step", self._train)
@@ -109,6 +113,11 @@ class PipelinedSteps:
     # --- training ---
 
     def _train(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
+        if self._manual is None:
+            return self._with_gradients(plain, name, batch, *rest)
+        return self._manual.carry_out(self._with_gradients(self._manual.recorded(plain), name, batch, *rest))
+
+    def _with_gradients(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
         whole, part = (lambda: plain(batch, *rest)), (lambda j: plain(parts[j], *rest))

@@ -1,0 +1,172 @@
+"""A step that optimises by hand (`automatic_optimization = False`), as stages run it: one that returns its loss.
+
+    recorded    every run of the step notes what it asks for, `self.manual_backward(loss)`, `self.clip_gradients`, steps
+                and zero_grad of the optimiser, steps of schedulers, and does none of it
+    carry out   once the gradients of the batch are ready, every rank does in that order what the last stage's run of
+                the whole batch has asked for; the loss of its one backward pass hands the gradients out
+
+So micro-batches of one batch end in one step of the optimiser, clipped by the norm over all stages, and a step that
+accumulates (one optimiser step in four, say) does so by itself.
+
+What follows manual_backward runs before there are gradients, and on the last stage's rank alone. So a step is refused
+that reads or sets parameters, gradients or the optimiser there; and so is one that calls backward twice or never, steps
+before it, or with a closure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_amp._torch import tree_leaves
+from lightning_amp.errors import ModelError
+
+OPTIMIZER, SCHEDULER, MODULE = "optimizer", "scheduler", "module"
+BACKWARD = MODULE, "manual_backward"
+Ask = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+"""Of whom, what, and with which arguments."""
+
+
+class ManualStep:
+    """The steps of one module; see `recorded` and `carry_out`."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+
+    def recorded(self, step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+        """The step as one that returns its "loss", what it has "asked" for in order, and what it has "returned"."""
+
+        def called(*args: Any) -> dict[str, Any]:
+            trainer = self._module.trainer
+            optimizers, schedulers = len(trainer.optimizers), len(trainer.lr_scheduler_configs)
+            if optimizers != 1 or schedulers > 1:
+                raise refusal(
+                    f"has {optimizers!r} optimizers and {schedulers!r} schedulers", "take one of each at most"
+                )
+            run = _Run(has_scheduler=bool(schedulers))
+            with ExitStack() as stack, self._in_place_of_module(run.names(stack)):
+                returned = step(*args)
+            if run.loss is None:
+                raise refusal("has not called self.manual_backward", "let every batch have one backward pass")
+            return {"loss": run.loss, "asked": run.asked, "returned": returned}
+
+        return called
+
+    def carry_out(self, found: dict[str, Any]) -> Any:
+        """Do what a run has asked for, with gradients in its loss; returns what the step has."""
+        module = self._module
+        for whom, what, args, kwargs in found["asked"]:
+            if whom == OPTIMIZER:
+                getattr(module.optimizers(), what)()
+            elif whom == SCHEDULER:
+                getattr(module.lr_schedulers(), what)(*args, **kwargs)
+            elif (whom, what) == BACKWARD:
+                module.manual_backward(found["loss"])
+            else:
+                module.clip_gradients(module.optimizers(), *args, **kwargs)  # type: ignore[arg-type]
+        return found["returned"]
+
+    @contextmanager
+    def _in_place_of_module(self, names: Mapping[str, Any]) -> Iterator[None]:
+        vars(self._module).update(names)
+        try:
+            yield
+        finally:
+            for name in names:
+                vars(self._module).pop(name, None)
+
+
+class _Run:
+    """One run of the step."""
+
+    def __init__(self, *, has_scheduler: bool) -> None:
+        self._has_scheduler = has_scheduler
+        self.asked: list[Ask] = []
+        self.loss: Tensor | None = None
+
+    def names(self, stack: ExitStack) -> dict[str, Any]:
+        """What the module has instead of its own methods; once backward is called, `stack` watches what is read."""
+        optimizer = _Recorded(OPTIMIZER, {"zero_grad": self._zero_grad, "step": self._step})
+        # there is no other whose parameters would have to stand still
+        vars(optimizer)["toggle_model"] = lambda sync_grad=True: nullcontext()
+        scheduler = _Recorded(SCHEDULER, {"step": partial(self._ask, SCHEDULER, "step")})
+
+        def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self.loss is not None:
+                raise refusal(
+                    "calls self.manual_backward twice", "let a step have one loss, the sum of its parts"
+                )
+            _refuse_arguments("self.manual_backward", args, kwargs)
+            self._ask(*BACKWARD)
+            self.loss = loss
+            stack.enter_context(_ReadsNoParameters())
+
+        def clip_gradients(of: Any, *args: Any, **kwargs: Any) -> None:
+            self._ask(MODULE, "clip_gradients", *args, **kwargs)
+
+        return {
+            "optimizers": lambda use_pl_optimizer=True: optimizer,
+            "lr_schedulers": lambda: scheduler if self._has_scheduler else None,
+            "manual_backward": manual_backward,
+            "clip_gradients": clip_gradients,
+            "toggle_optimizer": lambda of: None,
+            "untoggle_optimizer": lambda of: None,
+        }
+
+    def _ask(self, whom: str, what: str, *args: Any, **kwargs: Any) -> None:
+        self.asked.append((whom, what, args, kwargs))
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._ask(OPTIMIZER, "zero_grad")
+
+    def _step(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_arguments("step of its optimizer", args, kwargs)
+        if self.loss is None:
+            raise refusal(
+                "steps its optimizer before self.manual_backward",
+                "step after the backward pass of the same batch",
+            )
+        self._ask(OPTIMIZER, "step")
+
+
+class _Recorded:
+    """What stands for an optimiser or a scheduler in a step."""
+
+    def __init__(self, whom: str, methods: Mapping[str, Callable[..., None]]) -> None:
+        vars(self).update(methods, _whom=whom)
+
+    def __getattr__(self, name: str) -> Any:
+        raise refusal(
+            f"uses {name!r} of its {self._whom}", "do that in on_train_batch_start or on_train_batch_end"
+        )
+
+
+class _ReadsNoParameters(TorchFunctionMode):
+    """While it is on, nothing reads a parameter or its gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
+            raise refusal(
+                f"reads a parameter or its gradient by {getattr(func, '__name__', func)!r} after self.manual_backward",
+                "read it in on_before_optimizer_step or on_train_batch_end, and norms by"
+                " self.trainer.strategy.gradient_norm()",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(found: str, instead: str) -> ModelError:
+    """Of a step that is optimised by hand in another way than stages can."""
+    return ModelError(
+        f"a step with automatic_optimization=False was to be run as stages of a pipeline, and {found}; allowed are one"
+        " optimizer, one scheduler and, in every batch, one self.manual_backward(loss), after which the step may call"
+        f" self.clip_gradients, and step and zero_grad of the optimizer: {instead}, or leave 'pipeline' out"
+    )
+
+
+def _refuse_arguments(what: str, args: Any, kwargs: Any) -> None:
+    if args or kwargs:
+        raise refusal(f"gives {what} {[*args, *kwargs]!r}", "call it without")
