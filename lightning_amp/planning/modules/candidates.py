@@ -36,6 +36,7 @@ WORTH = 0.05
 MOSTLY = 0.6
 """Of the peak: what stands in the way of a technique that leaves as much as it is."""
 STAGED = ("pipeline",)
+NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ def compare(
             dropped[names] = made
         else:
             found.append(made)
-    if STAGED not in refused:
+    if STAGED not in refused and not _stages_are_needless(seen, ranks=ranks, budget=limit):
         made = best_pipeline(seen, ranks=ranks, budget=limit, asked=asked)
         if isinstance(made, str):
             dropped[STAGED] = f"pipeline cannot be: {made}"
@@ -144,13 +145,18 @@ def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None
     return made
 
 
-def advice(seen: Seen, *, ranks: int, budget: int | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """What each technique by itself would make of the peak, or why it would not help; those that help most first."""
+def advice(
+    seen: Seen, *, ranks: int, budget: int | None = None, stages: Draft | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What each technique by itself would make of the peak, or why it would not help; those that help most first.
+
+    Of `stages` that are drafted already it is told what they make; those of others are looked for beyond a budget only.
+    """
     helps: dict[str, tuple[int, str]] = {}
     does_not: dict[str, str] = {}
     for name, technique in TECHNIQUES.items():
         if _is_needless(seen, (name,), ranks=ranks, budget=budget):
-            does_not[name] = f"{name} was not looked for, which takes seconds: the step fits as it is"
+            does_not[name] = NEEDLESS.format(name)
             continue
         n = max(ranks, technique.fewest)
         whole, made = as_it_is(seen, n), draft(seen, (name,), ranks=n, budget=None)
@@ -161,15 +167,18 @@ def advice(seen: Seen, *, ranks: int, budget: int | None = None) -> tuple[dict[s
         else:
             does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
     if ranks > 1:
-        _advise_stages(seen, ranks, helps, does_not)
+        if stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget):
+            does_not["pipeline"] = NEEDLESS.format("pipeline")
+        else:
+            made = stages or best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
+            _advise_stages(as_it_is(seen, ranks), made, helps, does_not)
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
 
 
 def _advise_stages(
-    seen: Seen, ranks: int, helps: dict[str, tuple[int, str]], does_not: dict[str, str]
+    whole: Draft, made: Draft | str, helps: dict[str, tuple[int, str]], does_not: dict[str, str]
 ) -> None:
-    whole, made = as_it_is(seen, ranks), best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
     if isinstance(made, str):
         does_not["pipeline"] = f"pipeline would not: {made}"
     elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
@@ -185,7 +194,18 @@ def _advise_stages(
 def _is_needless(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
     """Whether a set has something that takes seconds to look for, and the step fits as it is, which is faster."""
     slow = any(TECHNIQUES[name].slow for name in names) and not (seen.chunks and seen.chunks.known)
-    return slow and budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
+    return slow and _fits(seen, ranks=ranks, budget=budget)
+
+
+def _stages_are_needless(seen: Seen, *, ranks: int, budget: int | None) -> bool:
+    """Likewise of stages, of which it is known that they can be: a step of fewer samples would be counted for them."""
+    whole = seen.no_stages if seen.passes is None else seen.passes(None)
+    return not isinstance(whole, str) and _fits(seen, ranks=ranks, budget=budget)
+
+
+def _fits(seen: Seen, *, ranks: int, budget: int | None) -> bool:
+    """Whether the step is known to fit as it is."""
+    return budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
 
 
 def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str:

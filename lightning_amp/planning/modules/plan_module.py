@@ -41,10 +41,14 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
 
 
-def diagnose_module(seen: Seen, *, ranks: int = 1, budget: int | None = None) -> ModuleDiagnosis:
-    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only."""
+def diagnose_module(
+    seen: Seen, *, ranks: int = 1, budget: int | None = None, stages: Draft | None = None
+) -> ModuleDiagnosis:
+    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only, but
+    for `stages` that are drafted already.
+    """
     profile = seen.profile
-    helps, does_not_help = advice(seen, ranks=ranks, budget=budget)
+    helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages)
     return ModuleDiagnosis(
         largest=profile.largest,
         evidence=(*evidence(profile), *where(profile)),
@@ -239,7 +243,9 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
     )
     found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
     ranks = given.mesh.data * given.mesh.model
-    given = replace(given, diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes), stages=())
+    stages = None if isinstance(found, str) else found
+    diagnosis = diagnose_module(seen, ranks=ranks, budget=given.budget_bytes, stages=stages)
+    given = replace(given, diagnosis=diagnosis, stages=())
     if isinstance(found, str):
         return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
     return replace(
@@ -351,7 +357,12 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         predicted_step_seconds=best.seconds,
         rates_device=seen.rates.device,
         candidates=compared.candidates,
-        diagnosis=diagnose_module(seen, ranks=best.ranks * best.model, budget=base.budget_bytes),
+        diagnosis=diagnose_module(
+            seen,
+            ranks=best.ranks * best.model,
+            budget=base.budget_bytes,
+            stages=best if best.stages else None,
+        ),
         stages=best.stages,
         notes=(*base.notes, *_counted_on(seen.profile), *notes),
     )

@@ -158,7 +158,7 @@ def test_what_cannot_be_stages_says_why() -> None:
 
 
 def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
-    found = plan_module(base(10_000, devices=2), step())
+    found = plan_module(base(None, devices=2), step())
     rows = {row.strategies: row for row in found.candidates}
     row = rows["S1", "pipeline"]
     assert (row.data, row.model) == (1, 2)
@@ -168,6 +168,9 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert found.stages == ()
     assert found.diagnosis is not None
     assert "pipeline" in found.diagnosis.helps
+    asked = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2))
+    assert asked.diagnosis is not None
+    assert "pipeline" in asked.diagnosis.helps
     heavy = step(held=200_000, weight=WEIGHT)
     tight = plan_module(base(9_000, devices=2), heavy)
     assert tight.strategies == ("S1", "pipeline")
@@ -179,6 +182,20 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     hopeless = plan_module(base(100, devices=2), heavy)
     assert hopeless.fits is False
     assert any("with pipeline" in note for note in hopeless.notes)
+
+
+def test_stages_are_not_looked_for_where_the_step_fits() -> None:
+    whole = step()
+
+    def passes(rows: int | None) -> Passes | str:
+        assert rows is None, "a step would be counted, which takes seconds"
+        assert whole.passes is not None
+        return whole.passes(rows)
+
+    found = plan_module(base(10_000, devices=2), replace(whole, passes=passes))
+    assert not any("pipeline" in row.strategies for row in found.candidates)
+    assert found.diagnosis is not None
+    assert found.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for")
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
