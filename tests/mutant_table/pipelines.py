@@ -387,4 +387,12 @@ PIPELINES = [
         "pass",
         NOT_BY_HAND,
     ),
+    Mutant(
+        "passing",
+        "chained strata: a run passes nothing",
+        "lightning_amp/planning/sizes/ordered_partition.py",
+        "zip(from_last, before[::-1], strict=True)",
+        "zip(from_last, [0] * (strata + 1), strict=True)",
+        "tests/planning/test_ordered_partition.py",
+    ),
 ]

@@ -9,17 +9,17 @@ import pytest
 from lightning_amp.planning.sizes.ordered_partition import deal
 
 
-def bottleneck(costs, ends, speeds=()) -> Fraction:
+def bottleneck(costs, ends, speeds=(), passing=()) -> Fraction:
     """The exact time of the slowest rank."""
-    exact = [Fraction(c) for c in costs]
+    exact, passed = [Fraction(c) for c in costs], [Fraction(p) for p in passing]
     runs = zip(pairwise((0, *ends)), speeds or [1] * len(ends), strict=True)
-    return max(sum(exact[a:b]) / Fraction(speed) for (a, b), speed in runs)
+    return max((sum(exact[a:b]) + sum(passed[:a])) / Fraction(speed) for (a, b), speed in runs)
 
 
-def best(costs, ranks, speeds=()) -> tuple[int, ...]:
+def best(costs, ranks, speeds=(), passing=()) -> tuple[int, ...]:
     """All partitions tried; the first of the optimal ones in the order of their ends."""
     tried = ((*ends, len(costs)) for ends in combinations(range(1, len(costs)), ranks - 1))
-    return min(tried, key=lambda ends: (bottleneck(costs, ends, speeds), ends))
+    return min(tried, key=lambda ends: (bottleneck(costs, ends, speeds, passing), ends))
 
 
 def numbers(rng: random.Random, n: int) -> tuple[float, ...]:
@@ -54,6 +54,16 @@ def test_ranks_of_unequal_speed(seed: int) -> None:
     assert all(a < b for a, b in pairwise((0, *ends)))
 
 
+@pytest.mark.parametrize("seed", range(300))
+def test_ranks_of_a_chain_pass_the_strata_before_their_own(seed: int) -> None:
+    rng = random.Random(seed)
+    strata = rng.randrange(1, 10)
+    ranks = rng.randrange(1, min(strata, 5) + 1)
+    costs = numbers(rng, strata)
+    passing = tuple(c * rng.choice((0.0, rng.random(), 1.0)) for c in costs)
+    assert deal(costs, ranks, (), passing) == best(costs, ranks, (), passing)
+
+
 def test_rounding_does_not_decide() -> None:
     # in floats 0.1 + 0.2 exceeds 0.3, and so do the numbers that they stand for
     assert deal((0.3, 0.1, 0.2), 2) == best((0.3, 0.1, 0.2), 2) == (1, 3)
@@ -75,4 +85,5 @@ def test_known_answers() -> None:
     assert deal((0, 0, 5), 3) == (1, 2, 3)
     assert deal((0, 0), 2) == (1, 2)
     assert deal((1,) * 6, 2, (1.0, 0.5)) == (4, 6)
+    assert deal((4,) * 6, 2, (), (2,) * 6) == (4, 6)
     assert deal((1, 1, 1), 3, (1.0, 0.1, 1.0)) == (1, 2, 3), "a slow rank has a stratum too"

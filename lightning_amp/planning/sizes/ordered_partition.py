@@ -1,6 +1,6 @@
 """Ordered strata in contiguous runs, one for each rank, so that the slowest rank is as fast as possible.
 
-    minimise   max over r of   sum of c_k over the run of r, divided by the speed of r
+    minimise   max over r of   sum of c_k over the run of r, and of p_k before it, divided by the speed of r
 
 This is the segmentation problem that Zhou et al. 2025 (CSIMD) reduce network division to. What differs:
 - They minimise rho_1 + rho_2 (Eq. 9): the slowest forward and the slowest backward stage of a pipeline, in which
@@ -8,8 +8,9 @@ This is the segmentation problem that Zhou et al. 2025 (CSIMD) reduce network di
   cost, forward and backward together; for that case they name the one-dimensional problem and its bisection.
 - They bisect to a tolerance (Algorithm 2). Here the result is an optimum (`ordered_runs.py`).
 - A fixed cost of their runs is the time to send the last layer's output on; strata send nothing on, so there is none.
+  What a run costs on top is its way there: in a chained decoder a rank passes all strata before its own.
 
-Legend: c_k cost of stratum k.
+Legend: c_k cost of stratum k, p_k of passing it.
 """
 
 from functools import lru_cache
@@ -19,7 +20,12 @@ from lightning_amp.planning.sizes.ordered_runs import Device, OrderedRuns, paces
 
 
 @lru_cache(maxsize=256)
-def deal(costs: tuple[float, ...], ranks: int, speeds: tuple[float, ...] = ()) -> tuple[int, ...]:
+def deal(
+    costs: tuple[float, ...],
+    ranks: int,
+    speeds: tuple[float, ...] = (),
+    passing: tuple[float, ...] = (),
+) -> tuple[int, ...]:
     """One past the last stratum of every rank, each of which has one at least; of optimal ways the earliest ends.
 
     Plans that differ elsewhere ask for the same, so the answers are remembered.
@@ -29,13 +35,23 @@ def deal(costs: tuple[float, ...], ranks: int, speeds: tuple[float, ...] = ()) -
         ranks: No more than there are strata.
         speeds: What every rank does in a unit of time, above 0; none: they are alike. A rank so slow that an optimum
             would leave it without a stratum has one all the same, and may be the slowest then.
+        passing: p_k of every stratum, no more than its c_k; none: nothing.
     """
     strata = len(costs)
     assert ranks <= strata, "the caller has refused more ranks than strata"
     nothing = [0] * (strata + 1)
+    # in one unit
+    listed, _ = whole((*costs, *(passing or (0.0,) * strata)))
+    assert all(p <= c for c, p in zip(listed, listed[strata:], strict=False)), (
+        "to pass a stratum is a part of it"
+    )
+    before = list(accumulate(listed[strata:], initial=0))
+    from_last = list(accumulate(listed[:strata][::-1], initial=0))
     # filling ranks from the last stratum on makes every end as early as it can be
     mirrored = OrderedRuns(
-        forward=list(accumulate(whole(costs[::-1])[0], initial=0)),
+        forward=from_last,
+        # a run that ends at a place here begins there
+        forward_ends=[own + more for own, more in zip(from_last, before[::-1], strict=True)],
         backward=nothing,
         send_forward=nothing,
         send_backward=nothing,

@@ -44,6 +44,8 @@ class OrderedRuns:
         send_forward: Time of what is sent over the cut before every layer; 0 at either end, where nothing is.
         send_backward: Time of the gradients that are sent back over the cut, likewise.
         devices: The devices, in their order.
+        forward_ends: Forward costs of a run from the first layer to every place, where they are more than its layers',
+            and never fall; none: `forward`. Of `turned` ones there are none.
     """
 
     forward: Sequence[int]
@@ -51,6 +53,7 @@ class OrderedRuns:
     send_forward: Sequence[int]
     send_backward: Sequence[int]
     devices: Sequence[Device]
+    forward_ends: Sequence[int] = ()
 
     @property
     def layers(self) -> int:
@@ -61,7 +64,7 @@ class OrderedRuns:
     def no_bound(self) -> int:
         """A bound that no run exceeds, forward or backward."""
         slowest = max(device.pace for device in self.devices)
-        costs = max(self.forward[-1], self.backward[-1]) * slowest
+        costs = max((self.forward_ends or self.forward)[-1], self.backward[-1]) * slowest
         return max(costs, *self.send_forward, *self.send_backward)
 
     def fill(self, f: int, b: int) -> list[int]:
@@ -70,8 +73,10 @@ class OrderedRuns:
         The bound is met where the last end is K. A device that is left idle ends where the one before it does.
         """
         ends, start, layers = [], 0, self.layers
+        forward_ends = self.forward_ends or self.forward
         for device in self.devices:
-            end = bisect_right(self.forward, self.forward[start] + f // device.pace, start) - 1
+            end = bisect_right(forward_ends, self.forward[start] + f // device.pace, start) - 1
+            end = max(end, start)
             end = bisect_right(self.backward, self.backward[start] + b // device.pace, start, end + 1) - 1
             if device.bytes_before:
                 most = device.bytes_before[start] + device.cap
@@ -87,8 +92,10 @@ class OrderedRuns:
     def times(self, ends: Sequence[int]) -> tuple[int, int]:
         """The slowest run or sending forward, and backward: the least bound that these runs meet."""
         f = b = start = 0
+        forward_ends = self.forward_ends or self.forward
         for device, end in zip(self.devices, ends, strict=False):
-            f = max(f, (self.forward[end] - self.forward[start]) * device.pace, self.send_forward[end])
+            if end > start:
+                f = max(f, (forward_ends[end] - self.forward[start]) * device.pace, self.send_forward[end])
             b = max(b, (self.backward[end] - self.backward[start]) * device.pace, self.send_backward[end])
             start = end
         return f, b
@@ -100,10 +107,11 @@ class OrderedRuns:
         """
         least: int | None = None
         start = 0
+        forward_ends = self.forward_ends or self.forward
         for device, end in zip(self.devices, ends, strict=True):
             at = end + 1
             while at <= self.layers and self._holds(device, start, at, b):
-                time = (self.forward[at] - self.forward[start]) * device.pace
+                time = (forward_ends[at] - self.forward[start]) * device.pace
                 # runs only grow from here on, so nothing further away can be met earlier
                 if least is not None and time >= least:
                     break

@@ -66,6 +66,19 @@ def stratum_seconds(
     return tuple(sum(row) + sent for row, sent in zip(computing, strata.column(SENDING, axes), strict=True))
 
 
+def passing_seconds(
+    decoder: DecoderShape,
+    axes: Axes,
+    *,
+    cells: int,
+    ranks: int = 1,
+    rates: Rates = CPU_CORE,
+    element_bytes: int = 4,
+) -> tuple[float, ...]:
+    """Seconds that a rank needs to pass every stratum, there and back, on the way to its own; as `step_seconds`."""
+    return tuple(_strata(decoder, axes, ranks, cells, rates, element_bytes).column(PASSING, axes))
+
+
 def step_seconds(
     decoder: DecoderShape,
     axes: Axes,
@@ -90,8 +103,10 @@ def step_seconds(
     )
     elapsed = partial(_elapsed, costs, *_side_by_side(decoder, axes, mesh.model, cells, rates, element_bytes))
     if axes.placement == "strata":
-        passing = _strata(decoder, axes, mesh.model, cells, rates, element_bytes).column(PASSING, axes)
-        runs = pairwise((0, *deal(costs, mesh.model)))
+        passing = passing_seconds(
+            decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
+        )
+        runs = pairwise((0, *deal(costs, mesh.model, passing=passing)))
         # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
         strata = max(elapsed(slice(start, end)) + sum(passing[:start]) for start, end in runs)
     else:
