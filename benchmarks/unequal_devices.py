@@ -1,10 +1,11 @@
-"""Two stages on two ranks of which one has half of the processor: dealt as to equals, and by measured speeds.
+"""Stages and strata on two ranks of which one has half of the processor: dealt as to equals, and by measured speeds.
 
-    sudo python -m benchmarks.unequal_devices [--percent 40] [--rounds 3] [--write]
+    sudo python -m benchmarks.unequal_devices [--percent 40] [--rounds 2] [--only stages] [--write]
 
 As root: each rank is in a control group of its own, whose CPU quota is some percent of a core for the first rank, half
-of that for the second. The model has alike blocks and next to nothing beside them. The ideal is what the first rank
-takes for the whole step alone, by what both can do together, 1 + 1/2; a schedule's bubble comes on top of it.
+of that for the second. The models have alike blocks, or strata, and next to nothing beside them. The ideal is what the
+first rank takes for the whole step alone, by what both can do together, 1 + 1/2; of stages, times (micro-batches + 1)
+by micro-batches, for no order of them is without that bubble. Two minutes and a half on two quiet cores.
 `AMPStrategy(device_speeds="measure")` and the plan without take turns; medians. Quotas have to be smaller than what
 else runs on the machine leaves, or they hold nobody back. `--write` puts the table into docs/pipeline.md.
 """
@@ -15,8 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,16 +31,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
+from benchmarks.pipeline.models import ChainedDecoder
 from benchmarks.pipeline.training import PAGE, Watch
 from benchmarks.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.specs import PipelineStages, StrataParallel
 from lightning_amp.quantities import format_seconds
 
 PART = "unequal_devices"
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD = 20_000
 """Microseconds of a quota's period: short beside a micro-batch's pass."""
-BLOCKS, WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 18, 1024, 768, 12, 3
+BLOCKS, WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 18, 1024, 480, 12, 3
+ANCHORS, DIM, CELLS = 3_000, 64, 48
+"""Of the strata."""
 
 
 class Tower(pl.LightningModule):
@@ -59,6 +65,64 @@ class Tower(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Without state."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    @staticmethod
+    def batch() -> Tensor:
+        """Rows."""
+        return torch.randn(SAMPLES, WIDTH)
+
+    @staticmethod
+    def parts(batch: Tensor) -> Sequence[Tensor]:
+        """Of a step, one after the other."""
+        return batch.split(SAMPLES // MICRO_BATCHES)
+
+
+class Strata(ChainedDecoder):
+    """Alike strata, which are not chained."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(anchors=ANCHORS, strata=BLOCKS, dim=DIM, alike=True)
+
+    def configure_optimizers(self) -> Any:
+        """Without state."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    @staticmethod
+    def batch() -> dict[str, Tensor]:
+        """Cells."""
+        x = torch.poisson(torch.full((CELLS, BLOCKS * (ANCHORS - BLOCKS)), 1.5))
+        experiment = torch.zeros(CELLS, dtype=torch.int64)
+        return {
+            "x": x,
+            "u": torch.randn(CELLS, DIM),
+            "batch": experiment,
+            "library": x.sum(1, keepdim=True),
+        }
+
+    @staticmethod
+    def parts(batch: dict[str, Tensor]) -> Sequence[dict[str, Tensor]]:
+        """All at once."""
+        return [batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is split, how, and the least that its step can take, by the ideal."""
+
+    module: type[Any]
+    settings: dict[str, Any]
+    bound: float
+
+
+KINDS = {
+    "stages": Kind(
+        module=Tower,
+        settings={"strategies": "pipeline", "schedule": "gpipe", "micro_batches": MICRO_BATCHES},
+        bound=(MICRO_BATCHES + 1) / MICRO_BATCHES,
+    ),
+    "strata": Kind(module=Strata, settings={"strategies": "strata"}, bound=1.0),
+}
 
 
 @contextmanager
@@ -92,7 +156,7 @@ def held(names: dict[str, float]) -> Iterator[dict[str, Path]]:
             group.rmdir()
 
 
-def run(files: list[Path], rounds: int) -> dict[str, Any]:
+def run(files: list[Path], rounds: int, kind: str) -> dict[str, Any]:
     """A rank in each group; what rank 0 has found.
 
     Raises:
@@ -112,7 +176,7 @@ def run(files: list[Path], rounds: int) -> dict[str, Any]:
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29733", "TORCHELASTIC_RUN_ID": "unequal"},
             }
             command = [sys.executable, "-m", "benchmarks.unequal_devices", "--rounds", str(rounds)]
-            command += ["--rank", str(file), "--folder", folder]
+            command += ["--rank", str(file), "--folder", folder, "--only", kind]
             ranks.append(
                 subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
             )
@@ -123,7 +187,7 @@ def run(files: list[Path], rounds: int) -> dict[str, Any]:
         return found
 
 
-def on_this_rank(group: Path, folder: Path, rounds: int) -> None:
+def on_this_rank(group: Path, folder: Path, rounds: int, kind: Kind) -> None:
     """All fits; rank 0 writes what it has found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -132,19 +196,18 @@ def on_this_rank(group: Path, folder: Path, rounds: int) -> None:
     found: dict[str, Any] = {"alone": [], "alike": [], "measured": [], "ends": {}}
     for _ in range(rounds):
         if dist.get_rank() == 0:
-            found["alone"].append(alone())
+            found["alone"].append(alone(kind))
         dist.barrier()
         for name in ("alike", "measured"):
             strategy = AMPStrategy(
-                strategies="pipeline",
-                schedule="gpipe",
-                micro_batches=MICRO_BATCHES,
+                **kind.settings,
                 model_parallel_size=2,
                 device_speeds="measure" if name == "measured" else None,
             )
-            found[name].append(fit(strategy))
+            found[name].append(fit(kind, strategy))
             assert strategy.plan is not None, "it was carried out"
-            ends = ",".join(str(stage.end) for stage in strategy.plan.stages)
+            specs = (rule.spec for rule in strategy.plan.rules)
+            ends = next(spec.ends for spec in specs if isinstance(spec, PipelineStages | StrataParallel))
             found["ends"].setdefault(name, []).append(ends)
     if dist.get_rank() == 0:
         (folder / "found").write_text(json.dumps(found))
@@ -152,24 +215,25 @@ def on_this_rank(group: Path, folder: Path, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def alone() -> float:
-    """Seconds of a step's micro-batches on this rank by itself, median."""
+def alone(kind: Kind) -> float:
+    """Seconds of a step on this rank by itself, median."""
     import time
 
-    module, batch = Tower(), torch.randn(SAMPLES, WIDTH)
+    module = kind.module()
+    parts = module.parts(module.batch())
     optimizer = module.configure_optimizers()
     times = []
     for _ in range(STEPS):
         begin = time.perf_counter()
-        for part in batch.split(SAMPLES // MICRO_BATCHES):
-            (module.training_step(part, 0) / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+        for part in parts:
+            (module.training_step(part, 0) / len(parts)).backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - begin)
     return median(times[1:])
 
 
-def fit(strategy: AMPStrategy) -> float:
+def fit(kind: Kind, strategy: AMPStrategy) -> float:
     """Seconds of a step, median."""
     watch = Watch(None)
     trainer = pl.Trainer(
@@ -187,8 +251,8 @@ def fit(strategy: AMPStrategy) -> float:
     )
     # all ranks have the same
     torch.manual_seed(1)
-    batches = [torch.randn(SAMPLES, WIDTH) for _ in range(STEPS + 1)]
-    trainer.fit(Tower(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    batches = [kind.module.batch() for _ in range(STEPS + 1)]
+    trainer.fit(kind.module(), DataLoader(batches, batch_size=None))
     return median(b - a for a, b in zip(watch.ends[1:], watch.ends[2:], strict=False))
 
 
@@ -198,36 +262,41 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--percent", type=int, default=40, help="of a core, for the first rank")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these alone")
     parser.add_argument("--write", action="store_true", help="put the table into docs/pipeline.md")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank:
-        on_this_rank(asked.rank, asked.folder, asked.rounds)
+        on_this_rank(asked.rank, asked.folder, asked.rounds, KINDS[asked.only[0]])
         return
     if asked.write:
         read_part(PAGE, PART)  # a page without markers is refused before anything is measured
-    with held({"amp-fast": asked.percent / 100, "amp-slow": asked.percent / 200}) as files:
-        found = run(list(files.values()), asked.rounds)
-    ideal = median(found["alone"]) / 1.5
-    rows = [
-        [
-            name,
-            " and ".join(sorted(set(found["ends"][name]))),
-            format_seconds(median(found[name])),
-            f"{median(found[name]) / ideal:.2f}",
+    rows = []
+    for kind in asked.only:
+        with held({"amp-fast": asked.percent / 100, "amp-slow": asked.percent / 200}) as files:
+            found = run(list(files.values()), asked.rounds, kind)
+        ideal = median(found["alone"]) / 1.5
+        bound = ideal * KINDS[kind].bound
+        rows += [
+            [
+                *(kind, name, " and ".join(sorted(set(found["ends"][name])))),
+                *(format_seconds(seconds), format_seconds(ideal), f"{seconds / ideal:.2f}"),
+                f"{seconds / bound:.2f}",
+            ]
+            for name in ("alike", "measured")
+            for seconds in (median(found[name]),)
         ]
-        for name in ("alike", "measured")
-    ]
     lines = [
         *paragraph(
             f"""{origin(f"python -m benchmarks.unequal_devices --percent {asked.percent} --write")} Two gloo ranks with
-            quotas of {asked.percent} and {asked.percent // 2} % of a core, {BLOCKS} alike blocks, {MICRO_BATCHES}
-            micro-batches by gpipe, medians of {asked.rounds} rounds in turn. The ideal is {format_seconds(ideal)}: what
-            the first rank takes alone ({format_seconds(median(found["alone"]))}), by 1.5."""
+            quotas of {asked.percent} and {asked.percent // 2} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
+            micro-batches by gpipe, and {BLOCKS} alike strata; medians of {asked.rounds} rounds in turn. The ideal is
+            what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
+            micro-batch more."""
         ),
-        *table(["ranks taken as", "ends", "a step", "by the ideal"], rows),
+        *table(["what", "ranks taken as", "ends", "a step", "ideal", "by the ideal", "by the bound"], rows),
     ]
     if asked.write:
         write_part(PAGE, PART, lines)

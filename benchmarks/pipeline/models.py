@@ -37,7 +37,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-class GPT(pl.LightningModule):
+class Blocks(pl.LightningModule):
+    """A step through a list of blocks, with what precedes and follows them."""
+
+    blocks: nn.ModuleList
+
+    def before(self, batch: Tensor) -> Tensor:
+        """What precedes the blocks."""
+        return batch
+
+    def after(self, x: Tensor, batch: Tensor) -> Tensor:
+        """The loss, of what the blocks return."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss of a batch."""
+        x = self.before(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x, batch)
+
+
+class GPT(Blocks):
     """The next word is predicted; with `tied`, by the embedding's weight, and as GPT-2 begins."""
 
     def __init__(
@@ -58,23 +79,16 @@ class GPT(pl.LightningModule):
         return self.words(batch) + self.places(torch.arange(batch.shape[1], device=batch.device))
 
     def after(self, x: Tensor, batch: Tensor) -> Tensor:
-        """What follows them."""
+        """Cross-entropy of every next word."""
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Cross-entropy of every next word."""
-        x = self.before(batch)
-        for block in self.blocks:
-            x = block(x)
-        return self.after(x, batch)
 
     def configure_optimizers(self) -> Any:
         """AdamW, one parameter after the other: all at once it needs as much again as they have."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
 
 
-class VGG(pl.LightningModule):
+class VGG(Blocks):
     """VGG-16's convolutions, and its first layers of a classifier; the class is the brightest of ten parts of an image.
 
     Args:
@@ -102,21 +116,10 @@ class VGG(pl.LightningModule):
             # as torchvision's; torch's own would let a signal die on its way through so many layers
             nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
-    def before(self, batch: Tensor) -> Tensor:
-        """The images."""
-        return batch
-
     def after(self, x: Tensor, batch: Tensor) -> Tensor:
-        """The loss."""
+        """Cross-entropy of the classes."""
         parts = batch.flatten(1)[:, : batch[0].numel() // 10 * 10].unflatten(1, (10, -1))
         return F.cross_entropy(self.head(x), parts.sum(-1).argmax(1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Cross-entropy of the classes."""
-        x = self.before(batch)
-        for block in self.blocks:
-            x = block(x)
-        return self.after(x, batch)
 
     def configure_optimizers(self) -> Any:
         """As VGG was trained."""
@@ -124,18 +127,21 @@ class VGG(pl.LightningModule):
 
 
 class ChainedDecoder(pl.LightningModule):
-    """Strata of which each attends to what the one before has made of the anchors, from given latents of cells."""
+    """Strata of which each attends to what the one before has made of the anchors, from given latents of cells.
 
-    def __init__(self, *, anchors: int = 60, strata: int = 8, dim: int = 16) -> None:
+    With `alike` they all attend to the same anchors, and have as many features.
+    """
+
+    def __init__(self, *, anchors: int = 60, strata: int = 8, dim: int = 16, alike: bool = False) -> None:
         super().__init__()
         self.v = nn.Parameter(torch.randn(anchors, dim))
         self.decoder = StratifiedDecoder(
             dim,
-            [range(anchors - k) for k in range(strata)],
-            stratum_index=range(strata),
+            [range(anchors - (strata if alike else k)) for k in range(strata)],
+            stratum_index=range(alike, strata + alike),
             n_anchors=anchors,
             n_batches=1,
-            chained=True,
+            chained=not alike,
             window=10,
         )
 

@@ -1,13 +1,14 @@
 """Training as stages of a pipeline on 4 gloo ranks of this machine, beside one plain process, in float64.
 
-    python -m benchmarks.pipeline.training [--quick] [--only MODEL ...] [--write]
+    python -m benchmarks.pipeline.training [--quick] [--only MODEL ...] [--write | --add]
 
 A VGG-like CNN without batch norm, GPT-2 small (124 million parameters, the head tied to the embedding, texts of 16
 words) and a chained decoder of ours, five steps of each with clipping, by every schedule, with even, uneven and planned
 cuts, and gradients accumulated over 1 and 3 batches. Parameters of one plain process, under Lightning's own strategy,
-are saved to a file, with which every rank compares what it holds. `--write` puts the table into docs/pipeline.md. A run
-whose parameters are further away than 1e-10 ends the command with an error. About 20 minutes on two quiet cores and 16
-GiB of memory, with --quick (small models, the CNN and the GPT in one way each) one minute.
+are saved to a file, with which every rank compares what it holds. `--write` puts the table into docs/pipeline.md,
+`--add` those of its rows that the page has not (and those of the planned cuts whose plans these need). A run whose
+parameters are further away than 1e-10 ends the command with an error. About 40 minutes on two quiet cores and 16 GiB
+of memory, with --quick (small models, the CNN and the GPT in one way each) one minute.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -68,8 +69,18 @@ class Run:
         """First cells of its row."""
         return [NAMES[self.model], self.schedule or self.strategies, self.cut, str(self.accumulation)]
 
+    @property
+    def key(self) -> str:
+        """The same in one, of the row on the page too."""
+        return key_of(self.named)
+
 
 NAMES = {"vgg": "VGG-like CNN", "gpt2": "GPT-2 small", "chained": "chained decoder"}
+
+
+def key_of(cells: list[str]) -> str:
+    """Of a row: model, schedule, kind of cut and accumulation."""
+    return " | ".join([*cells[:2], cells[2].split(" ")[0], cells[3]])
 
 
 def make(name: str, batches: int, *, quick: bool) -> tuple[LightningModule, list[Any]]:
@@ -110,10 +121,19 @@ def all_runs(model: str, *, quick: bool) -> Iterator[Run]:
         # the first one makes the plan of which the others are
         yield Run(model=model, schedule=schedule, cut="planned")
         for cut, accumulation in product(("even", "uneven"), ACCUMULATIONS):
-            # the large model in two ways beside the planned one, the small ones in all
-            alike = (cut == "even") == (accumulation == 1)
-            if (alike or model != "gpt2") and (not quick or (cut, accumulation) == ("uneven", 3)):
+            if not quick or (cut, accumulation) == ("uneven", 3):
                 yield Run(model=model, schedule=schedule, cut=cut, accumulation=accumulation)
+
+
+def runs_of(model: str, has: Collection[str], *, quick: bool) -> list[Run]:
+    """Those of which a page has no row yet, after the planned ones that make their plans."""
+    runs = list(all_runs(model, quick=quick))
+    missing = [run for run in runs if run.key not in has]
+    return [
+        r
+        for r in runs
+        if r in missing or (r.cut == "planned" and r.schedule in {m.schedule for m in missing})
+    ]
 
 
 def ends_of(cut: str, blocks: int, stages: int) -> tuple[int, ...]:
@@ -188,7 +208,7 @@ def fit(run: Run, strategy: Any, watch: Watch, *, devices: int, quick: bool) -> 
     return module
 
 
-def on_this_rank(model: str, folder: Path, *, quick: bool) -> None:
+def on_this_rank(model: str, folder: Path, has: Collection[str], *, quick: bool) -> None:
     """All fits of one model on this rank; rank 0 writes what came of each, of all ranks."""
     import torch.distributed as dist
 
@@ -196,7 +216,7 @@ def on_this_rank(model: str, folder: Path, *, quick: bool) -> None:
     # kept between the fits
     dist.init_process_group("gloo")
     plan: Plan | None = None
-    for run in all_runs(model, quick=quick):
+    for run in runs_of(model, has, quick=quick):
         watch, said = Watch(reference_file(folder, run)), ""
         strategy: AMPStrategy | None = AMPStrategy(**settings(run, plan))
         try:
@@ -250,11 +270,15 @@ def reference(run: Run, folder: Path, quick: bool) -> None:
     torch.save({name: p.detach() for name, p in module.named_parameters()}, reference_file(folder, run))
 
 
-def measured(models: list[str], folder: Path, *, quick: bool) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Every run with what came of it, as it ends."""
+def measured(
+    models: list[str], folder: Path, has: Collection[str] = (), *, quick: bool
+) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Every run that a page has no row of, with what came of it, as it ends."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     for model in models:
-        runs = list(all_runs(model, quick=quick))
+        runs = runs_of(model, has, quick=quick)
+        if not runs:
+            continue
         for run in {run.accumulation: run for run in runs}.values():
             # a process of its own gives its memory back
             alone = multiprocessing.get_context("spawn").Process(target=reference, args=(run, folder, quick))
@@ -266,6 +290,7 @@ def measured(models: list[str], folder: Path, *, quick: bool) -> Iterator[tuple[
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
             *("-m", "benchmarks.pipeline.training", "--rank-of", model, "--folder", str(folder)),
             *(["--quick"] if quick else []),
+            *("--has", *has),
         ]
         with (
             (folder / "errors").open("w+") as errors,
@@ -295,28 +320,47 @@ def row_of(run: Run, found: dict[str, Any]) -> list[str]:
     ]
 
 
-def report(models: list[str], *, quick: bool, write: Callable[[list[str]], None]) -> None:
-    """Run, and hand on the part of the page as it grows.
+def rows_in(page: list[str]) -> Iterator[list[str]]:
+    """The cells of the rows of a table."""
+    for line in page:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if cells and cells[0] in NAMES.values():
+            yield cells
+
+
+def report(models: list[str], page: list[str], *, quick: bool, write: Callable[[list[str]], None]) -> None:
+    """Run what is not in the lines of a page, and hand on these lines as they grow.
 
     Raises:
         SystemExit: A run is further away than `TOLERANCE`, or was lost.
     """
-    command = f"python -m benchmarks.pipeline.training{' --quick' * quick} --write"
-    about = f"""{origin(command)} {RANKS} gloo ranks of one thread on this machine, {STEPS} steps in float64 of
-    {SAMPLES} samples in {MICRO_BATCHES} micro-batches, every one clipped. The difference is the largest of any
-    parameter on any rank to that of one plain process. Ranks share the cores, so that seconds of a step (median, with
-    all its accumulated batches) are no speed."""
-    rows, below, wrong = list[list[str]](), list[str](), list[str]()
+    command = f"python -m benchmarks.pipeline.training{' --quick' * quick} {'--add' if page else '--write'}"
+    about = list(
+        paragraph(f"""{origin(command)} {RANKS} gloo ranks of one thread on this machine, {STEPS} steps in
+    float64 of {SAMPLES} samples in {MICRO_BATCHES} micro-batches, every one clipped. The difference is the largest of
+    any parameter on any rank to that of one plain process. Ranks share the cores, so that seconds of a step (median,
+    with all its accumulated batches) are no speed.""")
+    )
+    rows = {key_of(row): row for row in rows_in(page)}
+    has, below, wrong = tuple(rows), list[str](), list[str]()
+    if page:
+        first, *_, last = (n for n, line in enumerate(page) if line.startswith("|"))
+        added = list(
+            paragraph(f"The rows of {', '.join(NAMES[m] for m in models)} that it had not: {origin(command)}")
+        )
+        about, below = [*page[:first], *added], page[last + 2 :]
+    order = [run.key for model in NAMES for run in all_runs(model, quick=quick)]
     with tempfile.TemporaryDirectory() as folder:
-        for run, found in measured(models, Path(folder), quick=quick):
-            rows.append(row_of(run, found))
+        for run, found in measured(models, Path(folder), has, quick=quick):
+            row = rows[run.key] = row_of(run, found)
             if found["refused"]:
                 told = re.sub(r"\s+", " ", found["refused"])
                 below += paragraph(f"`{run.strategies}` on the {NAMES[run.model]}: {told}")
             elif not found["difference"] <= TOLERANCE:
-                wrong.append(" ".join(rows[-1]))
-            write([*paragraph(about), *table(HEADER, rows), *below])
-            print(" | ".join(rows[-1]), flush=True)
+                wrong.append(" ".join(row))
+            listed = [rows[key] for key in sorted(rows, key=order.index)]
+            write([*about, *table(HEADER, listed), *below])
+            print(" | ".join(row), flush=True)
     if wrong:
         raise SystemExit(f"further than {TOLERANCE} from one process: " + "; ".join(wrong))
 
@@ -329,18 +373,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, one schedule")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="these models")
     parser.add_argument("--write", action="store_true", help="put the table into docs/pipeline.md")
+    parser.add_argument("--add", action="store_true", help="add to it the rows that are missing there")
     parser.add_argument("--rank-of", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--has", nargs="*", default=[], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank_of:
-        on_this_rank(asked.rank_of, asked.folder, quick=asked.quick)
+        on_this_rank(asked.rank_of, asked.folder, asked.has, quick=asked.quick)
         return
-    if asked.write:
-        read_part(PAGE, PART)  # a page without markers is refused before anything is measured
+    written = asked.write or asked.add
+    # a page without markers is refused before anything is measured
+    page = read_part(PAGE, PART) if written else []
     report(
         asked.only,
+        page if asked.add else [],
         quick=asked.quick,
-        write=(lambda lines: write_part(PAGE, PART, lines)) if asked.write else lambda lines: None,
+        write=(lambda lines: write_part(PAGE, PART, lines)) if written else lambda lines: None,
     )
 
 
