@@ -7,12 +7,12 @@ its outputs are no smaller, and covers no further row above the budget. In train
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.planning.chunks.chunk_bytes import NARROW, piece_table, result_bytes
-from lightning_amp.planning.chunks.find_regions import find_regions
+from lightning_amp.planning.chunks.find_regions import RegionSearch
 from lightning_amp.planning.chunks.over import written_over
 from lightning_amp.planning.chunks.region import Region, piece_length, pieces
 
@@ -26,17 +26,14 @@ class Candidate:
 
     Attributes:
         region: In the most pieces.
-        inputs: Rows that it reads.
         outputs: Rows that it hands on.
-        over: Of outputs the inputs in whose memory they are written.
-        before: Rows computed before the pieces, with the rows that are still to be read after each.
+        output_bytes: Of their results.
         learns: Whether it has a backward pass.
-        gradient_bytes: While its backward runs: gradients that wait, and those of its inputs.
     """
 
     def __init__(self, table: Table, region: Region, cost: Cost, plain: BlockBytes, *, train: bool) -> None:
-        self.region, self.inputs, self.outputs = region, region.inputs(table), region.outputs(table)
-        self.before, self.over = _before(table, region), written_over(table, region)
+        self.region, self.outputs = region, region.outputs(table)
+        self.output_bytes = sum(result_bytes(table.rows[i]) for i in self.outputs)
         self._table, self._cost, self._train = table, cost, train
         self._work: dict[int, tuple[int, int]] = {}
         self._lengths = _lengths(region.units)
@@ -44,9 +41,32 @@ class Candidate:
         rows = table.rows
         sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
         self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
-        self.learns = train and any(rows[i].needs_grad for i in self.outputs)
-        grads = sum(result_bytes(rows[i]) for i in self.inputs if rows[i].needs_grad)
-        self.gradient_bytes = plain.waiting[region.last] + grads if self.learns else 0
+        self._plain, self.learns = plain, train and any(rows[i].needs_grad for i in self.outputs)
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Rows that it reads."""
+        return self.region.inputs(self._table)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """While its backward runs: gradients that wait, and those of its inputs."""
+        if not self.learns:
+            return 0
+        read = (self._table.rows[i] for i in self.inputs)
+        return self._plain.waiting[self.region.last] + sum(
+            result_bytes(row) for row in read if row.needs_grad
+        )
+
+    @cached_property
+    def before(self) -> list[tuple[int, list[int]]]:
+        """Rows computed before the pieces, with the rows that are still to be read after each."""
+        return _before(self._table, self.region)
+
+    @cached_property
+    def over(self) -> dict[int, int]:
+        """Of outputs the inputs in whose memory they are written."""
+        return written_over(self._table, self.region)
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
         """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
@@ -90,34 +110,48 @@ class Candidate:
         return once, block_bytes(piece, gradients_of_arguments=False).peak_bytes
 
 
-def find_candidates(
-    table: Table, hot: Collection[int], held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
-) -> list[Candidate]:
-    """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous.
+class Candidates:
+    """The candidates of one table; what is known of them is kept from one budget to the next.
 
     Args:
         table: A captured block.
-        hot: Rows above the budget.
         held: Bytes alive just before a row, without regions.
         cost: Of a region.
         plain: Bytes of the block without regions.
         train: Whether there is a backward pass.
     """
-    regions = find_regions(table, around=hot, held=held)
-    return [Candidate(table, region, cost, plain, train=train) for region in _ends(regions, table, set(hot))]
 
+    def __init__(
+        self, table: Table, held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
+    ) -> None:
+        self._table, self._search = table, RegionSearch(table, held=held)
+        self._new = partial(Candidate, table, cost=cost, plain=plain, train=train)
+        self._known: dict[int, Candidate] = {}
+        self._around: dict[frozenset[int], list[Candidate]] = {}
 
-def _ends(regions: Iterable[Region], table: Table, hot: set[int]) -> Iterator[Region]:
-    """Without those that end later than another of the same first row and dim, and are no better."""
-    least: dict[tuple[int, int | None], tuple[int, int]] = {}
-    for region in sorted(regions, key=lambda region: region.last):
-        key = region.first, region.dims.get(region.first)
-        size = sum(result_bytes(table.rows[i]) for i in region.outputs(table))
-        known = least.get(key)
-        further = known is None or any(i in hot for i in range(known[1] + 1, region.last + 1))
-        if known is None or further or size < known[0]:
-            least[key] = size, region.last
-            yield region
+    def around(self, hot: frozenset[int]) -> list[Candidate]:
+        """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
+        if hot not in self._around:
+            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot)), hot))
+        return self._around[hot]
+
+    def _of(self, region: Region) -> Candidate:
+        # the search keeps its regions, so that no two have one identity
+        if id(region) not in self._known:
+            self._known[id(region)] = self._new(region)
+        return self._known[id(region)]
+
+    def _ends(self, found: Iterable[Candidate], hot: Collection[int]) -> Iterator[Candidate]:
+        """Without those that end later than another of the same first row and dim, and are no better."""
+        least: dict[tuple[int, int | None], tuple[int, int]] = {}
+        for candidate in sorted(found, key=lambda candidate: candidate.region.last):
+            region, size = candidate.region, candidate.output_bytes
+            key = region.first, region.dims.get(region.first)
+            known = least.get(key)
+            further = known is None or any(i in hot for i in range(known[1] + 1, region.last + 1))
+            if known is None or further or size < known[0]:
+                least[key] = size, region.last
+                yield candidate
 
 
 @lru_cache

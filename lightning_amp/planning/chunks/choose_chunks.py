@@ -8,10 +8,11 @@ backward pass, by chunk_bytes.py. The same table, budget and rates get the same 
 """
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.planning.chunks.candidates import Candidate, Cost, find_candidates
+from lightning_amp.planning.chunks.candidates import Candidate, Candidates, Cost
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.line import Label, Line
 from lightning_amp.planning.chunks.paper_cost import paper_cost
@@ -22,6 +23,8 @@ from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 POLICIES = ("auto", "paper")
 STEPS = 4
 """Searches in which a plan that is above the budget is made smaller by what it is above."""
+KNOWN = 4
+"""Tables of which the search is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +83,11 @@ def choose_chunks(
     Raises:
         OverBudget: The budget cannot be met; the least that can is named.
     """
-    line, seconds = Line(table, train=train), Seconds(table, costs.rates, train=train)
-    if line.plain.peak_bytes <= budget_bytes:
-        return _plan(table, Label(), line, seconds)
-    cost: Cost = seconds.extra if costs.policy == "auto" else lambda region: paper_cost(table, region)
-    found = _within(table, line, seconds, cost, budget_bytes)
+    search = _search(table, costs, train=train)
+    found = search.within(budget_bytes)
     if found is not None:
         return found
-    least = _plan(table, _least(table, line, cost), line, seconds)
+    least = search.least
     if least.peak_bytes <= budget_bytes:
         return least
     raise OverBudget(
@@ -98,42 +98,57 @@ def choose_chunks(
     )
 
 
-def _within(table: Table, line: Line, seconds: Seconds, cost: Cost, budget_bytes: int) -> ChunkPlan | None:
-    """The plan of the least cost; None if none is found."""
-    candidates, aim = _candidates(table, line, cost, budget_bytes), budget_bytes
-    while aim > 0 and (label := line.search(candidates, aim)) is not None:
-        plan = _plan(table, label, line, seconds)
-        if plan.peak_bytes <= budget_bytes:
-            return plan
-        # its bytes of a backward pass are not exact; in small steps, or a smaller budget finds a better plan
-        aim = min(aim, label.peak_bytes) - max(1, (plan.peak_bytes - budget_bytes) // STEPS)
-    return None
+class _Search:
+    """What is known of a table, for all budgets."""
+
+    def __init__(self, table: Table, costs: CostModel, *, train: bool) -> None:
+        self._table, self._line = table, Line(table, train=train)
+        self._seconds = Seconds(table, costs.rates, train=train)
+        cost: Cost = self._seconds.extra if costs.policy == "auto" else partial(paper_cost, table)
+        self._candidates = Candidates(table, self._line.held(), cost, self._line.plain, train=train)
+
+    def within(self, budget_bytes: int) -> ChunkPlan | None:
+        """The plan of the least cost; None if none is found."""
+        if self._line.plain.peak_bytes <= budget_bytes:
+            return self._plan(Label())
+        candidates, aim = self._above(budget_bytes), budget_bytes
+        while aim > 0 and (label := self._line.search(candidates, aim)) is not None:
+            plan = self._plan(label)
+            if plan.peak_bytes <= budget_bytes:
+                return plan
+            # its bytes of a backward pass are not exact; in small steps, or a smaller budget finds a better plan
+            aim = min(aim, label.peak_bytes) - max(1, (plan.peak_bytes - budget_bytes) // STEPS)
+        return None
+
+    @cached_property
+    def least(self) -> ChunkPlan:
+        """The plan of the least peak: that of the rows above a guess, until no row between the two is left."""
+        guess = self._line.plain.peak_bytes // 2
+        while True:
+            found = self._line.search(self._above(guess), None)
+            assert found is not None, "computing everything whole is always possible"
+            if found.peak_bytes > guess:
+                return self._plan(found)
+            guess = found.peak_bytes - 1
+
+    def _above(self, budget_bytes: int) -> list[Candidate]:
+        """Regions that lower the bytes of a row above a budget."""
+        line = self._line
+        above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
+        saving = {i for i, row in enumerate(line.rows) if row.saved or row.hidden_bytes} if line.train else ()
+        return self._candidates.around(frozenset(above.union(saving)))
+
+    def _plan(self, label: Label) -> ChunkPlan:
+        return ChunkPlan(
+            regions=label.regions,
+            peak_bytes=chunk_bytes(self._table, label.regions, train=self._line.train).peak_bytes,
+            seconds=self._seconds.of(label.regions),
+            whole_bytes=self._line.whole_bytes,
+            whole_seconds=self._seconds.whole,
+        )
 
 
-def _candidates(table: Table, line: Line, cost: Cost, budget_bytes: int) -> list[Candidate]:
-    """Regions that lower the bytes of a row above a budget."""
-    above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
-    saving = {i for i, row in enumerate(table.rows) if row.saved or row.hidden_bytes} if line.train else set()
-    hot = sorted(above | saving)
-    return find_candidates(table, hot, line.held(), cost, line.plain, train=line.train)
-
-
-def _least(table: Table, line: Line, cost: Cost) -> Label:
-    """The plan of the least peak: that of the rows above a guess, until no row between the two is left."""
-    guess = line.plain.peak_bytes // 2
-    while True:
-        found = line.search(_candidates(table, line, cost, guess), None)
-        assert found is not None, "computing everything whole is always possible"
-        if found.peak_bytes > guess:
-            return found
-        guess = found.peak_bytes - 1
-
-
-def _plan(table: Table, label: Label, line: Line, seconds: Seconds) -> ChunkPlan:
-    return ChunkPlan(
-        regions=label.regions,
-        peak_bytes=chunk_bytes(table, label.regions, train=line.train).peak_bytes,
-        seconds=seconds.of(label.regions),
-        whole_bytes=line.whole_bytes,
-        whole_seconds=seconds.whole,
-    )
+@lru_cache(maxsize=KNOWN)
+def _search(table: Table, costs: CostModel, *, train: bool) -> _Search:
+    """Of a table; a block is planned for many budgets, and equal blocks have equal tables."""
+    return _Search(table, costs, train=train)

@@ -114,7 +114,8 @@ class _Piece:
         copied, passing = self._copied(row)
         # a copy that is made of an argument is saved in its place
         kept = copied if train and (row.saved or row.hidden_bytes) else 0
-        grads = zip(row.inputs, row.grad_bytes, strict=False)
+        again = self._work(row, row.backward_bytes) if train else 0
+        grads = zip(row.inputs, row.grad_bytes, strict=False) if train else ()
         return Row(
             name=row.name,
             kind=OPERATOR,
@@ -126,7 +127,7 @@ class _Piece:
             hidden_bytes=self._work(row, row.hidden_bytes) + kept,
             forward_bytes=self._work(row, row.forward_bytes) + passing - min(kept, passing),
             grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
-            backward_bytes=self._work(row, row.backward_bytes) + copied - kept + self._gradient_copied(i),
+            backward_bytes=again + copied - kept + self._gradient_copied(i),
             needs_grad=row.needs_grad,
             over=self._place[row.over] if within(self._old, row, self._inside) else -1,
         )
@@ -142,7 +143,9 @@ class _Piece:
 
     def _work(self, row: Row, n_bytes: int) -> int:
         """Of what a row needs while it runs, that of a piece."""
-        if n_bytes <= 0:
+        if not n_bytes:
+            return 0
+        if n_bytes < 0:
             return self._part(n_bytes)
         whole = [k for k in dict.fromkeys(row.inputs) if k not in self._region.dims]
         uncut = sum(result_bytes(self._old[k]) for k in whole if self._old[k].kind != PARAMETER)
@@ -150,8 +153,10 @@ class _Piece:
 
     def _gradient_copied(self, i: int) -> int:
         """Bytes of a copy that the backward of a product makes of its result's gradient."""
+        if i not in self._handed:
+            return 0
         row = self._old[i]
-        copies = i in self._handed and row.op.startswith(COPYING) and len(row.shape) > 2
+        copies = row.op.startswith(COPYING) and len(row.shape) > 2
         return self._part(result_bytes(row)) if copies else 0
 
     def _copied(self, row: Row) -> tuple[int, int]:
@@ -159,7 +164,9 @@ class _Piece:
 
         It copies the piece where that has more than two dims; a linear layer adds its bias in a step of its own then.
         """
-        scattered = self._scattered.intersection(row.inputs) if row.op.startswith(COPYING) else ()
+        if not self._scattered or not row.op.startswith(COPYING):
+            return 0, 0
+        scattered = self._scattered.intersection(row.inputs)
         pieces = [k for k in scattered if len(self._old[k].shape) > 2]
         copied = sum(self._part(result_bytes(self._old[k])) for k in pieces)
         apart = pieces and row.op.startswith("aten.linear.") and len(row.inputs) > 2

@@ -40,30 +40,36 @@ def find_regions(
             that begin earlier than another though no fewer bytes are alive there and they have no further row of
             `around`.
     """
-    search = _Search(_Rows(table), around, window or len(table.rows), held)
-    return tuple(search.all())
+    search = RegionSearch(table, window=window, held=held)
+    return tuple(search.around(range(len(table.rows)) if around is None else around))
 
 
-class _Search:
-    """Which walks there are, and which of their regions count."""
+class RegionSearch:
+    """Which walks there are, and which of their regions count; a region that is found again is the same object.
 
-    def __init__(
-        self, block: "_Rows", around: Collection[int] | None, window: int, held: Sequence[int] | None
-    ) -> None:
-        self._block, self._window, self._held = block, window, held
-        self._nearest = _nearest(range(len(block.rows)) if around is None else around, len(block.rows))
+    Args:
+        table: A captured block.
+        window: As in `find_regions`.
+        held: As in `find_regions`.
+    """
 
-    def all(self) -> Iterator[Region]:
-        """Every region."""
+    def __init__(self, table: Table, *, window: int | None = None, held: Sequence[int] | None = None) -> None:
+        self._block, self._window, self._held = _Rows(table), window or len(table.rows), held
+        self._nearest: list[int] = []
+        self._found: dict[tuple[int, int, int], Region | None] = {}
+
+    def around(self, wanted: Collection[int]) -> Iterator[Region]:
+        """Every region that has one of these rows."""
+        self._nearest = _nearest(wanted, len(self._block.rows))
         for last, row in enumerate(self._block.rows):
             if row.kind != OPERATOR or self._nearest[last] < 0 or self._superfluous(last):
                 continue
             for dim in (*range(len(row.shape)), *(~g for g in range(len(row.sums)))):
                 flow = _Flow(self._block, last)
                 if flow.begin(dim):
-                    yield from self._walk(flow)
+                    yield from self._walk(flow, dim)
 
-    def _walk(self, flow: "_Flow") -> Iterator[Region]:
+    def _walk(self, flow: "_Flow", dim: int) -> Iterator[Region]:
         """The regions of one last row and dim."""
         least, above = inf, flow.last + 1
         nearest = self._nearest[flow.last]
@@ -74,7 +80,10 @@ class _Search:
                 continue
             if self._held and self._nearest[above - 1] < first and self._held[first] >= least:
                 continue
-            region = flow.region(first)
+            key = flow.last, dim, first
+            if key not in self._found:
+                self._found[key] = flow.region(first)
+            region = self._found[key]
             if region is not None:
                 least, above = self._held[first] if self._held else inf, first
                 yield region
@@ -190,10 +199,13 @@ class _Flow:
 
     def _dims_of(self, i: int) -> list[int]:
         """Dims of a row, or groups of its sums, that follow what is cut of its arguments."""
-        row = self.block.rows[i]
-        known = {
-            (k, d) for k, j in enumerate(row.inputs) if (d := self.cut.get(j, self.wanted.get(j))) is not None
-        }
+        row, known = self.block.rows[i], set[tuple[int, int]]()
+        for k, j in enumerate(row.inputs):
+            d = self.cut.get(j, self.wanted.get(j))
+            if d is not None:
+                known.add((k, d))
+        if not known:
+            return []
         dims = [d for d, pairs in enumerate(row.dims or ()) if known.intersection(pairs)]
         return dims + [~g for g, pairs in enumerate(row.sums) if known.intersection(pairs)]
 

@@ -116,11 +116,17 @@ def reach_of(rows: Sequence[Row], region: Region) -> int:
     """Units beside a piece that a region needs: those of its rows added up along the longest way through it."""
     reach: dict[int, int] = {}
     skipped = {*region.before, *region.sums}
-    for i in range(region.first, region.last + 1):
-        if i in region.dims and i not in skipped:
-            d = region.dims[i]
-            own = -(-dict(rows[i].near).get(d, 0) * region.units // rows[i].shape[d])
-            reach[i] = own + max((reach.get(k, 0) for k in rows[i].inputs), default=0)
+    for i in sorted(region.dims):
+        if region.first <= i <= region.last and i not in skipped:
+            row, d, found = rows[i], region.dims[i], 0
+            for k in row.inputs:
+                if k in reach and reach[k] > found:
+                    found = reach[k]
+            for near, entries in row.near:
+                if near == d:
+                    found += -(-entries * region.units // row.shape[d])
+            if found:
+                reach[i] = found
     return max(reach.values(), default=0)
 
 
