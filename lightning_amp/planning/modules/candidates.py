@@ -198,9 +198,15 @@ def _is_needless(seen: Seen, names: Collection[str], *, ranks: int, budget: int 
 
 
 def _stages_are_needless(seen: Seen, *, ranks: int, budget: int | None) -> bool:
-    """Likewise of stages, of which it is known that they can be: a step of fewer samples would be counted for them."""
+    """Likewise of stages, of which it is known that they can be: a step of fewer samples would be counted for them.
+
+    What stages save in time is the bytes of gradients that are averaged; their messages are not fewer.
+    """
     whole = seen.no_stages if seen.passes is None else seen.passes(None)
-    return not isinstance(whole, str) and _fits(seen, ranks=ranks, budget=budget)
+    links = replace(seen.rates.links, latency=0.0)
+    saved = collective_seconds("all_reduce", seen.profile.by_kind["gradients"], ranks, links)
+    needless = saved <= WORTH * seen.seconds and _fits(seen, ranks=ranks, budget=budget)
+    return needless and not isinstance(whole, str)
 
 
 def _fits(seen: Seen, *, ranks: int, budget: int | None) -> bool:
