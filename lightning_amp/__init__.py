@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.parallel.chunk.chunk_module import chunk as chunk
-    from lightning_amp.parallel.chunk.planned import ModuleChunks as ModuleChunks
+    from lightning_amp.parallel.chunk.module_chunks import ModuleChunks as ModuleChunks
     from lightning_amp.parallel.contract.change import Change as Change
     from lightning_amp.planning.pipeline.cut import PipelineCut as PipelineCut
     from lightning_amp.planning.pipeline.cut import cut_pipeline as cut_pipeline
@@ -54,7 +54,7 @@ _HOME = {
     "GLUE": "models.glue",
     "Change": "parallel.contract.change",
     "chunk": "parallel.chunk.chunk_module",
-    "ModuleChunks": "parallel.chunk.planned",
+    "ModuleChunks": "parallel.chunk.module_chunks",
     "PipelineCut": "planning.pipeline.cut",
     "cut_pipeline": "planning.pipeline.cut",
     "Plan": "planning.plan.plan",

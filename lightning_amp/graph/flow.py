@@ -57,7 +57,8 @@ def register_flow(*ops: str) -> Callable[[Rule], Rule]:
     """Add the rule of operators, named as in `torch.ops.aten` or "namespace::name" of another library.
 
     The rule gets a Call, and returns for every dim of the result the pairs (tensor argument, dim) that it follows. It
-    is believed: a piece of the result has to be what the operator makes of the same pieces of these arguments.
+    is believed by plans: a piece of the result has to be what the operator makes of the same pieces of these arguments.
+    Where it is not, the block is refused with an InstallError before it computes anything in chunks.
 
     Example: of an operator that sorts every row, rows follow those of its argument, and columns nothing.
 

@@ -232,7 +232,7 @@ class Installed:
     def _set_forward(self, fqn: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = self._run_of(module)
         if isinstance(forward, InChunks):
-            forward.known = self._chunks
+            forward.known, forward.fqn = self._chunks, fqn
             if fqn in self.forwards and isinstance(before, RecomputedForward):
                 # what is computed again runs in chunks, both times
                 before.inside = forward

@@ -11,6 +11,7 @@ CHOOSE = f"{PIECES}/test_chunk_bytes.py {PIECES}/test_choose_chunks.py"
 EXACT = "tests/graph/test_pieces_are_exact.py"
 ROWS = "tests/parallel/chunk/test_two_steps.py"
 NESTED = "tests/parallel/chunk/test_nested.py"
+CHECK = "tests/parallel/chunk/test_check.py"
 OVER = "tests/parallel/chunk/test_in_place.py"
 
 CHUNKS = [
@@ -138,8 +139,8 @@ CHUNKS = [
         "chunk",
         "strides of a result",
         f"{P}/chunk/lower.py",
-        "stride=_dense(value),",
-        "stride=tuple(reversed(_dense(value))),",
+        "stride=dense_strides(value),",
+        "stride=tuple(reversed(dense_strides(value))),",
         CHUNK,
     ),
     Mutant(
@@ -469,6 +470,46 @@ CHUNKS = [
         "return lowered if counted is table else lower(capture, table, found.regions), found",
         "return lowered, found",
         OVER,
+    ),
+    Mutant(
+        "chunk check",
+        "what is captured is believed",
+        f"{P}/chunk/check.py",
+        "self._done = not lowered.cut",
+        "self._done = True",
+        CHECK,
+    ),
+    Mutant(
+        "chunk check",
+        "results alone are compared",
+        f"{P}/chunk/check.py",
+        "            outcome |= dict(zip(wanted, grads, strict=True))\n",
+        "",
+        CHECK,
+    ),
+    Mutant(
+        "chunk check",
+        "a step's random numbers are drawn",
+        f"{P}/chunk/check.py",
+        "        stack.enter_context(torch.random.fork_rng(devices))\n",
+        "",
+        CHECK,
+    ),
+    Mutant(
+        "chunk check",
+        "types as they are named",
+        "lightning_amp/parallel/checks/in_float64.py",
+        "WIDER.get(value, value) if isinstance(value, torch.dtype) else value",
+        "value",
+        CHECK,
+    ),
+    Mutant(
+        "chunk check",
+        "of all positions",
+        f"{P}/chunk/smaller_call.py",
+        "for least in POSITIONS:",
+        "for least in ():",
+        CHECK,
     ),
     Mutant(
         "chunk nested",

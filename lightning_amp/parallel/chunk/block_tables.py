@@ -11,7 +11,8 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import table_of
-from lightning_amp.parallel.chunk.planned import plain, plan_graph
+from lightning_amp.parallel.chunk.module_chunks import plain
+from lightning_amp.parallel.chunk.planned import plan_graph
 
 
 def block_tables(module: nn.Module, calls: Sequence[BlockCall]) -> list[Table | str]:

@@ -21,14 +21,15 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
-from lightning_amp.parallel.chunk.lower import Lowered
-from lightning_amp.parallel.chunk.planned import ModuleChunks, Planned, lower_within, plain
+from lightning_amp.parallel.chunk.check import Checked
+from lightning_amp.parallel.chunk.module_chunks import ModuleChunks, Planned, plain
+from lightning_amp.parallel.chunk.planned import lower_within
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.chunks.region import Region
 from lightning_amp.planning.plan.group_reasons import group_reasons
 from lightning_amp.quantities import format_bytes
 
-Choose = Callable[[str, nn.Module, Any, Any], Lowered | None]
+Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 """What a call of a block (name, block, args, kwargs) runs; None for its own forward."""
 
 
@@ -64,7 +65,7 @@ def plan_blocks(
     blocks, captures = find_blocks(module), Captures()
     found = [captures.of(plain(blocks[call.fqn]), call.args, call.kwargs) for call in asked]
     reasons = {"": reason} | {c.fqn: f.reason for c, f in zip(calls, found, strict=True) if f.reason}
-    by_key: dict[Any, Lowered] = {}
+    by_key: dict[Any, Checked] = {}
     regions: dict[str, tuple[Region, ...]] = {}
     for capture in captures.all:
         if capture.graph is None:
@@ -72,9 +73,9 @@ def plan_blocks(
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
         fullest = max(own, key=lambda call: call.outside_bytes)
         try:
-            by_key[capture.key], chosen = lower_within(
-                capture, budget_bytes - fullest.outside_bytes, costs=costs
-            )
+            own_bytes = budget_bytes - fullest.outside_bytes
+            lowered, chosen = lower_within(capture, own_bytes, costs=costs)
+            by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)
         except OverBudget as error:
             raise _too_little(module, budget_bytes, fullest, error.least_bytes) from error
         regions |= {call.fqn: chosen.regions for call in own}
@@ -102,11 +103,11 @@ def plan_blocks(
 
 
 def _run(
-    by_key: Mapping[Any, Lowered], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any
+    by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """The module's own forward, with blocks that look up what they run."""
 
-    def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Lowered | None:
+    def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
         if fqn in alone:
             return None
         found = by_key.get(signature(plain(block), args, kwargs))
@@ -150,7 +151,7 @@ def _dry_run(
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
 
-    def note(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Lowered | None:
+    def note(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
         # a tensor that is kept here would be alive until the end, and count
         calls.append((fqn, tree_map(_shape, (args, kwargs)), live.current))
         return choose(fqn, block, args, kwargs)

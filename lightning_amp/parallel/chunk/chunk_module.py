@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.parallel.chunk.in_chunks import InChunks
-from lightning_amp.parallel.chunk.planned import ModuleChunks
+from lightning_amp.parallel.chunk.module_chunks import ModuleChunks
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
 

@@ -243,8 +243,8 @@ def _room(output: Output, device: torch.device) -> Tensor:
 
 
 def _check(output: Output, value: Tensor, place: Tensor) -> None:
-    """A value of another shape would be broadcast in silence."""
-    if value.shape != place.shape or value.dtype != output.dtype:
+    """A value of another shape would be broadcast in silence; where all is computed in 64 bits, so is the place."""
+    if value.shape != place.shape or value.dtype not in (output.dtype, place.dtype):
         raise ModelError(
             f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r}, found"
             f" {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's dims; leave the"

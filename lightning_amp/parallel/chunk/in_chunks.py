@@ -18,7 +18,8 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
-from lightning_amp.parallel.chunk.planned import Planned, plain, plan_graph
+from lightning_amp.parallel.chunk.module_chunks import Planned, plain
+from lightning_amp.parallel.chunk.planned import plan_graph
 from lightning_amp.parallel.chunk.rates_of import rates_of
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
@@ -55,6 +56,7 @@ class InChunks:
 
     Attributes:
         known: Plans by budget and signature; `install` lets all blocks of a model have the same.
+        fqn: Name of the block, for messages; `install` sets it.
 
     Args:
         budget_bytes: For one forward pass without gradients.
@@ -69,10 +71,19 @@ class InChunks:
     ) -> None:
         self._budget_bytes, self._train, self._policy, self._rates = budget_bytes, train, policy, rates
         self.known: dict[Any, Planned] = {}
+        self.fqn = ""
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns; a call of a new signature is planned first."""
-        return self.planned(module, args, kwargs).run(module, args, kwargs)
+        """What the module returns; a call of a new signature is planned first, and checked when it has values.
+
+        Raises:
+            InstallError: The plan's code computes something else than the module (check.py).
+        """
+        planned = self.planned(module, args, kwargs)
+        try:
+            return planned.run(module, args, kwargs)
+        except InstallError as error:
+            raise (InstallError(f"{self.fqn}: {error}") if self.fqn else error) from None
 
     def planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planned:
         """The plan of a call; made for the first of its signature.
@@ -139,7 +150,7 @@ class InChunks:
     def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
         twin = InChunks(self._budget_bytes, train=self._train, policy=self._policy, rates=self._rates)
         # a plan has nothing of the block that it was made for
-        twin.known = self.known
+        twin.known, twin.fqn = self.known, self.fqn
         return twin
 
 

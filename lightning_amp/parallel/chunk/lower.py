@@ -48,12 +48,16 @@ class Lowered:
         code: Python source of `forward` and of one function per region.
         forward: Parameters and buffers, then tensor inputs -> the flat results.
         regions: By the name that the code calls them by.
+        cut: The regions of the plan that it was written by, in their order.
+        inner: What runs in every chunk, where chunks are nested.
     """
 
     capture: Capture
     code: str
     forward: FunctionType = field(repr=False)
     regions: Mapping[str, ChunkedRegion] = field(repr=False)
+    cut: tuple[Region, ...] = ()
+    inner: "Lowered | None" = field(default=None, repr=False)
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for a call with the signature of the capture."""
@@ -147,7 +151,9 @@ class _Writer:
         chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
         # the code of forward calls what runs all chunks under the name of what computes one
         space |= chunked
-        return Lowered(capture=self._capture, code=code, forward=space["forward"], regions=chunked)
+        return Lowered(
+            capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions)
+        )
 
     def _wished(self) -> Iterator[str]:
         names = _argument_names(self._capture)
@@ -316,7 +322,7 @@ class _Writer:
             yield Output(
                 name=self._names[i],
                 shape=tuple(value.shape),
-                stride=_dense(value),
+                stride=dense_strides(value),
                 dtype=value.dtype,
                 dim=None if i in region.sums else region.dims[i],
                 needs_grad=self._table.rows[i].needs_grad,
@@ -336,7 +342,7 @@ def _argument_names(capture: Capture) -> list[str]:
     return [*capture.names, *(f"input {k}" for k in range(n_inputs))]
 
 
-def _dense(value: Tensor) -> tuple[int, ...]:
+def dense_strides(value: Tensor) -> tuple[int, ...]:
     """Strides in the order of a tensor's own, without gaps: what can be viewed there can be viewed here."""
     order = sorted(range(value.dim()), key=lambda d: (value.stride(d), -d), reverse=True)
     strides, step = [0] * value.dim(), 1

@@ -6,7 +6,7 @@ sizes of a piece, and chunks are planned for it in what the results of the whole
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.parallel.chunk.function import ChunkedRegion, Put
 from lightning_amp.parallel.chunk.lower import Lowered, lower
 from lightning_amp.planning.chunks.find_regions import find_regions
-from lightning_amp.planning.chunks.region import ChunkPlan, Region
+from lightning_amp.planning.chunks.region import Region
 
-Plan = Callable[[Capture], tuple[Lowered, ChunkPlan]]
+Found = TypeVar("Found")
+Plan = Callable[[Capture], tuple[Lowered, Found]]
 
 
 def outermost(table: Table) -> Region | None:
@@ -29,7 +30,7 @@ def outermost(table: Table) -> Region | None:
     return next((r for r in all_of_it if r.last == own[-1]), None)
 
 
-def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan) -> tuple[Lowered, ChunkPlan]:
+def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Found]) -> tuple[Lowered, Found]:
     """The forward that runs a region of all rows in pieces of one size, and in each of them regions of its own.
 
     Args:
@@ -39,7 +40,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan) -> 
         plan: Of a captured piece.
 
     Returns:
-        The forward, and the plan of a piece.
+        The forward, and what `plan` says beside that of a piece.
     """
     rows = tuple(replace(row, over=-1) for row in table.rows)
     lowered = lower(capture, replace(table, rows=rows), (region,))
@@ -54,7 +55,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan) -> 
     lowered.forward.__globals__[name] = nested
     outer = lowered.code[lowered.code.index("\ndef forward(") :]
     code = f"# one chunk of {name}\n{piece.code}\n\n{outer}"
-    return replace(lowered, code=code, regions={name: nested}), found
+    return replace(lowered, code=code, regions={name: nested}, inner=piece), found
 
 
 def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRegion) -> Capture:

@@ -1,19 +1,18 @@
 """Regions for one graph under a budget, and the bytes that the generated forward then takes."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import floor, log
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_amp._torch import FakeTensorMode, own_class
+from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import Table
+from lightning_amp.parallel.chunk.check import Checked
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
+from lightning_amp.parallel.chunk.module_chunks import ModuleChunks, Planned
 from lightning_amp.parallel.chunk.nested import lower_nested, outermost
 from lightning_amp.parallel.chunk.two_steps import in_two_steps
 from lightning_amp.planning.chunks.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks
@@ -22,51 +21,6 @@ from lightning_amp.planning.chunks.region import ChunkPlan, Region
 
 RATIO = 1.05
 """Of two numbers of bytes that plans are made for, where one takes more than the search has counted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleChunks:
-    """How a module keeps within a budget, for one signature.
-
-    Attributes:
-        budget_bytes: Asked for.
-        peak_bytes: Most bytes alive in one forward pass without gradients, beyond parameters, buffers and arguments.
-        whole_bytes: The same without chunks.
-        regions: What runs in chunks, by block; the whole module is the block "".
-        code: The forward that was generated, by block.
-        reasons: Why the module, or a block of it, is no graph.
-    """
-
-    budget_bytes: int
-    peak_bytes: int
-    whole_bytes: int
-    regions: Mapping[str, tuple[Region, ...]]
-    code: Mapping[str, str] = field(repr=False)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
-
-    chunks: ModuleChunks
-    run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """The module with its class's forward: the same children, parameters and settings.
-
-    Hooks on the module itself are left out: they run around whatever the forward is.
-    """
-    kind, left_out = own_class(module)
-    found = object.__new__(kind)
-    vars(found).update(
-        # hooks of every kind: those of state_dict hold what `fully_shard` knows of a module
-        (name, OrderedDict() if name.startswith("_") and "_hooks" in name else value)
-        for name, value in vars(module).items()
-        if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
-    )
-    return found
 
 
 def plan_graph(
@@ -85,7 +39,8 @@ def plan_graph(
         regions={"": found.regions},
         code={"": lowered.code},
     )
-    return Planned(chunks=chunks, run=lambda module, args, kwargs: lowered(module, *args, **kwargs))
+    checked = Checked(lowered, budget_bytes, found.whole_bytes)
+    return Planned(chunks=chunks, run=lambda module, args, kwargs: checked(module, *args, **kwargs))
 
 
 def lower_within(

@@ -1,0 +1,56 @@
+"""What a module that runs in chunks knows of them, and the module without them."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_amp._torch import own_class
+from lightning_amp.planning.chunks.region import Region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleChunks:
+    """How a module keeps within a budget, for one signature.
+
+    Attributes:
+        budget_bytes: Asked for.
+        peak_bytes: Most bytes alive in one forward pass without gradients, beyond parameters, buffers and arguments.
+        whole_bytes: The same without chunks.
+        regions: What runs in chunks, by block; the whole module is the block "".
+        code: The forward that was generated, by block.
+        reasons: Why the module, or a block of it, is no graph.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    whole_bytes: int
+    regions: Mapping[str, tuple[Region, ...]]
+    code: Mapping[str, str] = field(repr=False)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
+
+    chunks: ModuleChunks
+    run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module with its class's forward: the same children, parameters and settings.
+
+    Hooks on the module itself are left out: they run around whatever the forward is.
+    """
+    kind, left_out = own_class(module)
+    found = object.__new__(kind)
+    vars(found).update(
+        # hooks of every kind: those of state_dict hold what `fully_shard` knows of a module
+        (name, OrderedDict() if name.startswith("_") and "_hooks" in name else value)
+        for name, value in vars(module).items()
+        if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
+    )
+    return found
