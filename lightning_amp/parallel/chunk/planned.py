@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.check import Checked
 from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
@@ -19,8 +20,8 @@ from lightning_amp.planning.chunks.choose_chunks import CPU_SECONDS, CostModel, 
 from lightning_amp.planning.chunks.chunk_bytes import result_bytes
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
 
-RATIO = 1.05
-"""Of two numbers of bytes that plans are made for, where one takes more than the search has counted."""
+RATIO = 1.01
+"""Of two numbers of bytes that plans are made for."""
 
 
 def plan_graph(
@@ -51,8 +52,9 @@ def lower_within(
     In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
     Group norm is computed in two steps where that is not enough.
 
-    Where the meter finds more than the search has counted, plans are made for less, by numbers of bytes that are the
-    same for all budgets, and at last that of the least bytes: what a budget accepts, a larger one does too.
+    Plans are made for numbers of bytes that are the same for all budgets, from the largest within the budget down to
+    one that the meter finds within it too, and at last that of the least bytes: what a budget accepts, a larger one
+    does too, and is no slower.
 
     Args:
         capture: With a graph; for training captured with gradients.
@@ -97,7 +99,8 @@ def _within(
     capture: Capture, table: Table, budget_bytes: int, costs: CostModel, *, train: bool
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
-    asked, is_least = budget_bytes, False
+    fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
+    asked, is_least = budget_bytes if fits else _rung(budget_bytes), False
     while True:
         try:
             found = choose_chunks(table, asked, train=train, costs=costs)
@@ -116,11 +119,11 @@ def _within(
                 measured,
             )
         # a prediction that is too small costs other searches, never the promise
-        asked = _below(min(asked, found.peak_bytes) - 1)
+        asked = _rung(min(asked, found.peak_bytes) - 1)
 
 
-def _below(n_bytes: int) -> int:
-    """The next number of bytes that a plan is made for."""
+def _rung(n_bytes: int) -> int:
+    """The largest number of bytes within this one that a plan is made for."""
     return int(RATIO ** floor(log(n_bytes, RATIO))) if n_bytes > 1 else 1
 
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 import lightning_amp
+from benchmarks.chunks.models import Language
 from lightning_amp.errors import PlanError
+from lightning_amp.graph.capture import Captures
+from lightning_amp.parallel.chunk.lower import table_of
+from lightning_amp.planning.chunks.choose_chunks import choose_chunks
 from tests.any_module import make
 from tests.graph.calls import calls_of
 from tests.parallel.chunk.small_blocks import Attention, FeedForward
@@ -66,3 +70,15 @@ def test_a_whole_example_module() -> None:
     found, y = bytes_of(small, batch["genes"], batch["values"])
     assert found <= whole // 2
     torch.testing.assert_close(y, right)
+
+
+@pytest.mark.long
+def test_of_two_budgets_the_larger_is_no_slower() -> None:
+    """Where the ways to run a block are more than the search keeps at one place."""
+    torch.manual_seed(0)
+    module, words = Language(32, 2, 200).eval(), torch.randint(200, (2, 40))
+    capture = Captures().of(module, (words,), {})
+    plans = [choose_chunks(table_of(capture), budget, train=True) for budget in (383_971, 483_234, 489_088)]
+    seconds = [plan.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
