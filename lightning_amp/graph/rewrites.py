@@ -24,6 +24,7 @@ MEAN = 1
 RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 """Whose sum or mean is, on a CPU, a number in the memory of all losses, which tensors without values do not show."""
 WIDE = (torch.float32, torch.float64)
+"""Of narrower types kernels add up in 32 bits, and round once."""
 
 
 def _broadcast_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

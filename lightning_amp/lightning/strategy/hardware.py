@@ -12,7 +12,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.measured_rates import measured_rates
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.parallel.chunk.rates_of import rates_of
+from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import Rates
 
 

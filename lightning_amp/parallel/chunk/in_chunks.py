@@ -20,8 +20,8 @@ from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
 from lightning_amp.parallel.chunk.module_chunks import Planned, plain
 from lightning_amp.parallel.chunk.planned import plan_graph
-from lightning_amp.parallel.chunk.rates_of import rates_of
 from lightning_amp.parallel.contract.change import Change
+from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates

@@ -14,11 +14,10 @@ from torch.fx import Graph, Interpreter, Node
 
 from lightning_amp._torch import FakeTensorMode, OpOverload, make_fx
 from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.rewrites import WIDE
 
 CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default)
 CHEAP = (torch.ops.aten.cat.default, torch.ops.aten.upsample_nearest2d.vec)
-WIDE = (torch.float32, torch.float64)
-"""Of narrower types the kernel computes in 32 bits, and rounds once."""
 
 
 def neighbours(node: Node) -> tuple[tuple[int, int], ...]:
