@@ -27,14 +27,6 @@ import numpy as np
 from lightning_amp.footprint.chain.chain import KEPT, RECOMPUTED, BlockCost, Chain, Moment
 
 
-class Storage(Protocol):
-    """As in summarize.Life."""
-
-    n_bytes: int
-    birth: int
-    death: int | None
-
-
 class Step(Protocol):
     """As in chain_recorder.ChainRecorder."""
 

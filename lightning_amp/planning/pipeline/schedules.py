@@ -15,11 +15,10 @@ Legend: N devices, r device, p micro-batches, v stages of a device, m micro-batc
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.pipeline.numbers import check_count, numbers_of
+from lightning_amp.planning.pipeline.numbers import check_count
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
@@ -118,28 +117,4 @@ def most_in_flight(order: Order) -> Counter[int]:
     for step in order:
         now[step.stage] += -1 if step.backward else 1
         most[step.stage] = max(most[step.stage], now[step.stage])
-    return most
-
-
-def bytes_in_flight(order: Order, stage_bytes: Sequence[float]) -> float:
-    """Most bytes that a device keeps at once for backward passes.
-
-    Args:
-        order: Its passes.
-        stage_bytes: What every stage of the pipeline keeps of one micro-batch.
-
-    Raises:
-        PlanError: A number out of range, or a stage without one.
-    """
-    kept = numbers_of("stage_bytes", stage_bytes)
-    stages = 1 + max(step.stage for step in order)
-    if stages > len(kept):
-        raise PlanError(
-            f"stage_bytes was asked for with {len(kept)!r} numbers and a schedule of {stages!r} stages or more: pass"
-            " one for every stage of the pipeline"
-        )
-    now = most = 0.0
-    for step in order:
-        now += -kept[step.stage] if step.backward else kept[step.stage]
-        most = max(most, now)
     return most
