@@ -547,8 +547,8 @@ CHUNKS = [
         "chunk rows",
         "rows: convolutions one after the other",
         f"{CHUNKS}/region.py",
-        "own + max((reach.get(k, 0) for k in rows[i].inputs), default=0)",
-        "max(own, *(reach.get(k, 0) for k in rows[i].inputs))",
+        "found += -(-entries * region.units // row.shape[d])",
+        "found = max(found, -(-entries * region.units // row.shape[d]))",
         ROWS,
     ),
     Mutant(
