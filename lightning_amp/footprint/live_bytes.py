@@ -3,7 +3,8 @@
 A storage that an operator returned and did not receive is new and counts until it dies, however many tensors view it.
 Views, in-place operators and `out=` into an existing storage are free. Backward passes are seen too,
 `torch.autograd.grad` inside another forward and recomputation included. Only weak references are kept. Fake and meta
-tensors count as if they were real.
+tensors count as if they were real: what a kernel of a CPU leaves in larger memory than its result needs (RESIZED) is
+given to those without values too.
 
 Exact up to what an allocator adds (`rounding`), and to these known limits:
 
@@ -21,9 +22,12 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import TorchDispatchMode
+from lightning_amp._torch import FakeTensor, TorchDispatchMode
 from lightning_amp.data.batch_parts import dense_parts, tensors_in
 
+RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+"""Losses whose sum or mean is, on a CPU, a number in the memory of all losses."""
+_RESIZED = {getattr(torch.ops.aten, name).default for name in RESIZED}
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 
@@ -91,6 +95,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outside = func in _MADE_OUTSIDE
         given = {} if outside else {id(s): s for _, s in storages_of(tensors_of((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
+        if func in _RESIZED and isinstance(result, FakeTensor) and result.device.type == "cpu":
+            _resize_to_losses(result, tensors_of(args))
         self._count(tensors_of(result), given)
         return result
 
@@ -155,6 +161,14 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     for mode in _ACTIVE:
         mode.resized(storage, was_empty=was_empty)
     return storage
+
+
+def _resize_to_losses(result: Tensor, given: Iterable[Tensor]) -> None:
+    """Give a sum of losses the memory of all of them."""
+    n_losses = torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel()  # type: ignore[no-untyped-call]
+    storage, n_bytes = result.untyped_storage(), n_losses * result.element_size()
+    if storage.nbytes() < n_bytes:
+        super(torch.UntypedStorage, storage).resize_(n_bytes)
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_amp.footprint.live_bytes import RESIZED
 from lightning_amp.graph.loss_rules import BY_CLASS, BY_ROW, BY_VALUE, NONE, SUM
 
 aten = torch.ops.aten
 MEAN = 1
-RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
-"""Whose sum or mean is, on a CPU, a number in the memory of all losses, which tensors without values do not show."""
 WIDE = (torch.float32, torch.float64)
 """Of narrower types kernels add up in 32 bits, and round once."""
 

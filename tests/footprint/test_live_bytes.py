@@ -16,6 +16,8 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.simulation.simulate import fake_world
 
+LOSSES = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss", "l1_loss", "huber_loss")
+
 
 def small_graph() -> tuple[nn.Linear, Tensor]:
     return nn.Linear(4, 6), torch.randn(3, 4)
@@ -272,3 +274,21 @@ def test_one_devices_memory_counts() -> None:
         live.watch([there, here])
         made = (there + 1, here + 1)
     assert live.current == 4 * 3 + made[0].nbytes
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_without_values_takes_what_one_with_values_does(name: str, reduction: str) -> None:
+    """Of some the sum lies in the memory of all losses, for as long as it is there."""
+
+    def bytes_of_loss() -> tuple[int, int]:
+        x, target = torch.rand(30, 7, requires_grad=True), torch.rand(30, 7)
+        with LiveBytes() as live:
+            loss = getattr(nn.functional, name)(x, target, reduction=reduction)
+            kept = live.current
+            loss.sum().backward()
+        return kept, live.peak
+
+    with FakeTensorMode():
+        found = bytes_of_loss()
+    assert found == bytes_of_loss()
