@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -121,6 +121,18 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def run_all(
+    bodies: Sequence[tuple[int, Callable[..., Any]]], folder: Path, *, timeout: float
+) -> dict[str, list[Any]]:
+    """Call `body(rank, ranks, folder)` of every (ranks, body) in turn; what `run_ranks` returns, by name."""
+    found = {}
+    for ranks, body in bodies:
+        meet = folder / f"meet {body.__name__}"
+        meet.mkdir()
+        found[body.__name__] = run_ranks(body, ranks, meet, folder, timeout=timeout)
+    return found
 
 
 def _collect(connections: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:

@@ -13,7 +13,7 @@ import torch
 from tests.lightning.strategy.fsdp_features import MODULES, WAYS, Blocks, four, pair, plain, resumed
 from tests.lightning.strategy.fsdp_refused import REFUSED
 from tests.lightning.strategy.test_fsdp import close
-from tests.ranks import run_ranks
+from tests.ranks import run_all
 
 pytestmark = pytest.mark.exhaustive
 
@@ -25,12 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[Any]]:
-    found = {}
-    for ranks, body in ((1, plain), (2, pair), (4, four), (1, resumed)):
-        meet = folder / f"meet {body.__name__}"
-        meet.mkdir()
-        found[body.__name__] = run_ranks(body, ranks, meet, folder, timeout=240)
-    return found
+    return run_all(((1, plain), (2, pair), (4, four), (1, resumed)), folder, timeout=240)
 
 
 @pytest.mark.parametrize("name", [*WAYS, *MODULES])

@@ -21,7 +21,7 @@ from tests.lightning.strategy.fsdp_cases import CELLS
 from tests.lightning.strategy.hsdp_cases import MODULES, WAYS, four, plain
 from tests.lightning.strategy.test_fsdp import RTOL, close
 from tests.parallel.fsdp.test_fsdp_bytes import module_and_batch
-from tests.ranks import run_ranks
+from tests.ranks import run_all
 
 pytestmark = pytest.mark.ranks
 
@@ -33,12 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[Any]]:
-    found = {}
-    for ranks, body in ((1, plain), (4, four)):
-        meet = folder / f"meet {body.__name__}"
-        meet.mkdir()
-        found[body.__name__] = run_ranks(body, ranks, meet, folder, timeout=240)
-    return found
+    return run_all(((1, plain), (4, four)), folder, timeout=240)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -11,7 +11,7 @@ import torch
 
 from tests.lightning.strategy.hsdp_cases import four_resumed, one_resumed, plain_saved, two_resumed
 from tests.lightning.strategy.test_fsdp import close
-from tests.ranks import run_ranks
+from tests.ranks import run_all
 
 pytestmark = pytest.mark.exhaustive
 JOBS = [
@@ -29,12 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[Any]]:
-    found = {}
-    for ranks, body in ((1, plain_saved), (4, four_resumed), (2, two_resumed), (1, one_resumed)):
-        meet = folder / f"meet {body.__name__}"
-        meet.mkdir()
-        found[body.__name__] = run_ranks(body, ranks, meet, folder, timeout=240)
-    return found
+    return run_all(
+        ((1, plain_saved), (4, four_resumed), (2, two_resumed), (1, one_resumed)), folder, timeout=240
+    )
 
 
 @pytest.mark.parametrize(("body", "job"), JOBS)
