@@ -291,7 +291,7 @@ def main() -> None:
     lines = [
         *paragraph(
             f"""{origin(f"python -m benchmarks.unequal_devices --percent {asked.percent} --write")} Two gloo ranks with
-            quotas of {asked.percent} and {asked.percent // 2} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
+            quotas of {asked.percent} and {asked.percent / 2:g} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
             micro-batches by gpipe, and {BLOCKS} alike strata; medians of {asked.rounds} rounds in turn. The ideal is
             what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
             micro-batch more."""

@@ -10,10 +10,12 @@
     last stage      results of all micro-batches; under gpipe what follows the blocks, forward and backward, for the
                     whole batch, and the gradients of its inputs; else what follows them once more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
+    draws           states of random numbers: of the run and of the last micro-batch's begin (and end, on the last
+                    stage), and one that is sent with every result
 
 These are the tensors of parallel/pipeline/ and lightning/steps/pipelined/pipelined_steps.py.
 
-Known limits: states of random numbers (5 KB each) and metrics are left out; micro-batches count as the largest of them;
+Known limits: metrics are left out; micro-batches count as the largest of them;
 a step that draws random numbers after the blocks runs these several times, one after the other.
 """
 
@@ -30,6 +32,8 @@ from lightning_amp.planning.pipeline.schedules import Order
 
 NEVER = -1
 """Before the first operator."""
+DRAWS, PRINT = 10_100, 8
+"""Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent beside it for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +278,8 @@ class _Walk:
         self._last = len(pipeline.ends) - 1
         kept = sum(p.n_bytes + p.state_bytes for p in self._held)
         self._always = kept + self._gradients + whole.buffer_bytes + whole.batch_bytes
+        ends_here = self._last % len(pipeline.orders) == rank
+        self._always += (3 if ends_here else 2) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()
         self._came = self._sent = self._results = 0
@@ -285,6 +291,9 @@ class _Walk:
         own = self._stages(stage)
         self._reach(own.forward)
         self._now += own.kept
+        if stage < self._last:
+            self._now += DRAWS + PRINT
+            self._sent += DRAWS + PRINT
 
     def backward(self, stage: int) -> None:
         """A backward pass."""

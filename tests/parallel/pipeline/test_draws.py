@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from lightning_amp.parallel.pipeline.draws import draws_stay, go_on_with, packed_draws, seed_draws
+from lightning_amp.planning.pipeline.stage_bytes import DRAWS
 
 
 def drawn() -> tuple[float, ...]:
@@ -31,7 +32,7 @@ def test_a_seed_and_a_place_tell_all_draws() -> None:
     seed_draws(4)
     go_on_with(state)
     assert drawn() == second
-    assert len(packed_draws()) == len(state)
+    assert len(packed_draws()) == len(state) == DRAWS, "as it is planned with"
 
 
 def test_draws_stay_where_they_were() -> None:

@@ -121,7 +121,7 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     # with a budget that needs none of them, all are, for they were asked for
     wide = replace(asked, budget_bytes=100_000)
     assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
-    with pytest.raises(PlanError, match="together with chunk; it was not tried inside of stages"):
+    with pytest.raises(PlanError, match="may take in chunks is not planned yet"):
         plan_module(asked, step(), named=("recompute", "chunk"))
 
 
