@@ -233,13 +233,16 @@ class Installed:
         before = self._run_of(module)
         if isinstance(forward, InChunks):
             forward.known, forward.fqn = self._chunks, fqn
-            if fqn in self.forwards and isinstance(before, RecomputedForward):
+            inner = before.run if isinstance(before, BlockCall) else before
+            if fqn in self.forwards and isinstance(inner, RecomputedForward):
                 # what is computed again runs in chunks, both times
-                before.inside = forward
+                inner.inside = forward
                 return
         if isinstance(forward, BlockCall) and isinstance(before, RecomputedForward):
             # a stage runs it in the way of the other technique
             forward = forward.around(before)
+        elif isinstance(forward, InChunks) and isinstance(before, BlockCall):
+            forward = before.around(forward)
         elif "forward" in vars(module):
             raise InstallError(
                 f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"

@@ -395,4 +395,20 @@ PIPELINES = [
         "zip(from_last, [0] * (strata + 1), strict=True)",
         "tests/planning/test_ordered_partition.py",
     ),
+    Mutant(
+        "staged chunks",
+        "the block runs as it is",
+        f"{P}/install.py",
+        "forward = before.around(forward)",
+        "return",
+        "tests/lightning/pipeline/test_chunks_in_stages.py",
+    ),
+    Mutant(
+        "staged draws",
+        "states of random numbers that are sent take nothing",
+        f"{LINE}/stage_bytes.py",
+        "self._now += DRAWS + PRINT",
+        "pass",
+        STAGED,
+    ),
 ]

@@ -22,13 +22,14 @@ from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import (
     BalanceCells,
+    ChunkBlock,
     DataParallel,
     PipelineStages,
     RecomputeBlock,
     ShareBatchStatistics,
 )
 
-TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock)
+TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
 """Rules that go together with stages."""
 SEE_GRADIENTS = (
     "configure_gradient_clipping",

@@ -30,12 +30,13 @@ from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.planning.plan.specs import DataParallel, PipelineStages, RecomputeBlock
+from lightning_amp.planning.plan.specs import ChunkBlock, DataParallel, PipelineStages, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
 
 TRIES = 4
 """Times that a plan is made leaner before everything is."""
+WITHOUT_CHUNKS = "the stages are counted without their chunks, which take less"
 
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
@@ -223,6 +224,11 @@ def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) 
         PlanError: One that was not tried with stages.
     """
     others = [name for name in named if name != "recompute"]
+    if others == ["chunk"]:
+        raise PlanError(
+            "pipeline was asked for together with chunk; what blocks of a stage may take in chunks is not planned yet:"
+            " give a plan that has rules of both (AMPStrategy(plan=...)), take 'pipeline,recompute', or leave one out"
+        )
     if others:
         raise PlanError(
             f"pipeline was asked for together with {', '.join(others)}; it was not tried inside of stages: leave it"
@@ -246,6 +252,8 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
     stages = None if isinstance(found, str) else found
     diagnosis = diagnose_module(seen, ranks=ranks, budget=given.budget_bytes, stages=stages)
     given = replace(given, diagnosis=diagnosis, stages=())
+    if WITHOUT_CHUNKS not in given.notes and any(isinstance(rule.spec, ChunkBlock) for rule in given.rules):
+        given = replace(given, notes=(*given.notes, WITHOUT_CHUNKS))
     if isinstance(found, str):
         return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
     return replace(
