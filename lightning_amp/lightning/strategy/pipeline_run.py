@@ -95,6 +95,10 @@ def without_stages(seen: Seen, device: torch.device, request: Request, trainer: 
     """The step without a pipeline, where the run's options or its device do not go with one."""
     if device.type != "cpu":
         return replace(seen, passes=None, no_stages=f"it runs on the CPU by now, and not on {device.type!r}")
+    chosen = request.plan or request.strategies or request.model_parallel_size not in ("auto", 1)
+    if not (chosen or trainer.lightning_module.automatic_optimization):
+        why = "its step optimises by hand, and the run shows whether stages can do so: ask for strategies='pipeline'"
+        return replace(seen, passes=None, no_stages=why)
     try:
         check_run(request, trainer, trainer.lightning_module)
     except AmpError as error:
