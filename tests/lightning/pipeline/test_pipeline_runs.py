@@ -27,6 +27,26 @@ UNEVEN_CNN = {2: "7,10", 4: "1,2,9,10"}
 MICRO = {"micro_batches": 3}
 
 
+class ByHand(GPT):
+    """Optimises by hand, a step for every two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        last = batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=last):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss / 2)
+            if last:
+                self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"loss": loss}
+
+
 def cut_by_hand(plan: Plan, ends: str) -> Plan:
     rules = tuple(
         replace(rule, spec=replace(rule.spec, ends=ends)) if isinstance(rule.spec, PipelineStages) else rule
@@ -64,6 +84,7 @@ def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
     if ranks == 4:
         settings = MICRO | {"model_parallel_size": 2}
         found["2 x 2"] = fit(me, GPT(), settings, {"gradient_clip_val": 0.05}, data_ranks=2)
+        found["2 x 2, by hand"] = fit(me, ByHand(), settings, {}, data_ranks=2)
     found["evaluated"] = evaluate(trainer_of(me, MICRO, {}), GPT())
     return found
 
@@ -149,9 +170,13 @@ def test_a_checkpoint_is_that_of_one_process(found: Any, folder: Path) -> None:
         close(ended, fit(None, GPT(), {}, {}, ckpt_path=str(folder / "plain.ckpt")))
 
 
-def test_stages_over_a_data_axis_train_on_the_union_of_the_batches(found: Any) -> None:
-    expected = fit(None, GPT(), {}, {"gradient_clip_val": 0.05}, data_ranks=2)
-    for run in each(found, "2 x 2"):
+@pytest.mark.parametrize("name", ["2 x 2", "2 x 2, by hand"])
+def test_stages_over_a_data_axis_train_on_the_union_of_the_batches(found: Any, name: str) -> None:
+    if name == "2 x 2":
+        expected = fit(None, GPT(), {}, {"gradient_clip_val": 0.05}, data_ranks=2)
+    else:
+        expected = fit(None, ByHand(), {}, {}, data_ranks=2)
+    for run in each(found, name):
         for name, value in expected["state"].items():
             if "right" not in name:
                 assert torch.allclose(run["state"][name], value, rtol=0, atol=1e-10), name
