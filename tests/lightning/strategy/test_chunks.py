@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_amp import chunk
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -22,6 +23,7 @@ from tests.parallel.chunk.small_blocks import Attention
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+BUDGET = 700_000
 SHARES = (None, 0.6)
 """Budgets as shares of what is beyond parameters, gradients and optimiser state; None names no budget."""
 
@@ -186,13 +188,35 @@ def test_evaluation_runs_by_the_plan_of_the_fit(tmp_path: Path) -> None:
         assert found[f"amp {kind}"] < 0.7 * found[f"plain {kind}"]
 
 
-def never_fitted(rank: int, ranks: int) -> str:
+class Predicting(Stack):
+    """Its predictions are what its forward returns."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        with LiveBytes() as live:
+            found = self(batch)
+        self.most = max(self.most, live.peak)
+        return found
+
+
+def never_fitted(rank: int, ranks: int) -> tuple[str, list[tuple[int, Any]]]:
+    """A refusal; and bytes and predictions of a module as it is and in chunks by itself."""
     with pytest.raises(PlanError) as refused:
         trainer_of(AMPStrategy(strategies="chunk")).predict(Stack(), rows())
-    return str(refused.value)
+    module = Predicting().double().eval()
+    batches: DataLoader[Any] = DataLoader(torch.randn(8, 128, 16).double(), batch_size=4)  # type: ignore[arg-type]
+    found = []
+    for each in (module, chunk(module, next(iter(batches)), budget=BUDGET)):
+        each.most = 0
+        values = trainer_of(AMPStrategy()).predict(each, batches)
+        found.append((each.most, values))
+    return str(refused.value), found
 
 
-def test_chunks_of_a_module_that_was_never_fitted_are_refused(tmp_path: Path) -> None:
-    (text,) = run_ranks(never_fitted, 1, tmp_path, timeout=100)
+def test_a_module_that_was_never_fitted_predicts_in_chunks_of_its_own(tmp_path: Path) -> None:
+    """A rule of chunks is refused; the same bytes are held by the module that `lightning_amp.chunk` returns."""
+    ((text, (plain, chunked)),) = run_ranks(never_fitted, 1, tmp_path, timeout=100)
     assert "chunk was asked for in a run that does not train" in text
     assert "plan=" in text
+    assert "lightning_amp.chunk" in text
+    assert chunked[0] <= BUDGET < plain[0] / 3
+    torch.testing.assert_close(chunked[1], plain[1], rtol=1e-10, atol=1e-10)
