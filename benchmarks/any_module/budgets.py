@@ -2,6 +2,8 @@
 
 On one rank the plain run draws what amp's draws, dropout included. On several ranks each draws for itself, so there the
 two are compared without dropout, with noise that is a function of the row, and with batch statistics of all ranks.
+Ranks that are stages of a pipeline share the rows of one loader: a step has fewer of them then, and so has that of the
+plain process.
 """
 
 import json
@@ -43,36 +45,37 @@ PLAIN = "ddp_find_unused_parameters_true"
 def budget_rows(names: list[str], folder: Path, *, quick: bool) -> Iterator[list[str]]:
     """A row for every module, number of ranks and share of the plain step's bytes."""
     todo = [(name, ranks) for name in names for ranks in (RANKS[:2] if quick else RANKS)]
-    one: dict[str, Found] = {}
+    one: dict[tuple[str, int, bool], Found] = {}
     for name, ranks in track(todo, description="budgets", total=len(todo)):
-        asked = Wanted(
-            name=name, ranks=ranks, sizes={ROWS.get(name, "cells"): SAMPLES.get(name, 8)}, strategy=PLAIN
-        )
+        rows = SAMPLES.get(name, 8)
+        asked = Wanted(name=name, ranks=ranks, sizes={ROWS.get(name, "cells"): rows}, strategy=PLAIN)
         eager = run(replace(asked, strategy="auto") if ranks == 1 else asked, folder)
         alike = ranks > 1
-        if ranks < 3:
-            plain = replace(asked, ranks=1, strategy="auto", double=True, alike=alike)
-            one[name] = run(plain, folder)
         for share in SHARES:
             budget = int(share * eager.peak)
             got = run(replace(asked, strategy={"device_memory": budget}), folder)
-            same = None
+            same = plain = None
             if not got.refused:
                 # in float64 the same plan needs twice the bytes
                 plan = doubled(got.plan, folder)
                 own = replace(asked, strategy={"plan": plan, "unfit": "train"}, double=True, alike=alike)
                 same = run(own, folder)
+                key = name, rows // ranks * got.plan["mesh"]["data"], alike
+                if key not in one:
+                    steps = replace(own, ranks=1, strategy="auto", rows=key[1])
+                    one[key] = run(steps, folder)
+                plain = one[key]
             yield [
                 name,
                 f"{ranks}",
                 f"{share:.0%} of {format_bytes(eager.peak)}",
-                *_results(budget, got, same, one[name]),
+                *_results(budget, got, same, plain),
             ]
 
 
-def _results(budget: int, got: Found, same: Found | None, one: Found) -> list[str]:
+def _results(budget: int, got: Found, same: Found | None, one: Found | None) -> list[str]:
     largest = str((got.plan.get("diagnosis") or {}).get("largest", ""))
-    if same is None:
+    if same is None or one is None:
         return [largest, "refused", first_sentence(got.refused), "", "", "", ""]
     above = "" if got.peak <= budget else " **above**"
     ratio = got.plan["predicted_peak_bytes"] / got.peak

@@ -33,6 +33,7 @@ class Wanted:
         by_hand: What is done to the module before, as of `change_by_hand`.
         double: In float64, and its numbers are kept.
         alike: Without dropout, and noise is a function of the row: however rows are dealt, ranks draw the same.
+        rows: Of the batches that a loader gives; None deals those of `sizes` to all ranks.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Wanted:
     steps: int = 3
     double: bool = False
     alike: bool = False
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ def fit(request: dict[str, Any]) -> None:
     torch.manual_seed(1)
     trainer, probe = _trainer(wanted)
     loader = torch.utils.data.DataLoader(
-        rows * (wanted.steps + 1), batch_size=len(rows) // wanted.ranks, shuffle=False
+        rows * (wanted.steps + 1), batch_size=wanted.rows or len(rows) // wanted.ranks, shuffle=False
     )
     refused = ""
     try:
