@@ -282,6 +282,15 @@ def _on_axis(base: Plan, model: int) -> Plan:
     return replace(base, mesh=MeshShape(data=data, model=model), rules=rules)
 
 
+def _shared(ranks: int, model: int) -> str:
+    """What becomes of the samples of a step when ranks of the data axis become stages."""
+    data = ranks // model
+    return (
+        f"{model} stages share a batch, so a step takes {data} batch{'es' * (data > 1)} of the loader, where {ranks}"
+        f" ranks of a data axis take {ranks}; a batch {model} times as large keeps the samples of a step"
+    )
+
+
 def _missing(seen: Seen, best: Draft, budget: int | None) -> list[str]:
     return [] if budget is None or best.peak_bytes <= budget else [missing(seen, best, budget=budget)]
 
@@ -347,7 +356,8 @@ def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     best, order = compared.best, list(STRATEGIES)
-    base = base if best.model in (1, base.mesh.model) else _on_axis(base, best.model)
+    shared = () if best.model in (1, base.mesh.model) else (_shared(base.mesh.data, best.model),)
+    base = _on_axis(base, best.model) if shared else base
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
     notes = _missing(seen, best, base.budget_bytes)
@@ -372,7 +382,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
             stages=best if best.stages else None,
         ),
         stages=best.stages,
-        notes=(*base.notes, *_counted_on(seen.profile), *notes),
+        notes=(*base.notes, *_counted_on(seen.profile), *shared, *notes),
     )
 
 

@@ -185,6 +185,7 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     tight = plan_module(base(9_000, devices=2), heavy)
     assert tight.strategies == ("S1", "pipeline")
     assert (tight.mesh.data, tight.mesh.model) == (1, 2)
+    assert any("a step takes 1 batch of the loader, where 2 ranks" in note for note in tight.notes)
     assert tight.fits
     assert tight.predicted_peak_bytes == max(stage.peak_bytes for stage in tight.stages)
     assert tight.rules[0].why == "1 rank on the data axis"
