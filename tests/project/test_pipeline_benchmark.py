@@ -12,7 +12,18 @@ from benchmarks.partition.imd import EPSILON, imd
 from benchmarks.partition.instances import draw
 from benchmarks.pipeline.__main__ import searches
 from benchmarks.pipeline.shaped_links import refuse_without_root
-from benchmarks.pipeline.training import TOLERANCE, Run, Watch, ends_of, fit, measured
+from benchmarks.pipeline.training import (
+    TOLERANCE,
+    Run,
+    Watch,
+    all_runs,
+    ends_of,
+    fit,
+    key_of,
+    measured,
+    rows_in,
+    runs_of,
+)
 
 
 @pytest.mark.parametrize("sending", [1.0, 8.0])
@@ -55,6 +66,17 @@ def test_the_difference_is_that_of_the_furthest_parameter(tmp_path: Path) -> Non
         assert watch.difference == pytest.approx(moved, abs=TOLERANCE)
     # parameters and momentum
     assert watch.held == 2 * sum(p.nbytes for p in expected.values())
+
+
+def test_runs_that_a_page_has_are_left_out() -> None:
+    every = list(all_runs("gpt2", quick=False))
+    page = [f"| {' | '.join([*run.named[:2], run.cut + ' 1,2', run.named[3]])} | 0 |" for run in every]
+    kept = [line for line in page if "| 1f1b | even" not in line]
+    has = [key_of(row) for row in rows_in(["# Title", *kept])]
+    found = [(run.schedule, run.cut, run.accumulation) for run in runs_of("gpt2", has, quick=False)]
+    # the planned one makes the plan of the others
+    assert found == [("1f1b", "planned", 1), ("1f1b", "even", 1), ("1f1b", "even", 3)]
+    assert runs_of("gpt2", [key_of(row) for row in rows_in(page)], quick=False) == []
 
 
 @pytest.mark.ranks
