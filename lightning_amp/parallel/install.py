@@ -23,7 +23,7 @@ from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute
 from lightning_amp.parallel.chunk.in_chunks import InChunks, chunk_block
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
-from lightning_amp.parallel.contract.protocol import is_decomposed
+from lightning_amp.parallel.contract.protocol import find_decoders, is_decomposed
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.contract.stand_in import named_parts, part
 from lightning_amp.parallel.nodes.decoder import share_anchors
@@ -64,6 +64,9 @@ class Technique:
 BY_STRATEGY = (*STRATEGIES["S1"].specs, *STRATEGIES["fsdp"].specs)
 """Carried out by the Lightning strategy itself: gradients, batch statistics, the sampler and parameters that are split
 over the data axis, not a module swap."""
+
+OF_BLOCKS = (specs.RecomputeBlock, specs.ChunkBlock)
+"""For blocks of any module, outside of a decoder where there is one."""
 
 TECHNIQUES: dict[type, Technique] = {
     specs.ChunkedAttention: Technique(
@@ -286,12 +289,22 @@ def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | N
     """Carry out rules that have techniques, as `install` does; the module is unchanged where one is refused."""
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
     claimed: set[tuple[str, type]] = set()
+    decoders = list(find_decoders(module))
     for rule, fqn in targets:
         if (fqn, type(rule.spec)) in claimed:
             raise InstallError(
                 f"{fqn!r} is claimed by two rules, the second is {rule.strategy} ({rule.fqn!r}); leave one out"
             )
         claimed.add((fqn, type(rule.spec)))
+        apart = not isinstance(rule.spec, OF_BLOCKS) or not any(
+            lies_in(fqn, [decoder]) or lies_in(decoder, [fqn]) for decoder in decoders
+        )
+        if not apart:
+            raise InstallError(
+                f"{rule.strategy} was asked for on the block {fqn!r}, which is a part of the decoder"
+                f" {', '.join(map(repr, decoders))} or holds it: its strata have techniques of their own; name blocks"
+                " outside of it"
+            )
     installed = Installed()
     try:
         for rule, fqn in targets:

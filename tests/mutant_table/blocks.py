@@ -3,6 +3,7 @@
 from tests.mutant_table.row import MODULES, Mutant, P
 
 ANY = "tests/footprint/test_profile_module.py"
+BESIDE = "tests/parallel/blocks/test_beside_decoder.py"
 AGAIN = "tests/parallel/blocks/test_recompute.py"
 CHAIN = "tests/footprint/test_build_chain.py tests/footprint/test_chain_of.py"
 CHOICE = "tests/planning/modules/test_recompute_choice.py"
@@ -12,6 +13,22 @@ OF_A_MODULE = "tests/planning/modules/test_plan_of_a_module.py"
 LOOK = "tests/lightning/strategy/test_any_module.py"
 
 BLOCKS = [
+    Mutant(
+        "beside a decoder",
+        "blocks that run again choose for the strata",
+        "lightning_amp/planning/plan/strategies.py",
+        'if strategy != "recompute" or not blocks_alone]',
+        "]",
+        BESIDE,
+    ),
+    Mutant(
+        "beside a decoder",
+        "a stratum as a block",
+        f"{P}/install.py",
+        "        if not apart:\n",
+        "        if False:\n",
+        BESIDE,
+    ),
     Mutant(
         "profile",
         "missing: the last step's gradients",

@@ -32,6 +32,7 @@ from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
+from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
@@ -282,7 +283,7 @@ def _evaluated(made: Plan, in_chunks: Sequence[Rule]) -> Plan:
 def predict_anew(plan: Plan, facts: Facts) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
+    notes = notes + note + _not_counted(plan, shape) + too_few_cells(profile, plan.mesh, shape.batch_size)
     plan = with_sharding(plan, sharding_of(plan.rules), launches=rates.launches)
     if shape.batch_norms:
         # the plan may be of a model without
@@ -306,6 +307,16 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None)
     return plan_again(again, seen, count=facts.step.count)
+
+
+def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:
+    """What rules outside of a decoder save, which its prediction does not have."""
+    named = [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
+    if shape.decoder is None or not named:
+        return []
+    return [
+        f"what {', '.join(named)} save outside of the decoder was not counted: the peak is predicted without"
+    ]
 
 
 def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:

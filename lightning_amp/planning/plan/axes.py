@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.specs import Spec
-from lightning_amp.planning.plan.strategies import STRATEGIES, special_choice
+from lightning_amp.planning.plan.strategies import STRATEGIES, special_choice, without_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,9 @@ class Axes:
             strategies: Their ids.
             specs: What their rules ask for, where that may not be the usual.
         """
-        choices = [*(STRATEGIES[strategy].choice for strategy in strategies), *map(special_choice, specs)]
+        specs = tuple(specs)
+        choosing = without_blocks(strategies, specs)
+        choices = [*(STRATEGIES[strategy].choice for strategy in choosing), *map(special_choice, specs)]
         axes = cls(**dict(choice for choice in choices if choice is not None))
         # where strata or anchors are split, S2 is left with the layers outside the decoder
         return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")

@@ -16,7 +16,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
 from lightning_amp.planning.plan.stages import Stage
-from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name
+from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name, without_blocks
 from lightning_amp.quantities import is_number
 
 SCHEMA = 1
@@ -269,7 +269,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             " imported first)"
         )
         return
-    yield from conflicts(plan.strategies)
+    yield from conflicts(without_blocks(plan.strategies, (rule.spec for rule in plan.rules)))
     yield from sharding.contradictions(plan.rules, plan.mesh.data)
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):

@@ -282,6 +282,13 @@ def special_choice(spec: Spec) -> tuple[str, str] | None:
     return None
 
 
+def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
+    """Strategies but recompute, if it is asked for blocks alone: they may run again beside any choice of a decoder."""
+    kinds = set(map(type, asked))
+    blocks_alone = specs.RecomputeBlock in kinds and specs.RecomputeStrata not in kinds
+    return [strategy for strategy in strategies if strategy != "recompute" or not blocks_alone]
+
+
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
     """Ids in the order of the library, each once: that of installation, in which S2 comes before S4 (Section 3.4.6)."""
     return tuple(sorted(set(strategies), key=list(STRATEGIES).index))
