@@ -1,6 +1,6 @@
 """Modules that nobody wrote for lightning_amp, trained by `strategy="amp"` under a budget, beside what else one can do.
 
-    python -m benchmarks.any_module [--quick] [--only NAME ...] [--tables peers budgets] [--write]
+    python -m benchmarks.any_module [--quick] [--rounds N] [--only NAME ...] [--tables peers budgets] [--write]
 
 `budgets`: every module of examples/any_module, unedited, with 75, 50 and 30 % of the bytes that a plain step takes, on
 1, 2 and 4 ranks: the largest part, the plan, its predicted peak beside the meter's in the second step of a real run,
@@ -41,14 +41,15 @@ def available(names: list[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if name not in absent], absent
 
 
-def grown(name: str, names: list[str], *, quick: bool) -> Iterator[list[str]]:
+def grown(name: str, names: list[str], *, quick: bool, rounds: int) -> Iterator[list[str]]:
     """A table's part of the page, again with every row."""
     header, rows = TABLES[name]
-    command = f"python -m benchmarks.any_module --tables {name}{' --quick' * quick} --write"
+    options = f"{' --quick' * quick}{f' --rounds {rounds}' * (name == 'peers')}"
+    command = f"python -m benchmarks.any_module --tables {name}{options} --write"
     text = [*paragraph(f"{origin(command)} Bytes of the second step; the most of any rank.")]
     done: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for row in rows(names, Path(folder), quick=quick):
+        for row in rows(names, Path(folder), quick=quick, rounds=rounds):
             done.append(row)
             yield [*text, *markdown(header, done)]
 
@@ -59,6 +60,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="three modules, two ranks at most, one round")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="of timed runs by turns, after the first of each"
+    )
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these modules")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--write", action="store_true", help="put the tables into docs/any_module.md")
@@ -71,7 +75,9 @@ def main() -> None:
         if arguments.write:
             read_part(PAGE, part)  # a page without markers is refused before anything is measured
         lines: list[str] = []
-        for lines in grown(name, names, quick=arguments.quick):
+        for lines in grown(
+            name, names, quick=arguments.quick, rounds=0 if arguments.quick else arguments.rounds
+        ):
             if arguments.write:
                 write_part(PAGE, part, lines)
         print("\n".join(lines))

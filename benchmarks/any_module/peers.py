@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, int]] = {
     "cnn": {"samples": 32, "length": 2048},
 }
 """At which products take longer than Python; the first is the number of rows."""
-TIMED, ROUNDS = 12, 2
+TIMED = 12
 LESS = 0.97
 """Share of ddp's peak from which on a peer saves something."""
 KEPT = (0.8, 0.5, 0.2, 0.0)
@@ -36,11 +36,10 @@ FIRST = "ddp"
 UNUSED = "ddp_find_unused_parameters_true"
 
 
-def peer_rows(names: list[str], folder: Path, *, quick: bool) -> Iterator[list[str]]:
-    """A row for every module and peer."""
+def peer_rows(names: list[str], folder: Path, *, quick: bool, rounds: int) -> Iterator[list[str]]:
+    """A row for every module and peer; without rounds by turns the first run of each is timed."""
     for name in names:
         asked, found = _once(name, folder, quick=quick)
-        rounds = 0 if quick else ROUNDS
         steps = {peer: [one.step] for peer, one in found.items() if one.step is not None}
         turns = [peer for _ in range(rounds) for peer in steps]
         for peer in track(turns, description=name, total=len(turns)):
