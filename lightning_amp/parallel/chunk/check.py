@@ -59,13 +59,21 @@ class Checked:
         """What the block returns.
 
         Raises:
+            InstallError: As `check`.
+        """
+        self.check(block, args, kwargs)
+        return self._lowered(block, *args, **kwargs)
+
+    def check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look whether it computes what the block does, once; not of a call without values.
+
+        Raises:
             InstallError: The forward computes something else.
         """
         if not self._done and not any(isinstance(t, FakeTensor) for t in _tensors(block, args, kwargs)):
             with _alone(_tensors(block, args, kwargs)):
                 self._check(plain(block), args, kwargs)
             self._done = True
-        return self._lowered(block, *args, **kwargs)
 
     def _check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         for call, lowered in smaller_calls(block, args, kwargs, self._lowered):

@@ -43,7 +43,9 @@ def chunk(
 
     Args:
         module: Any module; in evaluation mode for inference.
-        example_args: Arguments of one call; nothing is computed with their values.
+        example_args: Arguments of one call. If they have values, the generated forward is compared with the module's
+            own, in float64 on a few positions of each; a module that is no graph as a whole is compared in its first
+            call.
         budget: Bound of the bytes of all tensors alive in one forward pass without gradients, beyond parameters,
             buffers and arguments: a number, or text such as "2GiB".
         policy: What a plan makes small: "auto" seconds by rates of the device, "paper" AutoChunk's cost (Equations 8 to
@@ -58,6 +60,7 @@ def chunk(
     Raises:
         PlanError: The budget cannot be met; the message names the least that can. Or another policy.
         ModelError: The module cannot be captured, neither as one graph nor by its blocks; the message says why.
+        InstallError: The generated forward computes something else, as of a wrong rule of `register_flow`.
     """
     taken = "forward" if "forward" in vars(module) else "plan" if hasattr(module, "plan") else ""
     if taken:
@@ -69,7 +72,12 @@ def chunk(
     runner = InChunks(parse_bytes(budget), policy=policy, rates=rates)
     twin.forward = partial(runner, twin)
     with torch.no_grad():
-        twin.plan = runner.planned(twin, example_args, example_kwargs).chunks  # type: ignore[assignment]
+        planned = runner.planned(twin, example_args, example_kwargs)
+        if (
+            planned.check is not None
+        ):  # here, for what it takes is no part of a forward pass within the budget
+            planned.check(twin, example_args, example_kwargs)
+    twin.plan = planned.chunks  # type: ignore[assignment]
     return twin
 
 

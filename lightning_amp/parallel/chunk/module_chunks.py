@@ -34,10 +34,14 @@ class ModuleChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan, and what carries it out: called as `run(module, args, kwargs)`."""
+    """A plan, what carries it out, and what checks it before: each called as `run(module, args, kwargs)`.
+
+    Where there is no `check` by itself, the first run checks.
+    """
 
     chunks: ModuleChunks
     run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+    check: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None
 
 
 def plain(module: nn.Module) -> nn.Module:

@@ -41,7 +41,11 @@ def plan_graph(
         code={"": lowered.code},
     )
     checked = Checked(lowered, budget_bytes, found.whole_bytes)
-    return Planned(chunks=chunks, run=lambda module, args, kwargs: checked(module, *args, **kwargs))
+    return Planned(
+        chunks=chunks,
+        run=lambda module, args, kwargs: checked(module, *args, **kwargs),
+        check=checked.check,
+    )
 
 
 def lower_within(
