@@ -66,7 +66,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_ranks(
-    body: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 60
+    body: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 150
 ) -> list[Any]:
     """Call `body(rank, world_size, *args)` on every rank and return the results in the order of ranks.
 

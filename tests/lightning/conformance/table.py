@@ -92,7 +92,7 @@ def run_all(folder: Path, names: list[str] | None = None) -> list[Found]:
     for ranks in (1, 2):
         meet = folder / f"meet{ranks}"
         meet.mkdir()
-        found += run_ranks(run_group, ranks, meet, folder / f"runs{ranks}", chosen, timeout=300)
+        found += run_ranks(run_group, ranks, meet, folder / f"runs{ranks}", chosen, timeout=900)
     return found
 
 

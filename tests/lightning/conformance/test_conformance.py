@@ -22,7 +22,7 @@ from tests.lightning.conformance.table import (
 )
 
 # the first test runs everything
-pytestmark = [pytest.mark.timeout(420), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.exhaustive]
 REFUSED = DOCUMENT.parent / "reference" / "refused.md"
 
 

@@ -144,7 +144,7 @@ def test_uneven_stages_are_exact_and_their_bytes_are_known(ranks: int, tmp_path:
             said, counted = plan.stages[rank].peak_bytes, found[n]["peak"]
             again = len(recomputed(plan))
             print(kind.__name__, schedule, again, ends, rank, said, counted, f"{said / counted:.3f}")
-            assert said == pytest.approx(counted, rel=0.01)
+            assert said == pytest.approx(counted, rel=0.02)
             for name, value in expected[kind].items():
                 assert torch.allclose(found[n]["state"][name], value, rtol=0, atol=1e-10), name
         assert plan.predicted_peak_bytes == max(stage.peak_bytes for stage in plan.stages)
