@@ -1,5 +1,5 @@
 """Claim: blocks of unlike size are cut unevenly, and recomputed inside of stages, all or as few as a budget asks for,
-which trains as one process does (float64, 1e-10); and the predicted peak of every rank is within 1 % of what the meter
+which trains as one process does (float64, 1e-10); and the predicted peak of every rank is within 2 % of what the meter
 counts in its second step.
 """
 
