@@ -49,7 +49,8 @@ def grown(name: str, names: list[str], *, quick: bool, rounds: int) -> Iterator[
     text = [*paragraph(f"{origin(command)} Bytes of the second step; the most of any rank.")]
     done: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for row in rows(names, Path(folder), quick=quick, rounds=rounds):
+        times = {"rounds": rounds} if name == "peers" else {}
+        for row in rows(names, Path(folder), quick=quick, **times):
             done.append(row)
             yield [*text, *markdown(header, done)]
 

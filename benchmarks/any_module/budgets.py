@@ -42,8 +42,8 @@ HEADER = [
 PLAIN = "ddp_find_unused_parameters_true"
 
 
-def budget_rows(names: list[str], folder: Path, *, quick: bool, rounds: int) -> Iterator[list[str]]:
-    """A row for every module, number of ranks and share of the plain step's bytes; nothing is timed in rounds."""
+def budget_rows(names: list[str], folder: Path, *, quick: bool) -> Iterator[list[str]]:
+    """A row for every module, number of ranks and share of the plain step's bytes."""
     todo = [(name, ranks) for name in names for ranks in (RANKS[:2] if quick else RANKS)]
     one: dict[tuple[str, int, bool], Found] = {}
     for name, ranks in track(todo, description="budgets", total=len(todo)):

@@ -296,10 +296,8 @@ def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | N
                 f"{fqn!r} is claimed by two rules, the second is {rule.strategy} ({rule.fqn!r}); leave one out"
             )
         claimed.add((fqn, type(rule.spec)))
-        apart = not isinstance(rule.spec, OF_BLOCKS) or not any(
-            lies_in(fqn, [decoder]) or lies_in(decoder, [fqn]) for decoder in decoders
-        )
-        if not apart:
+        overlaps = any(lies_in(fqn, [decoder]) or lies_in(decoder, [fqn]) for decoder in decoders)
+        if overlaps and isinstance(rule.spec, OF_BLOCKS):
             raise InstallError(
                 f"{rule.strategy} was asked for on the block {fqn!r}, which is a part of the decoder"
                 f" {', '.join(map(repr, decoders))} or holds it: its strata have techniques of their own; name blocks"

@@ -25,8 +25,8 @@ BLOCKS = [
         "beside a decoder",
         "a stratum as a block",
         f"{P}/install.py",
-        "        if not apart:\n",
-        "        if False:\n",
+        "        if overlaps and ",
+        "        if False and ",
         BESIDE,
     ),
     Mutant(

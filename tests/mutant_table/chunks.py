@@ -491,8 +491,8 @@ CHUNKS = [
         "chunk check",
         "a step's random numbers are drawn",
         f"{P}/chunk/check.py",
-        "        stack.enter_context(torch.random.fork_rng(devices))\n",
-        "",
+        "no_part_of_the_step(), torch.random.fork_rng(devices):",
+        "no_part_of_the_step():",
         CHECK,
     ),
     Mutant(

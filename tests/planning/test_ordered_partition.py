@@ -32,12 +32,16 @@ def numbers(rng: random.Random, n: int) -> tuple[float, ...]:
     return tuple(10.0 ** rng.uniform(-12, 3) for _ in range(n))
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_it_finds_what_trying_all_partitions_finds(seed: int) -> None:
-    rng = random.Random(seed)
+def some_costs(rng: random.Random) -> tuple[int, tuple[float, ...]]:
+    """A number of ranks, and the costs of at least as many strata."""
     strata = rng.randrange(1, 10)
     ranks = rng.randrange(1, min(strata, 5) + 1)
-    costs = numbers(rng, strata)
+    return ranks, numbers(rng, strata)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_it_finds_what_trying_all_partitions_finds(seed: int) -> None:
+    ranks, costs = some_costs(random.Random(seed))
     assert deal(costs, ranks) == best(costs, ranks)
 
 
@@ -57,9 +61,7 @@ def test_ranks_of_unequal_speed(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(300))
 def test_ranks_of_a_chain_pass_the_strata_before_their_own(seed: int) -> None:
     rng = random.Random(seed)
-    strata = rng.randrange(1, 10)
-    ranks = rng.randrange(1, min(strata, 5) + 1)
-    costs = numbers(rng, strata)
+    ranks, costs = some_costs(rng)
     passing = tuple(c * rng.choice((0.0, rng.random(), 1.0)) for c in costs)
     assert deal(costs, ranks, (), passing) == best(costs, ranks, (), passing)
 

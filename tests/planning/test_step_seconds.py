@@ -137,7 +137,7 @@ def test_blocks_of_cells_cost_gradients_of_the_key() -> None:
 @pytest.mark.parametrize("chained", [False, True])
 def test_strata_are_dealt_by_their_cost(chained: bool) -> None:
     sizes, axes = shape(strata=9, chained=chained), Axes(placement="strata")
-    costs = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
+    costs, _ = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
     assert len(costs) == 9
     assert costs[0] < costs[1] / 3, "the first stratum has no key"
     spine = 3 * 2 * 192 * 16**2 / 1e6
@@ -151,7 +151,7 @@ def test_strata_are_dealt_by_their_cost(chained: bool) -> None:
 def test_strata_side_by_side_end_with_the_last_one() -> None:
     sizes, stream = shape(strata=4), Axes(activations="stream")
     two = replace(sizes, threads=2)
-    first, *keyed = stratum_seconds(two, stream, cells=CELLS, rates=rates(matmul_flops=1e6))
+    (first, *keyed), _ = stratum_seconds(two, stream, cells=CELLS, rates=rates(matmul_flops=1e6))
     assert keyed == pytest.approx([keyed[0]] * 3, rel=0.01), "alike but for a few features"
     # of the three that have a key one of the two workers has two, each at half of the rate
     later = 2 * max(first + keyed[1], keyed[0] + keyed[2])
@@ -166,7 +166,7 @@ def test_strata_side_by_side_end_with_the_last_one() -> None:
 
 def test_strata_of_a_rank_run_side_by_side() -> None:
     sizes, axes = shape(strata=5, threads=2), Axes(placement="strata", activations="stream")
-    costs = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
+    costs, _ = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
     (end,) = deal(costs, 2)[:1]
     assert end == 3
     slowest = max(2 * max(costs[0] + costs[2], costs[1]), 2 * max(costs[3:]))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
@@ -26,7 +25,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.graph.guards import state_of
 from lightning_amp.parallel.checks.in_float64 import InFloat64, widened
 from lightning_amp.parallel.chunk.lower import Lowered
-from lightning_amp.parallel.chunk.module_chunks import plain
+from lightning_amp.parallel.chunk.module_chunks import no_part_of_the_step, plain
 from lightning_amp.parallel.chunk.smaller_call import Call, smaller_calls
 from lightning_amp.quantities import format_bytes
 
@@ -136,19 +135,10 @@ def _tensors(block: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
 
 @contextmanager
 def _alone(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What is computed here is no part of a step: it draws none of its numbers, and no hook sees what it keeps."""
+    """What is computed here is no part of a step: it draws none of its numbers either."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
-    with_gradients = torch.is_grad_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(with_gradients))
-        stack.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
-        stack.enter_context(torch.random.fork_rng(devices))
+    with no_part_of_the_step(), torch.random.fork_rng(devices):
         yield
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _outcome(block: nn.Module, call: Call, made: Lowered, *, own: bool) -> Outcome:

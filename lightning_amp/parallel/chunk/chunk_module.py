@@ -73,9 +73,8 @@ def chunk(
     twin.forward = partial(runner, twin)
     with torch.no_grad():
         planned = runner.planned(twin, example_args, example_kwargs)
-        if (
-            planned.check is not None
-        ):  # here, for what it takes is no part of a forward pass within the budget
+        # checked here, for what that takes is no part of a forward pass within the budget
+        if planned.check is not None:
             planned.check(twin, example_args, example_kwargs)
     twin.plan = planned.chunks  # type: ignore[assignment]
     return twin

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from lightning_amp._torch import unseen
 from lightning_amp.errors import InstallError, ModelError, PlanError
@@ -18,7 +17,7 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
-from lightning_amp.parallel.chunk.module_chunks import Planned, plain
+from lightning_amp.parallel.chunk.module_chunks import Planned, no_part_of_the_step, plain
 from lightning_amp.parallel.chunk.planned import plan_graph
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.rates_of import rates_of
@@ -100,12 +99,8 @@ class InChunks:
         return self.known[key]
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
-        with_gradients = torch.is_grad_enabled()
-        # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
-        # neither is what is recorded here a part of a block that is computed again, whose hooks would count it
-        alone = saved_tensors_hooks(_as_it_is, _as_it_is)
-        with unseen(), alone, torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-            train, costs = self._train and with_gradients, self._costs(module)
+        with unseen(), no_part_of_the_step():
+            train, costs = self._train and torch.is_grad_enabled(), self._costs(module)
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
                 reason = f"it has {n_blocks!r} blocks, which are planned one by one"
@@ -152,10 +147,6 @@ class InChunks:
         # a plan has nothing of the block that it was made for
         twin.known, twin.fqn = self.known, self.fqn
         return twin
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _shapes(found: Capture) -> str:

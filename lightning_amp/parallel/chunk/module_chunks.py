@@ -1,11 +1,14 @@
 """What a module that runs in chunks knows of them, and the module without them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import own_class
 from lightning_amp.planning.chunks.region import Region
@@ -58,3 +61,16 @@ def plain(module: nn.Module) -> nn.Module:
         if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
     return found
+
+
+@contextmanager
+def no_part_of_the_step() -> Iterator[None]:
+    """For what is computed of a plan rather than of the step that it is made in; gradients stay on or off."""
+    with_gradients = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(with_gradients))
+        # a block that is computed again has hooks, which would count what is kept here
+        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        yield

@@ -356,11 +356,13 @@ def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     best, order = compared.best, list(STRATEGIES)
-    shared = () if best.model in (1, base.mesh.model) else (_shared(base.mesh.data, best.model),)
-    base = _on_axis(base, best.model) if shared else base
+    notes = _counted_on(seen.profile)
+    if best.model not in (1, base.mesh.model):
+        notes.append(_shared(base.mesh.data, best.model))
+        base = _on_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    notes = _missing(seen, best, base.budget_bytes)
+    notes += _missing(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(
         base,
@@ -382,7 +384,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
             stages=best if best.stages else None,
         ),
         stages=best.stages,
-        notes=(*base.notes, *_counted_on(seen.profile), *shared, *notes),
+        notes=(*base.notes, *notes),
     )
 
 

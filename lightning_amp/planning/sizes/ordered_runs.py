@@ -61,10 +61,15 @@ class OrderedRuns:
         return len(self.forward) - 1
 
     @property
+    def ends_forward(self) -> Sequence[int]:
+        """Forward costs of a run from the first layer to every place."""
+        return self.forward_ends or self.forward
+
+    @property
     def no_bound(self) -> int:
         """A bound that no run exceeds, forward or backward."""
         slowest = max(device.pace for device in self.devices)
-        costs = max((self.forward_ends or self.forward)[-1], self.backward[-1]) * slowest
+        costs = max(self.ends_forward[-1], self.backward[-1]) * slowest
         return max(costs, *self.send_forward, *self.send_backward)
 
     def fill(self, f: int, b: int) -> list[int]:
@@ -73,9 +78,8 @@ class OrderedRuns:
         The bound is met where the last end is K. A device that is left idle ends where the one before it does.
         """
         ends, start, layers = [], 0, self.layers
-        forward_ends = self.forward_ends or self.forward
         for device in self.devices:
-            end = bisect_right(forward_ends, self.forward[start] + f // device.pace, start) - 1
+            end = bisect_right(self.ends_forward, self.forward[start] + f // device.pace, start) - 1
             end = max(end, start)
             end = bisect_right(self.backward, self.backward[start] + b // device.pace, start, end + 1) - 1
             if device.bytes_before:
@@ -92,10 +96,11 @@ class OrderedRuns:
     def times(self, ends: Sequence[int]) -> tuple[int, int]:
         """The slowest run or sending forward, and backward: the least bound that these runs meet."""
         f = b = start = 0
-        forward_ends = self.forward_ends or self.forward
         for device, end in zip(self.devices, ends, strict=False):
             if end > start:
-                f = max(f, (forward_ends[end] - self.forward[start]) * device.pace, self.send_forward[end])
+                f = max(
+                    f, (self.ends_forward[end] - self.forward[start]) * device.pace, self.send_forward[end]
+                )
             b = max(b, (self.backward[end] - self.backward[start]) * device.pace, self.send_backward[end])
             start = end
         return f, b
@@ -107,11 +112,10 @@ class OrderedRuns:
         """
         least: int | None = None
         start = 0
-        forward_ends = self.forward_ends or self.forward
         for device, end in zip(self.devices, ends, strict=True):
             at = end + 1
             while at <= self.layers and self._holds(device, start, at, b):
-                time = (forward_ends[at] - self.forward[start]) * device.pace
+                time = (self.ends_forward[at] - self.forward[start]) * device.pace
                 # runs only grow from here on, so nothing further away can be met earlier
                 if least is not None and time >= least:
                     break

@@ -14,7 +14,7 @@ from lightning_amp.planning.plan.specs import (
 )
 from lightning_amp.planning.sizes.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.step_seconds import passing_seconds, stratum_seconds
+from lightning_amp.planning.time.step_seconds import stratum_seconds
 
 
 def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
@@ -56,8 +56,7 @@ def strata_ends(
             f"strata was asked for with {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
-    costs = stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
-    passing = passing_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
+    costs, passing = stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
     return deal(costs, ranks, speeds, passing)
 
 

@@ -59,24 +59,16 @@ def stratum_seconds(
     ranks: int = 1,
     rates: Rates = CPU_CORE,
     element_bytes: int = 4,
-) -> tuple[float, ...]:
-    """Seconds of every stratum's forward and backward pass, which strata parallelism balances; as `step_seconds`."""
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of every stratum, which strata parallelism balances; arguments as those of `step_seconds`.
+
+    Returns:
+        Of its forward and backward pass, and those that a rank needs to pass it, there and back, on the way to its own.
+    """
     strata = _strata(decoder, axes, ranks, cells, rates, element_bytes)
     computing = zip(*(strata.column(term, axes) for term in COMPUTING), strict=True)
-    return tuple(sum(row) + sent for row, sent in zip(computing, strata.column(SENDING, axes), strict=True))
-
-
-def passing_seconds(
-    decoder: DecoderShape,
-    axes: Axes,
-    *,
-    cells: int,
-    ranks: int = 1,
-    rates: Rates = CPU_CORE,
-    element_bytes: int = 4,
-) -> tuple[float, ...]:
-    """Seconds that a rank needs to pass every stratum, there and back, on the way to its own; as `step_seconds`."""
-    return tuple(_strata(decoder, axes, ranks, cells, rates, element_bytes).column(PASSING, axes))
+    costs = (sum(row) + sent for row, sent in zip(computing, strata.column(SENDING, axes), strict=True))
+    return tuple(costs), tuple(strata.column(PASSING, axes))
 
 
 def step_seconds(
@@ -98,14 +90,11 @@ def step_seconds(
         rates: What a device reaches.
         element_bytes: Bytes per number.
     """
-    costs = stratum_seconds(
+    costs, passing = stratum_seconds(
         decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
     )
     elapsed = partial(_elapsed, costs, *_side_by_side(decoder, axes, mesh.model, cells, rates, element_bytes))
     if axes.placement == "strata":
-        passing = passing_seconds(
-            decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
-        )
         runs = pairwise((0, *deal(costs, mesh.model, passing=passing)))
         # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
         strata = max(elapsed(slice(start, end)) + sum(passing[:start]) for start, end in runs)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_amp._torch import tree_map
+from lightning_amp.graph.guards import signature
+from lightning_amp.parallel.chunk.module_chunks import plain
 from tests.graph.calls import calls_of
 from tests.parallel.chunk.case import Case, case, numbers
 from tests.parallel.chunk.small_blocks import BLOCKS
@@ -26,8 +27,7 @@ def test_every_region_of_small_blocks_is_exact(name: str) -> None:
 
 def distinct_calls(name: str) -> list[Any]:
     """Of blocks that are alike in all but their values one."""
-    shapes = [str(tree_map(lambda v: getattr(v, "shape", v), (c.args, c.kwargs))) for c in calls_of(name)]
-    return list({(repr(c.block), s): c for c, s in zip(calls_of(name), shapes, strict=True)}.values())
+    return list({signature(plain(c.block), c.args, c.kwargs): c for c in calls_of(name)}.values())
 
 
 @pytest.mark.exhaustive
