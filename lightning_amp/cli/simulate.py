@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
     """What every rank of a pipeline computes when."""
-    from lightning_amp.planning.reports.schedule_chart import schedule_chart
+    from lightning_amp.planning.reports.schedule_chart import Panel, schedule_chart
     from lightning_amp.planning.reports.stages_report import pipeline_rule, timeline_of
 
     if not made.stages:
@@ -82,7 +82,6 @@ def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
     with written_aside(Path(arguments.plot)) as aside:
         schedule_chart(
             aside,
-            passes=timeline_of(made).passes,
-            rest_seconds=made.stages[-1].rest_seconds,
+            panels=[Panel("predicted", timeline_of(made), made.stages[-1].rest_seconds)],
             title=f"{len(made.stages)} stages, {spec.micro_batches} micro-batches by {spec.schedule}",
         )

@@ -14,6 +14,7 @@ HAND = f"{L}/steps/pipelined/manual_step.py"
 BY_HAND = "tests/lightning/pipeline/test_pipeline_attacks.py::test_what_can_be_stages_is_exact[manual-0]"
 NOT_BY_HAND = "tests/lightning/pipeline/test_pipeline_attacks.py::test_what_cannot_is_refused[manual-0]"
 WALK = "tests/parallel/pipeline/test_block_walk.py"
+TIMES = "tests/lightning/pipeline/test_schedule_log.py"
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
 STAGED = "tests/planning/modules/test_stages.py"
 PASSES = "tests/footprint/test_passes.py"
@@ -410,5 +411,21 @@ PIPELINES = [
         "self._now += DRAWS + PRINT",
         "pass",
         STAGED,
+    ),
+    Mutant(
+        "schedule log",
+        "waiting counted as work",
+        f"{P}/pipeline/run_stages.py",
+        "            leaves.extend(own)\n            ran.times.begin()\n",
+        "            leaves.extend(own)\n",
+        TIMES,
+    ),
+    Mutant(
+        "schedule log",
+        "waiting for a gradient counted as work",
+        f"{P}/pipeline/run_stages.py",
+        "now.micro_batch, result)\n                    ran.times.begin()\n",
+        "now.micro_batch, result)\n",
+        TIMES,
     ),
 ]

@@ -4,7 +4,8 @@ A row holds: rank, step (training batches so far), decoder (its name in the modu
 for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step
 began), predicted_bytes (None without a plan) and rss_bytes (of the process, as the operating system sees it).
 
-Of a module without a decoder the whole step is measured, by module and by kind (step_monitor.py).
+Of a module without a decoder the whole step is measured, by module and by kind (step_monitor.py); of a pipeline when
+which micro-batch was computed where, too (schedule_log.py).
 """
 
 import csv
@@ -26,6 +27,7 @@ from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.lightning.callbacks.schedule_log import Ran, write_schedule
 from lightning_amp.lightning.callbacks.step_monitor import StepMeter, module_rows, write_step
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
 
@@ -54,11 +56,14 @@ class StratumMemoryMonitor(pl.Callback):
     `modules()` has its modules beside the prediction; memory_step.json has both steps, and memory.png draws them, by
     kind over the step. Who holds what is counted on CUDA too, as on a CPU.
 
+    Of a pipeline schedule.csv has the begin and end of every pass of the last training step that was not measured
+    otherwise, which takes longer, beside the plan's; schedule.png draws both.
+
     Args:
         every_n_steps: Distance of measured steps; steps are training batches. With `accumulate_grad_batches` the last
             batch before the optimiser's step is measured, from the second such step on.
         dirpath: Folder of the files; `amp_memory` in the trainer's log_dir or default_root_dir if None.
-        plot: Draw memory.png.
+        plot: Draw memory.png, and schedule.png of a pipeline.
 
     Raises:
         InstallError: every_n_steps is not a positive number.
@@ -79,6 +84,7 @@ class StratumMemoryMonitor(pl.Callback):
         self.written: list[Path] = []
         self.measured_step: ModuleProfile | None = None
         self._predicted_step: ModuleProfile | None = None
+        self._passes: list[Ran] = []
         self._target: Path | None = None
         self._open: _MeasuredStep | None = None
 
@@ -124,6 +130,10 @@ class StratumMemoryMonitor(pl.Callback):
     ) -> None:
         """Keep the rows of a measured step and log its peak."""
         if self._open is None:
+            steps = getattr(trainer.strategy, "pipelined_steps", None)
+            if steps is not None and steps.times is not None:
+                step = trainer.fit_loop.epoch_loop.total_batch_idx
+                self._passes = [(trainer.global_rank, step, steps.times)]
             return
         self._open.record_step()
         rows, by_module = self._open.rows, self._open.by_module
@@ -147,7 +157,11 @@ class StratumMemoryMonitor(pl.Callback):
         """Bring the rows of all ranks together and write the files on rank 0."""
         self._stop()
         self.rows = _unique(_gather(self.rows))
+        passes, self._passes = _gather(self._passes), []
+        target = self._target
         self._write(trainer)
+        if passes and target is not None and trainer.is_global_zero:
+            self.written += write_schedule(target, passes, _plan(trainer), plot=self.plot)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -362,7 +376,7 @@ def _measured(row: Row) -> int:
     return int(row["peak_bytes" if row["stratum"] == WHOLE_STEP else "current_bytes"])
 
 
-def _gather(rows: list[Row]) -> list[Row]:
+def _gather(rows: list[Any]) -> list[Any]:
     """The rows of all ranks on rank 0, a rank's own elsewhere."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return rows

@@ -60,7 +60,8 @@ class InstalledPlan:
     Args:
         request, here, trainer: What is asked, by which rank, in which run.
         model: The module to install in.
-        changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`.
+        changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`;
+            with the steps of a pipeline as `pipelined_steps`.
         resumed: The plan that a race had ended with where the run goes on from a checkpoint.
         trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
     """
@@ -115,8 +116,9 @@ class InstalledPlan:
         if spec is None:
             return None
         check_run(self._request, self._trainer, self._model, self._plan.rules)
-        parameters, undo = pipelined(self._trainer.lightning_module, self._installed, spec, self._mesh)
-        self._undo.append(undo)
+        parameters, steps = pipelined(self._trainer.lightning_module, self._installed, spec, self._mesh)
+        self._undo += [steps.undo, lambda: self._changed(pipelined_steps=None)]
+        self._changed(pipelined_steps=steps)
         return parameters
 
     def _goes_on(self, plan: Plan) -> bool:

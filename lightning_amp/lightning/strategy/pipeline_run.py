@@ -1,6 +1,6 @@
 """A run whose blocks are stages of a pipeline: what it refuses, and what takes the place of the module's steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -108,15 +108,15 @@ def without_stages(seen: Seen, device: torch.device, request: Request, trainer: 
 
 def pipelined(
     module: pl.LightningModule, installed: Installed, spec: PipelineStages, mesh: DeviceMesh
-) -> tuple[StageParameters, Callable[[], None]]:
-    """Free what other stages hold, and let the module's steps run as stages; returns what undoes the latter."""
+) -> tuple[StageParameters, PipelinedSteps]:
+    """Free what other stages hold, and let the module's steps run as stages until these are undone."""
     blocks = {name: block for name, block in installed.forwards.items() if _call_of(block) is not None}
     calls = [(block, call) for block in blocks.values() if (call := _call_of(block)) is not None]
     stages = Stages(calls[0][1].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
     ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
     parameters = StageParameters(module, [(block, ranks[call.index]) for block, call in calls], mesh)
     steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
-    return parameters, steps.undo
+    return parameters, steps
 
 
 def _call_of(block: Any) -> BlockCall | None:

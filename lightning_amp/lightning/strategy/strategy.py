@@ -71,6 +71,7 @@ class AMPStrategy(MeshStrategy):
         request: The options, as given; most are attributes of the strategy too.
         unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
         plan, predicted_step: The plan in force, and its step where rank 0 has profiled it; None before `setup`.
+        pipelined_steps: What runs a pipeline's training steps, with the times of the last one's passes; else None.
     """
 
     strategy_name = "amp"
@@ -157,6 +158,7 @@ class AMPStrategy(MeshStrategy):
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
         self.plan: Plan | None = None
         self.predicted_step: Any = None
+        self.pipelined_steps: Any = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
         self._resumed: Plan | None = None
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -256,7 +258,7 @@ class AMPStrategy(MeshStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, as `deepcopy(trainer)` makes: what is to be undone stays the original's."""
-        return {**vars(self), "_undo": []}
+        return {**vars(self), "_undo": [], "pipelined_steps": None}
 
     def teardown(self) -> None:
         """Make parameters whole again, undo what was installed, then what Lightning does."""

@@ -23,6 +23,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.parallel.pipeline.block_walk import BlockWalk, Leave, Span
 from lightning_amp.parallel.pipeline.draws import draws_stay, packed_draws, seed_draws
 from lightning_amp.parallel.pipeline.messages import PLAIN, Messages
+from lightning_amp.parallel.pipeline.pass_times import PassTimes
 from lightning_amp.parallel.pipeline.placeholders import without_values
 from lightning_amp.planning.pipeline.schedules import Order, Pass
 
@@ -70,15 +71,17 @@ class Loss:
 
 
 class Ran:
-    """What the last stage knows after a step; on other ranks nothing is filled in.
+    """What a step leaves: on every rank its times, on the last stage what it knows.
 
     Attributes:
+        times: When this rank has computed what.
         results: What the last block has returned, of every micro-batch.
         returned: What the step has, of every micro-batch; of a `Rest` the only one.
         drew: Whether random numbers were drawn after the last block.
     """
 
     def __init__(self, micro_batches: int) -> None:
+        self.times = PassTimes()
         self.results: list[Any] = [None] * micro_batches
         self.returned: list[Any] = [None] * micro_batches
         self.drew = False
@@ -114,8 +117,10 @@ class Stages:
         alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
         with draws_stay():
             for now in order:
+                ran.times.begin()
                 if now.backward and now.stage == last and work.rest and ran.returned[0] is None:
                     self._run_rest(work.rest, alive, ran)
+                    ran.times.rested()
                 if now.backward:
                     self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages, ran)
                 else:
@@ -157,11 +162,13 @@ class Stages:
         def receive(placeholders: Any) -> Any:
             found, own = messages.receive(now.stage, j, placeholders)
             leaves.extend(own)
+            ran.times.begin()
             return found
 
         step = lambda: work.step(j)  # noqa: E731
         whole = work.rest is not None
         result, returned = self.walk.run(span, step, receive=receive, device=self.device, leave=whole)
+        ran.times.end(now)
         if not span.is_last:
             messages.send_on(now.stage, j, result)
         if whole or not span.is_last:
@@ -206,13 +213,14 @@ class Stages:
             if last and isinstance(result, Loss):
                 result.value.backward()  # type: ignore[no-untyped-call]
             else:
-                outputs, grads = (
-                    _of_rest(result, ran.results[now.micro_batch])
-                    if last
-                    else messages.receive_back(now.stage, now.micro_batch, result)
-                )
+                if last:
+                    outputs, grads = _of_rest(result, ran.results[now.micro_batch])
+                else:
+                    outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
+                    ran.times.begin()
                 if outputs:
                     torch.autograd.backward(outputs, grads)
+        ran.times.end(now)
         if now.stage:
             messages.send_back(now.stage, now.micro_batch, leaves)
 

@@ -1,59 +1,85 @@
 """The schedule of a pipeline as a picture: ranks by time, forward and backward passes, and what is idle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from lightning_amp.figures import PALETTE, new_figure, save_figure
+from lightning_amp.planning.pipeline.timeline import Timeline
+from lightning_amp.quantities import format_seconds
 
 NUMBERED = 0.012
 """Share of a schedule from which on a pass is wide enough for its number."""
+IDLE = "#e6e6e6"
 
 
-def schedule_chart(
-    path: Path,
-    *,
-    passes: Sequence[Mapping[Any, tuple[float, float]]],
-    rest_seconds: float,
-    title: str,
-) -> None:
-    """Draw what every rank of a pipeline computes when; what is left grey is its bubble.
+class Panel(NamedTuple):
+    """One run of a schedule.
+
+    Attributes:
+        name: "predicted", "measured" ...
+        line: When every rank computes what.
+        rest_seconds: Of the last stage's first backward pass, what precedes it for the whole batch.
+    """
+
+    name: str
+    line: Timeline
+    rest_seconds: float
+
+
+def schedule_chart(path: Path, *, panels: Sequence[Panel], title: str) -> None:
+    """Draw what every rank of a pipeline computes when, one run below the other; what is left grey is its bubble.
 
     Args:
         path: PNG to write
-        passes: of every rank: whether it is a backward pass, stage and micro-batch -> begin and end in seconds
-        rest_seconds: of the last stage's first backward pass, what precedes it for the whole batch
+        panels: runs of one schedule, each with its own axis of time
         title: what is run
     """
-    end = max(last for rank in passes for _, last in rank.values())
+    ranks = len(panels[0].line.passes)
+    figure = new_figure(10.0, 0.9 + len(panels) * (0.9 + 0.45 * ranks))
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        _draw(axes, panel)
+    colours = {"forward": PALETTE[0], "backward": PALETTE[1], "idle": IDLE}
+    if any(panel.rest_seconds for panel in panels):
+        colours["after the blocks"] = PALETTE[2]
+    keys = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    figure.suptitle(title)
+    save_figure(figure, path)
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    line, end = panel.line, panel.line.seconds
     unit, size = ("s", 1.0) if end >= 1 else ("ms", 1e-3)
-    figure = new_figure(10.0, 1.6 + 0.5 * len(passes))
-    axes = figure.add_subplot()
-    last_stage = max(stage for rank in passes for _, stage, _ in rank)
-    rested = rest_seconds == 0
-    for row, rank in enumerate(passes):
-        axes.barh(row, end / size, color="#e6e6e6", height=0.8, zorder=1)
-        for (backward, stage, micro_batch), (begin, stop) in sorted(rank.items(), key=lambda item: item[1]):
-            if backward and stage == last_stage and not rested:
+    rested = panel.rest_seconds == 0
+    last_stage = max(step.stage for rank in line.passes for step in rank)
+    for row, rank in enumerate(line.passes):
+        axes.barh(row, end / size, color=IDLE, height=0.8, zorder=1)
+        for step, (begin, stop) in rank.items():
+            if step.backward and step.stage == last_stage and not rested:
                 rested = True
-                _bar(axes, row, begin / size, rest_seconds / size, PALETTE[2], "")
-                begin += rest_seconds
-            text = str(micro_batch) if stop - begin >= NUMBERED * end else ""
-            _bar(axes, row, begin / size, (stop - begin) / size, PALETTE[1 if backward else 0], text)
-    names = [("forward", PALETTE[0]), ("backward", PALETTE[1]), ("idle", "#e6e6e6")]
-    names += [("after the blocks", PALETTE[2])] if rest_seconds else []
-    for name, colour in names:
-        axes.barh(0, 0, color=colour, label=name)
-    axes.set(xlabel=f"predicted time ({unit}), micro-batches numbered", title=title)
-    axes.set_yticks(range(len(passes)), [f"rank {row}" for row in range(len(passes))])
+                _bar(axes, row, begin / size, panel.rest_seconds / size, PALETTE[2], "")
+                begin += panel.rest_seconds
+            text = str(step.micro_batch) if stop - begin >= NUMBERED * end else ""
+            _bar(axes, row, begin / size, (stop - begin) / size, PALETTE[1 if step.backward else 0], text)
+    named = [
+        f"rank {row}: stage {', '.join(str(s) for s in sorted({step.stage for step in rank}))}"
+        for row, rank in enumerate(line.passes)
+    ]
+    axes.set_title(
+        f"{panel.name}: {format_seconds(end)}, micro-batches numbered", loc="left", fontsize="medium"
+    )
+    axes.set_xlabel(f"time ({unit})")
+    axes.set_yticks(range(len(named)), named)
     axes.set_xlim(0, end / size)
     axes.invert_yaxis()
+    for row, idle in enumerate(line.idle):
+        axes.text(1.01, row, f"{100 * idle:.0f} % idle", transform=axes.get_yaxis_transform(), va="center")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    save_figure(figure, path)
 
 
 def _bar(axes: Axes, row: int, begin: float, width: float, colour: str, text: str) -> None:

@@ -46,6 +46,7 @@ from lightning_amp.lightning.steps.pipelined.sample_check import SampleCheck
 from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, StepRecorder
 from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.parallel.pipeline.draws import draws_stay
+from lightning_amp.parallel.pipeline.pass_times import PassTimes
 from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
 from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
 from lightning_amp.planning.plan.specs import PipelineStages
@@ -68,6 +69,9 @@ class PipelinedSteps:
         parameters: Of all stages.
         spec: The schedule, and how many micro-batches.
         data_rank: Of the rank, for its random numbers.
+
+    Attributes:
+        times: When this rank has computed what in the last training step; None before the first.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class PipelinedSteps:
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._changed: list[str] = []
+        self.times: PassTimes | None = None
         self._replace("training_step", self._train)
         for name in EVALUATED:
             self._replace(name, self._evaluate)
@@ -141,6 +146,7 @@ class PipelinedSteps:
         with self._gradients_aside() as parameters:
             with self._same_tensors():
                 ran = self._stages.run(self._order(n), work)
+            self.times = ran.times
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
