@@ -20,7 +20,7 @@ from lightning_amp.quantities import format_bytes
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
+def table(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
     """Markdown."""
     yield f"| {' | '.join(header)} |"
     yield "|" + "---|" * len(header)

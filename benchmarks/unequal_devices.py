@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,7 +205,11 @@ def on_this_rank(group: Path, folder: Path, rounds: int, kind: Kind) -> None:
                 model_parallel_size=2,
                 device_speeds="measure" if name == "measured" else None,
             )
+            begin = time.perf_counter()
             found[name].append(fit(kind, strategy))
+            if dist.get_rank() == 0:
+                took = format_seconds(time.perf_counter() - begin)
+                print(f"{name}: a step {format_seconds(found[name][-1])}, the fit {took}", flush=True)
             assert strategy.plan is not None, "it was carried out"
             specs = (rule.spec for rule in strategy.plan.rules)
             ends = next(spec.ends for spec in specs if isinstance(spec, PipelineStages | StrataParallel))
@@ -217,8 +222,6 @@ def on_this_rank(group: Path, folder: Path, rounds: int, kind: Kind) -> None:
 
 def alone(kind: Kind) -> float:
     """Seconds of a step on this rank by itself, median."""
-    import time
-
     module = kind.module()
     parts = module.parts(module.batch())
     optimizer = module.configure_optimizers()

@@ -15,6 +15,7 @@ BY_HAND = "tests/lightning/pipeline/test_pipeline_attacks.py::test_what_can_be_s
 NOT_BY_HAND = "tests/lightning/pipeline/test_pipeline_attacks.py::test_what_cannot_is_refused[manual-0]"
 WALK = "tests/parallel/pipeline/test_block_walk.py"
 TIMES = "tests/lightning/pipeline/test_schedule_log.py"
+SPEEDS = "tests/lightning/pipeline/test_device_speeds.py"
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
 STAGED = "tests/planning/modules/test_stages.py"
 PASSES = "tests/footprint/test_passes.py"
@@ -427,5 +428,13 @@ PIPELINES = [
         "now.micro_batch, result)\n                    ran.times.begin()\n",
         "now.micro_batch, result)\n",
         TIMES,
+    ),
+    Mutant(
+        "speeds",
+        "the window with the quota of before counts",
+        f"{L}/strategy/measured_rates.py",
+        "[max(1, count) for count in done[1:]]",
+        "[max(1, count) for count in done[:-1]]",
+        SPEEDS,
     ),
 ]

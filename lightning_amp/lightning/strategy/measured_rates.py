@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ ROUNDS = 15
 CHAIN = 100
 PRODUCTS, MEMORY, OVERHEAD = 140e9, 28e9, 3.1e-6
 """What the probes found on the core that CPU_CORE was fitted on: operations and bytes per second, seconds."""
-SPEED_S, SPEED_SIZE = 1.0, 384
-"""Seconds of work, and rows of a matrix, for the speed of a rank among the others."""
+SPEED_S, WINDOWS, SPEED_SIZE = 1.0, 4, 384
+"""Seconds of a window, how many of them, and rows of a matrix, for the speed of a rank among the others."""
 MOST_APART = 8.0
 """Scaled further than this no rate is: a probe that was disturbed may not make a plan."""
 
@@ -45,26 +46,42 @@ def measured_rates(threads: int) -> Rates:
 
 
 def measured_speeds(device: torch.device, n_ranks: int) -> tuple[float, ...]:
-    """Products of matrices that every rank computes in `SPEED_S`, by those of the fastest; a collective.
+    """Products of matrices that every rank computes in a second, by those of the fastest; a collective.
 
-    All ranks work at once, as in a step: what one takes from another counts. A quota that the system gives out in
-    periods of a tenth of a second is met several times.
+    All ranks work at once, as in a step: what one takes from another counts. Of several windows the median counts,
+    each by what all ranks have done in it.
     """
     if n_ranks == 1:
         return (1.0,)
     matrix = torch.ones(SPEED_SIZE, SPEED_SIZE, device=device)
     matrix @ matrix
-    everyones: list[float] = [0.0] * n_ranks
-    dist.barrier()
-    begin, done = time.perf_counter(), 0
-    while time.perf_counter() - begin < SPEED_S:
+
+    def product() -> None:
         matrix @ matrix
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        done += 1
-    own = done / (time.perf_counter() - begin)
-    dist.all_gather_object(everyones, own)
-    return tuple(speed / max(everyones) for speed in everyones)
+
+    everyones: list[list[int]] = [[]] * n_ranks
+    dist.barrier()
+    dist.all_gather_object(everyones, done_in_windows(product, SPEED_S, WINDOWS))
+    by_window = [[done / max(window) for done in window] for window in zip(*everyones, strict=True)]
+    speeds = [median(ratios) for ratios in zip(*by_window, strict=True)]
+    return tuple(speed / max(speeds) for speed in speeds)
+
+
+def done_in_windows(
+    work: Callable[[], object], seconds: float, windows: int, clock: Callable[[], float] = time.perf_counter
+) -> list[int]:
+    """How often some work is done in each of some windows of so many seconds, at least 1; the first does not count.
+
+    A processor's quota is given out in periods, mostly of a tenth of a second. Windows lie edge to edge and are whole
+    numbers of these, so that each has as much quota wherever in a period it begins; the first one has more, of before.
+    """
+    done, begin = [0] * windows, clock()
+    while (window := int((clock() - begin) / seconds)) < windows:
+        done[window] += 1
+        work()
+    return [max(1, count) for count in done[1:]]
 
 
 def _scale(ratio: float) -> float:
