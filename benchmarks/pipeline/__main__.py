@@ -4,7 +4,8 @@
 
 Quality beside a dynamic program and IMD (their Figures 6 and 7), time beside both (8 and 9), how often cross-search
 stops short of the best pair; what a cut is worth by simulated time from measured layers (`speedups`), and a GPT of 7
-billion parameters over 8 devices (`seven`). Rows are printed and written as they come. About 8 minutes on one quiet core, most of it IMD with eta 1000; no GPU.
+billion parameters over 8 devices (`seven`). Rows are written as they come. About 8 minutes on one quiet core, most of
+it IMD with eta 1000; no GPU.
 """
 
 import argparse
