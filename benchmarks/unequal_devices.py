@@ -214,6 +214,9 @@ def on_this_rank(group: Path, folder: Path, rounds: int, kind: Kind) -> None:
             specs = (rule.spec for rule in strategy.plan.rules)
             ends = next(spec.ends for spec in specs if isinstance(spec, PipelineStages | StrataParallel))
             found["ends"].setdefault(name, []).append(ends)
+            said = [note for note in strategy.plan.notes if note.startswith("speeds of the ranks")]
+            if dist.get_rank() == 0:
+                print("\n".join([f"ends {ends}", *said]), flush=True)
     if dist.get_rank() == 0:
         (folder / "found").write_text(json.dumps(found))
     dist.barrier()
@@ -259,6 +262,20 @@ def fit(kind: Kind, strategy: AMPStrategy) -> float:
     return median(b - a for a, b in zip(watch.ends[1:], watch.ends[2:], strict=False))
 
 
+def written(rows: list[list[str]], percent: int, rounds: int) -> list[str]:
+    """The page's part, with as many rows as there are."""
+    return [
+        *paragraph(
+            f"""{origin(f"python -m benchmarks.unequal_devices --percent {percent} --write")} Two gloo ranks with
+            quotas of {percent} and {percent / 2:g} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
+            micro-batches by gpipe, and {BLOCKS} alike strata; medians of {rounds} rounds in turn. The ideal is
+            what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
+            micro-batch more."""
+        ),
+        *table(["what", "ranks taken as", "ends", "a step", "ideal", "by the ideal", "by the bound"], rows),
+    ]
+
+
 def main() -> None:
     """Run, and print or write."""
     parser = argparse.ArgumentParser(
@@ -291,18 +308,9 @@ def main() -> None:
             for name in ("alike", "measured")
             for seconds in (median(found[name]),)
         ]
-    lines = [
-        *paragraph(
-            f"""{origin(f"python -m benchmarks.unequal_devices --percent {asked.percent} --write")} Two gloo ranks with
-            quotas of {asked.percent} and {asked.percent / 2:g} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
-            micro-batches by gpipe, and {BLOCKS} alike strata; medians of {asked.rounds} rounds in turn. The ideal is
-            what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
-            micro-batch more."""
-        ),
-        *table(["what", "ranks taken as", "ends", "a step", "ideal", "by the ideal", "by the bound"], rows),
-    ]
-    if asked.write:
-        write_part(PAGE, PART, lines)
+        lines = written(rows, asked.percent, asked.rounds)
+        if asked.write:
+            write_part(PAGE, PART, lines)
     print("\n".join(lines))
 
 
