@@ -1,5 +1,5 @@
 """Claim: `plan --config` plans any module of a configuration: what holds the peak, what helps, the largest batch that
-fits and the fewest devices; `simulate --config` does so for any number of devices.
+fits and the fewest devices; `simulate --config` does so for any number of devices, and draws the schedule of stages.
 """
 
 import json
@@ -196,3 +196,12 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
     )
     assert main(words) == 2
     assert "whose strategy carries out plan='x.json'" in capsys.readouterr().err
+
+
+@IGNORED
+def test_the_schedule_of_a_pipeline_is_drawn(config: str, capsys: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "schedule.png"
+    words = ["--config", config, "--devices", "2", "--strategies", "pipeline", "--plot", str(picture)]
+    assert main(["simulate", *words]) == 0
+    assert "stages of" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
