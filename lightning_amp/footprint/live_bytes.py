@@ -107,33 +107,34 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not was_empty:
                 return
             self._alive[key] = (weakref.ref(storage, self._forget(key)), 0)
-            self._born(key, n_bytes, None)
+            self._born(key, 0, None)
+        self._change(key, n_bytes)
+        self._peak = max(self._peak, self.current)
+
+    def _change(self, key: int, n_bytes: int) -> None:
         ref, before = self._alive[key]
         self._alive[key] = (ref, n_bytes)
-        self._current = self.current + n_bytes - before
-        self._peak = max(self._peak, self._current)
+        self._current -= before
+        self._resized(key, n_bytes)
+        self._current += n_bytes
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._rounding) * self._rounding
 
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
-        current = self.current
         for tensor, storage in storages_of(tensors):
             if self._device_type not in (None, tensor.device.type):
                 continue
             key = id(storage)
             n_bytes = self._rounded(storage)
             if key in self._alive:
-                ref, before = self._alive[key]
-                if n_bytes != before:
-                    self._alive[key] = (ref, n_bytes)
-                    current += n_bytes - before
+                if n_bytes != self._alive[key][1]:
+                    self._change(key, n_bytes)
             elif not given or key not in given:
                 self._alive[key] = (weakref.ref(storage, self._forget(key)), n_bytes)
                 self._born(key, n_bytes, tensor)
-                current += n_bytes
-        self._current = current
-        self._peak = max(self._peak, current)
+                self._current += n_bytes
+        self._peak = max(self._peak, self.current)
 
     def _forget(self, key: int) -> Any:
         alive, freed, died = self._alive, self._freed, self._died
@@ -146,6 +147,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         """A storage counts from now on; `tensor` is the first that was seen of it, None where none was."""
+
+    def _resized(self, key: int, n_bytes: int) -> None:
+        """A storage that counts has another size now; its bytes are not among those alive while this is told."""
 
     def _died(self, key: int) -> None:
         """A storage counts no longer; called in the middle of any statement."""

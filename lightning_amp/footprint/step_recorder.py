@@ -1,7 +1,8 @@
 """Every storage of a training step: who made it, when it was born and when it died.
 
 A storage that an operator makes belongs to the module whose forward is running. In the backward pass, autograd numbers
-its nodes in the order of the forward pass: the number of the node that runs tells the module in which it was made.
+its nodes in the order of the forward pass: the number of the node that runs tells the module in which it was made. A
+node that was made in a backward pass, as by blocks that run in chunks, belongs where the node lies that made it.
 
 Exact up to the limits of LiveBytes. An operator of a module that is not a submodule of the profiled one belongs to the
 submodule that called it.
@@ -54,7 +55,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._running: list[tuple[str, bool]] = []
         self._orders: list[int] = [-1]
-        self._owners: list[str] = [""]
+        self._owners: list[tuple[str, int]] = [("", -1)]
         self._of_key: dict[int, Life] = {}
         self._weights: set[int] = set()
         self._now = Life(name="", fqn="", kind="", shape=(), dtype="", n_bytes=0, birth=0)
@@ -151,11 +152,19 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _place(self, node: Any) -> tuple[str, int]:
         """The module that works now, and the place of its operator in the forward pass."""
         if node is None or self._inside(node):
-            return self._running[-1][0] if self._running else "", autograd_order()
+            fqn = self._running[-1][0] if self._running else ""
+            if self._owners[-1][1] >= 0:
+                # a backward pass is over; this operator's node has its number already
+                self._mark(fqn, made=1)
+            return fqn, autograd_order()
         if node.name() == ACCUMULATE:
-            return self._owner_of(self._parameters.get(id(node.variable), "") + ".grad"), -1
+            name = self._parameters.get(id(node.variable))
+            return self._owners[-1][0] if name is None else self._owner_of(f"{name}.grad"), -1
         order = node._sequence_nr()
-        return self._owners[bisect_right(self._orders, order) - 1], order
+        fqn, made_by = self._owners[bisect_right(self._orders, order) - 1]
+        order = made_by if made_by >= 0 else order
+        self._mark(fqn, order)
+        return fqn, order
 
     def _note_product(self, name: str, args: Any, result: Any, order: int) -> None:
         given = [self._of_key.get(id(tensor.untyped_storage())) for tensor in tensors_of(args)]
@@ -173,21 +182,24 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _enter(self, module: nn.Module, _: Any) -> None:
         above = self._running[-1][0] if self._running else ""
         self._running.append((self._names.get(id(module), above), autograd_node() is not None))
-        self._mark()
+        self._mark(self._running[-1][0])
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()
-        self._mark()
+        self._mark(self._running[-1][0] if self._running else "")
 
-    def _mark(self) -> None:
-        """From this place of the forward pass on, nodes are of the module that runs now."""
-        self._orders.append(autograd_order())
-        self._owners.append(self._running[-1][0] if self._running else "")
+    def _mark(self, fqn: str, order: int = -1, *, made: int = 0) -> None:
+        """From now on, and of those that were `made` last, nodes are of this module; in a backward pass, made by the
+        node of this order.
+        """
+        if self._owners[-1] != (fqn, order):
+            self._orders.append(max(self._orders[-1], autograd_order() - made))
+            self._owners.append((fqn, order))
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         now = self._now
         life = Life(
-            name=now.name,
+            name=now.name if tensor is not None else "resize_",
             fqn=now.fqn,
             kind=now.kind,
             shape=() if tensor is None else tuple(tensor.shape),
@@ -198,6 +210,13 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         )
         self.lives.append(life)
         self._of_key[key] = life
+
+    def _resized(self, key: int, n_bytes: int) -> None:
+        was = self._of_key[key]
+        self._died(key)
+        self._born(key, n_bytes, None)
+        life = self._of_key[key]
+        life.name, life.fqn, life.kind = was.name, was.fqn, was.kind
 
     def _died(self, key: int) -> None:
         self._of_key.pop(key).death = len(self.work) - 1

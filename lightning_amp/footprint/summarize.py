@@ -76,7 +76,8 @@ def summarize(
     _name_kinds(lives, work)
     by_kind = _bytes_over_time(lives, len(work))
     at = int(np.argmax(by_kind.sum(0)))
-    peak = sorted((life for life in lives if _alive(life, at)), key=lambda life: -life.n_bytes)
+    alive = (life for life in lives if life.n_bytes and _alive(life, at))
+    peak = sorted(alive, key=lambda life: -life.n_bytes)
     parts = _parts(peak, work, head)
     return ModuleProfile(
         peak_bytes=int(by_kind[:, at].sum()),

@@ -116,6 +116,40 @@ def test_bytes_by_hand() -> None:
     assert names["pow", ""] == "temporaries"
 
 
+class InItsBackward(torch.autograd.Function):
+    """A layer that runs again in its backward pass and asks autograd for its gradients, as regions in chunks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x @ weight).relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            # made by an operator that needs no node of its own
+            room = torch.zeros_like(grad)
+            found = torch.autograd.grad((leaves[0] @ leaves[1]).relu().exp().add(room), leaves, grad)
+        return tuple(found)
+
+
+class RunsAgain(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = InItsBackward.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_what_a_backward_pass_runs_inside_belongs_to_its_module() -> None:
+    net = nn.Sequential(nn.Linear(50, 50), RunsAgain(50, 50), nn.Linear(50, 50))
+    found = lightning_amp.profile(Small(net, 50), (torch.randn(200, 50), torch.randint(50, (200,))))
+    backward = [moment.fqn for moment in found.timeline if moment.phase == "backward"]
+    first = backward.index("net.2")
+    assert backward[first:] == ["net.2", "net.1", "net.0"], backward
+    assert found.peak_module == "net.1"
+    assert all(tensor.fqn for tensor in found.tensors if tensor.kind == "temporaries")
+
+
 @pytest.mark.parametrize("added_up", [2, 3])
 def test_gradients_of_batches_before_are_held(added_up: int) -> None:
     class Plain(Small):

@@ -39,6 +39,22 @@ BLOCKS = [
     ),
     Mutant(
         "profile",
+        "wrong: what a backward pass runs inside is of no module",
+        "lightning_amp/footprint/step_recorder.py",
+        "        self._mark(fqn, order)\n        return fqn, order",
+        "        return fqn, order",
+        ANY,
+    ),
+    Mutant(
+        "profile",
+        "wrong: what was given back is held",
+        "lightning_amp/footprint/step_recorder.py",
+        "        self._died(key)\n        self._born(key, n_bytes, None)",
+        "        self._died(key)\n        self._born(key, was.n_bytes, None)",
+        "tests/parallel/fsdp/test_fsdp_bytes.py",
+    ),
+    Mutant(
+        "profile",
         "missing: the optimiser's state",
         "lightning_amp/footprint/step_recorder.py",
         "for parameter, state in optimizer.state.items():",

@@ -148,6 +148,14 @@ RANKS = [
     ),
     Mutant(
         "fsdp",
+        "bytes: numbers of steps are split",
+        "lightning_amp/planning/modules/fsdp_bytes.py",
+        "numbers = min(self._numbers, moment.by_kind[STATE]) * (not self._offload)",
+        "numbers = 0",
+        FSDP_BYTES,
+    ),
+    Mutant(
+        "fsdp",
         "bytes: rows without padding",
         "lightning_amp/planning/modules/fsdp_bytes.py",
         "rows = -(-self.shape[0] // ranks)",

@@ -29,6 +29,7 @@ from lightning_amp.parallel.fsdp.refusals import refuse
 from lightning_amp.parallel.fsdp.units import find_units, units_of
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
+from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Rule
@@ -65,13 +66,14 @@ class StepOfModule:
         self._passes: dict[int | None, Passes | str] = {}
 
     @classmethod
-    def of(cls, trainer: pl.Trainer) -> "StepOfModule | None":
-        """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder.
+    def of(cls, trainer: pl.Trainer, *, decoder: bool = False) -> "StepOfModule | None":
+        """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
+        or none if one was looked for.
 
         All ranks call it, and rank 0 uses it.
         """
         module = trainer.lightning_module
-        if trainer.state.fn != TrainerFn.FITTING or find_decoders(module):
+        if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
             return None
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
         loaders, why = training_loaders(trainer)
@@ -99,6 +101,7 @@ class StepOfModule:
             chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
             fsdp=fsdp,
             refused=_refused(self._module),
+            statistics_bytes=statistics_bytes(self._module),
         )
 
     def forget(self) -> None:

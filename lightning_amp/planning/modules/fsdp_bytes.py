@@ -127,6 +127,8 @@ class _Walk:
         self._buffers = profile.timeline[0].by_kind[PARAMETERS] - whole
         self._rows = 0 if offload else sum(self._padded.values()) // ranks
         self._part = 0.0 if offload else sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
+        # such as how many steps were taken: numbers that have no rows
+        self._numbers = sum(t.n_bytes for t in profile.tensors if t.kind == STATE and not t.shape)
         self._added = 0 < sum(self._whole.values()) <= profile.added_bytes
         # units in the order of the forward pass
         seen = (self._unit_of(moment) for moment in self._timeline if moment.phase == FORWARD)
@@ -222,11 +224,12 @@ class _Walk:
         return name
 
     def _held(self, moment: Moment) -> int:
-        return self._rows + self._buffers + self._share(moment, STATE)
+        numbers = min(self._numbers, moment.by_kind[STATE]) * (not self._offload)
+        return self._rows + self._buffers + numbers + self._share(moment, STATE, but=numbers)
 
-    def _share(self, moment: Moment, kind: str) -> int:
-        """The rows' part of what has the shape of parameters."""
-        return round(moment.by_kind[kind] * self._part)
+    def _share(self, moment: Moment, kind: str, *, but: int = 0) -> int:
+        """The rows' part of what has the shape of parameters, of some kind but for so many bytes."""
+        return round((moment.by_kind[kind] - but) * self._part)
 
     @staticmethod
     def _other(moment: Moment) -> int:

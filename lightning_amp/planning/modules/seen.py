@@ -20,6 +20,8 @@ LEAST_SECONDS = 1e-9
 ALONE = 2**20
 """Bytes of a gradient from which on it is averaged where it is; smaller ones are put together
 (parallel/s1_data/gradient_sync.py)."""
+WEIGHT_BYTES = 16
+"""Of the two integers by which ranks agree on how many cells a step has (lightning/steps/cell_weight.py)."""
 
 PassesOf = Callable[[int | None], Passes | str]
 """Samples of a micro-batch, None for the whole batch -> the passes of a step, or why it cannot be run as stages."""
@@ -39,6 +41,7 @@ class Seen:
         chunks: Its blocks in chunks; None where nobody has looked at their operators.
         fsdp: How fsdp is to split, if it does; None leaves it to the policy.
         refused: Techniques that this module was found to refuse, and why.
+        statistics_bytes: What batch norms make beside their results where several ranks share statistics.
     """
 
     profile: ModuleProfile
@@ -50,6 +53,7 @@ class Seen:
     chunks: ChunkForms | None = None
     fsdp: FullyShard | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    statistics_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -68,7 +72,12 @@ class Seen:
         small = sum(
             row.n_bytes for row in self.profile.tensors if row.kind == GRADIENTS and row.n_bytes < ALONE
         )
-        return max(self.profile.peak_bytes, self.held_bytes + small)
+        return max(self.profile.peak_bytes, self.held_bytes + small) + self.agreed_bytes
+
+    @property
+    def agreed_bytes(self) -> int:
+        """What ranks of a data axis have in a step to agree on cells and statistics."""
+        return WEIGHT_BYTES + self.statistics_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

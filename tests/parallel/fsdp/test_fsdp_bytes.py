@@ -1,10 +1,11 @@
 """Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %.
 
 Parameters dominate, activations dominate, and a stack of blocks; on 2 and on 4 ranks; with gradients of one batch, and
-of two that are added up.
+of two that are added up. With recompute and chunks besides it trains within just as much.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
 from lightning_amp.planning.modules.seen import HELD
 from tests.any_module import Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.parallel.chunk.small_blocks import Attention
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -51,6 +53,14 @@ class Stack(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters())
+
+
+class Attentive(Stack):
+    """Blocks with parameters and tensors of similar size, which recompute and chunks make smaller."""
+
+    def __init__(self, dim: int = 96, layers: int = 6) -> None:
+        super().__init__(dim, 0)
+        self.blocks = nn.ModuleList(Attention(dim) for _ in range(layers))
 
 
 def module_and_batch(name: str) -> tuple[LightningModule, Any]:
@@ -104,3 +114,39 @@ def test_the_predicted_peak_is_the_measured_one(tmp_path: Path, ranks: int) -> N
         most = max(found[added_up][name] for found in peaks)
         assert abs(predicted - most) <= 0.05 * most, f"{name}: predicted {predicted:,}, measured {most:,}"
         assert most < profile.peak_bytes, "less than on one device"
+
+
+def within(rank: int, ranks: int) -> list[tuple[int, int, int]]:
+    """Predicted bytes, those of the meter and of the monitor, of all techniques; then with no byte more as a budget."""
+    found, options = [], dict[str, Any](strategies="fsdp,recompute,chunk")
+    for _ in range(2):
+        meter, monitor = Meter(), StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
+        for callback in (meter, monitor):
+            torch.manual_seed(0)
+            strategy = AMPStrategy(**options)
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=ranks,
+                strategy=strategy,
+                plugins=[RunningRanks(rank, ranks)],
+                use_distributed_sampler=False,
+                max_epochs=1,
+                callbacks=[callback],
+                **QUIET,
+            )
+            trainer.fit(Attentive(), DataLoader(torch.randn(6, 128, 32), batch_size=2))  # type: ignore[arg-type]
+        assert monitor.measured_step is not None
+        assert strategy.plan is not None
+        assert {rule.strategy for rule in strategy.plan.rules} >= {"fsdp", "recompute", "chunk"}
+        predicted = strategy.plan.predicted_peak_bytes
+        options = {"plan": strategy.plan, "device_memory": predicted}
+        found.append((predicted, meter.live.peak, monitor.measured_step.peak_bytes))
+    return found
+
+
+def test_what_all_techniques_need_together_is_predicted_and_enough(tmp_path: Path) -> None:
+    """The second run may have what was predicted, and no byte more."""
+    for predicted, metered, monitored in chain(*run_ranks(within, 2, tmp_path, timeout=240)):
+        assert predicted == pytest.approx(metered, rel=0.05)
+        assert metered <= predicted
+        assert metered == monitored

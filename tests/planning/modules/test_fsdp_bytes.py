@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment
+from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment, TensorBytes
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit, fsdp_peak_bytes
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
@@ -96,6 +96,13 @@ def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
     )
     step = moment("optimiser", "", *held, 0, 9000)
     assert fsdp_peak_bytes(profile(*steps, step), units, 2) == rows + 450 + 9000 // 2
+
+
+def test_a_number_of_the_optimiser_s_state_is_whole_on_every_rank() -> None:
+    step = moment("optimiser", "", 400, 400, 804, 5000, 0)
+    taken = TensorBytes(name="w.step", fqn="", kind="optimiser state", shape=(), dtype="float32", n_bytes=4)
+    found = fsdp_peak_bytes(replace(profile(step), tensors=(taken,)), (unit("", 400),), 2)
+    assert found == 200 + 200 + 400 + 4 + 5000
 
 
 def test_the_backward_pass_has_what_is_sent_and_what_is_received() -> None:
