@@ -1,6 +1,6 @@
 """Mutants of the profile of any module, its plan, and the choice of recomputed blocks."""
 
-from tests.mutant_table.row import MODULES, Mutant, P
+from tests.mutant_table.row import MODULES, L, Mutant, P
 
 ANY = "tests/footprint/test_profile_module.py"
 BESIDE = "tests/parallel/blocks/test_beside_decoder.py"
@@ -19,6 +19,14 @@ BLOCKS = [
         "lightning_amp/planning/plan/strategies.py",
         'if strategy != "recompute" or not blocks_alone]',
         "]",
+        BESIDE,
+    ),
+    Mutant(
+        "beside a decoder",
+        "what lies outside is not counted",
+        f"{L}/first_look/outside_decoder.py",
+        "predicted_peak_bytes=made.predicted_peak_bytes + more,",
+        "predicted_peak_bytes=made.predicted_peak_bytes,",
         BESIDE,
     ),
     Mutant(

@@ -12,6 +12,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.first_look.outside_decoder import with_blocks_outside
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
@@ -33,7 +34,7 @@ from lightning_amp.planning.plan.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.planning.plan.strategies import in_order
+from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, of_blocks_alone, parse_strategies
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
@@ -74,6 +75,10 @@ class Facts:
         self._cells = cells_per_step(trainer) if cells is None else cells
         self._compared = cells is not None
         self.step = StepOfModule.of(trainer)
+        ids = () if request.strategies is None else parse_strategies(request.strategies)
+        self.blocks_outside = of_blocks_alone(ids)
+        """Whether recompute was asked for of blocks outside, if there is a decoder."""
+        self.outside = StepOfModule.of(trainer, decoder=True) if self.blocks_outside else None
         before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
         self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
         """Rules by which an evaluation runs as the fit before it."""
@@ -219,6 +224,9 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if shape.decoder is None:
         asked, named = told_apart(asked, policy=request.policy)
         asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
+    outside = facts.blocks_outside and strategies is None and shape.decoder is not None
+    if outside:
+        asked = [name for name in parse_strategies(request.strategies or ()) if name != "recompute"]
     size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
     made = make_plan(
         profile,
@@ -236,6 +244,8 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     made = with_sharding(made, request.sharding, launches=rates.launches)
     made = with_speeds(made, shape, facts.speeds)
     made = replace(made, notes=(*made.notes, *note, *notes))
+    if outside and facts.outside is not None:
+        return _with_blocks_outside(made, facts, facts.outside)
     seen, _ = facts.seen
     if seen is None:
         return _evaluated(made, facts.in_chunks)
@@ -248,6 +258,18 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
     )
+
+
+def _with_blocks_outside(made: Plan, facts: Facts, step: StepOfModule) -> Plan:
+    """The plan of a decoder with blocks outside of it that run again."""
+    (profile, shape, _), (rates, _) = facts.read, facts.rates
+    assert shape.decoder is not None, "blocks lie outside of something"
+    local = [name for name in made.strategies if not STRATEGIES[name].model_axis]
+    alone = make_plan(profile, strategies=local, batch_size=shape.batch_size, shape=shape, rates=rates)
+    try:
+        return with_blocks_outside(made, alone, step, shape.decoder.fqn, rates)
+    finally:
+        step.forget()
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:

@@ -289,6 +289,12 @@ def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str
     return [strategy for strategy in strategies if strategy != "recompute" or not blocks_alone]
 
 
+def of_blocks_alone(strategies: Sequence[str]) -> bool:
+    """Whether recompute, beside a decoder, is of blocks outside of it: others say what is kept of its strata."""
+    others = [strategy for strategy in strategies if strategy != "recompute"]
+    return len(others) < len(strategies) and any(conflicts(strategies)) and not any(conflicts(others))
+
+
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
     """Ids in the order of the library, each once: that of installation, in which S2 comes before S4 (Section 3.4.6)."""
     return tuple(sorted(set(strategies), key=list(STRATEGIES).index))

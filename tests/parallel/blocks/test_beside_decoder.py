@@ -1,8 +1,9 @@
 """Claim: blocks outside of a decoder run again, or in chunks, beside the techniques of the decoder, on several ranks,
-to the numbers of one device."""
+to the numbers of one device; by name too, with the peak that was predicted."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +19,7 @@ from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock, StrataParallel
 from lightning_amp.planning.plan.strategies import in_order
+from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import trainer_of
 from tests.parallel.chunk.small_blocks import Attention
 from tests.parallel.sharded_cases import Case, Model, Results, differences, make_plan, model_mesh, train
@@ -140,3 +142,47 @@ def test_a_plan_file_is_carried_out(tmp_path: Path) -> None:
         for run in ("amp", "plain")
     )
     assert differences(found, expected) == []
+
+
+def by_name(rank: int, ranks: int, asked: str) -> dict[str, Any]:
+    """A run by names of strategies and its second step's bytes; the parameters that both runs leave."""
+    runs, strategy, meter = {}, AMPStrategy(strategies=asked), Meter()
+    for name in ("plain", "amp"):
+        runs[name] = Run()
+        options: Any = {"rank": rank, "ranks": ranks, "callbacks": [meter]} if name == "amp" else {}
+        trainer = trainer_of(strategy if name == "amp" else "auto", max_steps=3, **options)
+        trainer.fit(runs[name], DataLoader(torch.zeros(6, 1), batch_size=2))  # type: ignore[arg-type]
+    assert strategy.plan is not None
+    left = [{name: p.detach() for name, p in runs[run].named_parameters()} for run in ("amp", "plain")]
+    return {"plan": strategy.plan, "measured": meter.live.peak, "differences": differences(*left)}
+
+
+ENCODERS = [f"model.encoders.{k}" for k in range(4)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("asked", "ranks"),
+    [("S3,S4,recompute", 1), ("S4,stream,recompute", 1), ("S4,stream,strata,recompute", 2)],
+)
+def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks: int) -> None:
+    for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):
+        plan = found["plan"]
+        assert [rule.fqn for rule in plan.rules if rule.strategy == "recompute"] == ENCODERS
+        assert plan.axes.activations == ("stream" if "stream" in asked else "retain")
+        assert plan.predicted_peak_bytes == pytest.approx(found["measured"], rel=0.05)
+        assert found["differences"] == []
+
+
+class NoEncoders(Run):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(CASE)
+
+
+def test_by_name_without_blocks_outside_is_refused() -> None:
+    with pytest.raises(PlanError, match="outside of it no block keeps less when it runs again"):
+        trainer_of(AMPStrategy(strategies="S3,S4,recompute"), max_steps=2).fit(
+            NoEncoders(),
+            DataLoader(torch.zeros(4, 1), batch_size=2),  # type: ignore[arg-type]
+        )
