@@ -199,11 +199,11 @@ def _run(
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     with (
-        _quiet(),
+        quiet(),
         isolated_random_streams(),
         files_as_they_were(module),
-        _as_written(module),
-        _alone(),
+        as_written(module),
+        alone(),
         counter,
     ):
         trainer = _trainer(device, counter, fake, around)
@@ -241,7 +241,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Let no collective wait for other ranks, which do not run this step: with ranks out of sight it is an error."""
     world = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
@@ -251,7 +251,7 @@ def _alone() -> Iterator[None]:
         dist.GroupMember.WORLD = world
 
 
-def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
+def as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
     """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
     if not any(is_compiled(child) for child in module.modules()):
         return nullcontext()
@@ -372,7 +372,7 @@ class _Count(Callback):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Say nothing of a Trainer that the user has not made."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     children = [logging.getLogger(f"lightning.{name}.utilities.rank_zero") for name in ("pytorch", "fabric")]

@@ -623,4 +623,12 @@ CHUNKS = [
         "",
         ROWS,
     ),
+    Mutant(
+        "chunk",
+        "evaluation: chunks as large as the device",
+        "lightning_amp/lightning/first_look/evaluation_of_module.py",
+        "budget - before)",
+        "budget)",
+        "tests/lightning/strategy/test_chunks.py",
+    ),
 ]

@@ -53,7 +53,11 @@ def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
     hook may communicate. A hook that is to be called every few epochs may give other loaders each time: it is not
     called.
     """
-    source = trainer.fit_loop._data_source
+    return loaders_of(trainer.fit_loop._data_source, trainer)
+
+
+def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
+    """The same of the source of any loop."""
     if not source.is_module():
         return source.instance, ""
     if not source.is_defined() or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
@@ -64,7 +68,7 @@ def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
         # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
         return (
             None,
-            f"{type(source.instance).__name__}.train_dataloader() gave {type(error).__name__}: {error}",
+            f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}",
         )
     if not drew:
         _hand_over(source, loaders)

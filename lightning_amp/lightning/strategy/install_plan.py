@@ -98,7 +98,7 @@ class InstalledPlan:
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if not self._request.rescue:
             self._facts.forget_step()
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if self._trainer.state.fn == TrainerFn.FITTING or self._plan.evaluates:
             announce(self._plan, if_unfit=self._request.if_unfit)
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)

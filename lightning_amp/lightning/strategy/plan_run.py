@@ -12,6 +12,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.first_look.outside_decoder import with_blocks_outside
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
@@ -31,7 +32,7 @@ from lightning_amp.planning.modules.plan_module import (
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, of_blocks_alone, parse_strategies
@@ -48,7 +49,7 @@ from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.quantities import parse_bytes
+from lightning_amp.quantities import format_bytes, parse_bytes
 
 NO_PROFILE = "the step was not profiled, and its peak is not known"
 
@@ -82,6 +83,8 @@ class Facts:
         before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
         self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
         """Rules by which an evaluation runs as the fit before it."""
+        budgeted = request.device_memory is not None and not self.in_chunks
+        self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
 
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
@@ -201,7 +204,8 @@ def announce(plan: Plan, *, if_unfit: str) -> None:
         return
     if if_unfit == "refuse":
         raise PlanError(
-            f"{shortfall(plan)}. Nothing was trained: AMPStrategy(unfit='train'), in YAML `unfit: train`, trains anyway"
+            f"{shortfall(plan)}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in"
+            f" YAML `unfit: train`, {'runs' if plan.evaluates else 'trains'} anyway"
         )
     rank_zero_warn(shortfall(plan))
 
@@ -248,7 +252,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         return _with_blocks_outside(made, facts, facts.outside)
     seen, _ = facts.seen
     if seen is None:
-        return _evaluated(made, facts.in_chunks)
+        return _evaluated(made, facts, named)
     assert facts.step is not None, "it has been seen"
     return plan_module(
         made,
@@ -284,22 +288,47 @@ def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
     needing = [name for name in named if TECHNIQUES[name].counted]
     if needing and why:
         raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
-    if "chunk" in needing and not facts.in_chunks:
+    if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
-            "chunk was asked for in a run that does not train, and how much of it follows from the plan of a fit; fit"
-            " with this Trainer first, give the plan of a fit: AMPStrategy(plan='plan.json'), or run the module that"
-            " lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
+            "chunk was asked for in a run that does not train, and how much of it follows from a budget or the plan of"
+            " a fit; give AMPStrategy(device_memory=...), fit with this Trainer first, give the plan of a fit:"
+            " AMPStrategy(plan='plan.json'), or run the module that lightning_amp.chunk(module, batch, budget=...)"
+            " returns, without naming chunk"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
 
 
-def _evaluated(made: Plan, in_chunks: Sequence[Rule]) -> Plan:
-    """The plan of a run that does not train, with what the fit before it has run in chunks."""
-    if not in_chunks:
+def _evaluated(made: Plan, facts: Facts, named: Sequence[str] | None) -> Plan:
+    """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
+
+    Raises:
+        PlanError: Chunks were asked for by name, and the step cannot be counted.
+    """
+    rules = facts.in_chunks
+    if facts.evaluation is not None and (named is None or "chunk" in named):
+        try:
+            found = facts.evaluation.within(facts.budget)
+        except AmpError as error:
+            if named is not None:
+                raise PlanError(f"chunk was asked for, and its bytes are not known: {error}") from error
+            return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
+        rules = found.rules
+        note = f"{found.step} was counted with the first batch, without values"
+        note += f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""
+        made = replace(
+            made,
+            evaluates=found.step,
+            batch_size=found.batch_size or made.batch_size,
+            predicted_base_bytes=found.held_bytes,
+            predicted_peak_bytes=found.peak_bytes,
+            # those of a training step are of other bytes
+            notes=(*facts.rates[1], note),
+        )
+    if not rules:
         return made
     strategies = in_order({*made.strategies, "chunk"})
-    return replace(made, strategies=strategies, rules=(*made.rules, *in_chunks))
+    return replace(made, strategies=strategies, rules=(*made.rules, *rules))
 
 
 def predict_anew(plan: Plan, facts: Facts) -> Plan:

@@ -95,6 +95,8 @@ class Plan:
         measured_step_seconds: Least time of a whole step that a race has measured, None without one.
         diagnosis: What a profile of the module's step has found; None where it has a decoder, or was not profiled.
         stages: What is predicted of the stages of a pipeline; empty without one, or where the step was not profiled.
+        evaluates: The method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit,
+            and where it was not counted.
     """
 
     policy: str
@@ -119,6 +121,7 @@ class Plan:
     measured_step_seconds: float | None = None
     diagnosis: ModuleDiagnosis | None = None
     stages: tuple[Stage, ...] = ()
+    evaluates: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -138,7 +141,7 @@ class Plan:
             return None
         if self.predicted_peak_bytes > self.budget_bytes:
             return False
-        return True if self.strata_bytes or self.diagnosis is not None else None
+        return True if self.strata_bytes or self.diagnosis is not None or self.evaluates else None
 
     @property
     def fails_at_stratum(self) -> int | None:

@@ -79,7 +79,7 @@ def plan_report(plan: Plan) -> str:
 
 def _alike(plan: Plan) -> list[tuple[Rule, str]]:
     """Rules of a module's plan that say the same of several blocks as one, with the names of these."""
-    if plan.diagnosis is None:
+    if plan.diagnosis is None and not plan.evaluates:
         return [(rule, "") for rule in plan.rules]
     groups: dict[tuple[str, Spec, str], list[Rule]] = {}
     for rule in plan.rules:
@@ -127,6 +127,11 @@ def techniques(strategies: Sequence[str]) -> str:
 
 def shortfall(plan: Plan) -> str:
     """Say where a plan that does not fit is predicted to run out of memory, and what helps."""
+    if plan.evaluates:
+        return (
+            f"{plan.evaluates} is predicted to need {format_bytes(plan.predicted_peak_bytes)} at least, in chunks, of"
+            f" {format_bytes(plan.budget_bytes or 0)}; allow that much, or use smaller batches"
+        )
     stratum = plan.fails_at_stratum
     whole = plan.strata_bytes or plan.diagnosis is not None
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
@@ -156,6 +161,9 @@ def _prediction(plan: Plan) -> list[str]:
         rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
         held = f"{format_bytes(plan.predicted_base_bytes)} of parameters, gradients and optimiser state"
         rows += [("kept between steps", held)]
+    elif plan.evaluates:
+        rows = [(f"peak of {plan.evaluates}", f"{size} of {budget} ({verdict})")]
+        rows += [("parameters and batch", format_bytes(plan.predicted_base_bytes))]
     elif plan.strata_bytes:
         each = f"{len(plan.strata_bytes)} x {format_bytes(plan.predicted_stratum_bytes)}"
         rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]

@@ -17,6 +17,8 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.planning.reports.plan_report import plan_report
+from lightning_amp.quantities import format_bytes
 from tests.any_module import Meter, load
 from tests.lightning.strategy.any_module_cases import fitted, of_example, same, trainer_of
 from tests.parallel.chunk.small_blocks import Attention
@@ -220,3 +222,74 @@ def test_a_module_that_was_never_fitted_predicts_in_chunks_of_its_own(tmp_path: 
     assert "lightning_amp.chunk" in text
     assert chunked[0] <= BUDGET < plain[0] / 3
     torch.testing.assert_close(chunked[1], plain[1], rtol=1e-10, atol=1e-10)
+
+
+EVALUATED = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def of_a_budget(rank: int, ranks: int) -> dict[str, Any]:
+    """Evaluation without a fit before it: what is held, what a plan says, what comes out, and what is refused."""
+    batches: DataLoader[Any] = DataLoader(torch.randn(8, 128, 16).double(), batch_size=4)  # type: ignore[arg-type]
+    module = Predicting().double().eval()
+    there = sum(p.nbytes for p in module.parameters()) + 4 * 128 * 16 * 8
+
+    def run(kind: str, strategy: Any) -> tuple[int, Any]:
+        module.most = 0
+        values = getattr(trainer_of(strategy), kind)(module, batches)
+        return there + module.most, values
+
+    found: dict[str, Any] = {}
+    for kind in EVALUATED:
+        most, plain = run(kind, "auto")
+        for share in (2, 0.5, 0.2):
+            own = AMPStrategy(device_memory=int(share * most))
+            held, values = run(kind, own)
+            found[kind, share] = held / most, own.plan, values if kind == "predict" else None
+        found[kind] = plain
+    own = AMPStrategy(device_memory="100KiB", strategies="chunk")
+    with pytest.raises(PlanError) as refused:
+        run("predict", own)
+    assert own.plan is not None
+    least = own.plan.predicted_peak_bytes
+    held, _ = run("predict", AMPStrategy(device_memory=least))
+    return found | {"refused": str(refused.value), "least": least, "held": held}
+
+
+def test_evaluation_is_planned_by_itself_within_a_budget(tmp_path: Path) -> None:
+    """Without a fit before it, and for no more bytes than a budget; a refusal names the least that can be had."""
+    (found,) = run_ranks(of_a_budget, 1, tmp_path, timeout=200)
+    for kind, step in EVALUATED.items():
+        for share in (2, 0.5, 0.2):
+            held, plan, values = found[kind, share]
+            assert plan.evaluates == step
+            assert held <= share
+            assert ("chunk" in plan.strategies) == (share < 1)
+            assert plan.predicted_peak_bytes <= plan.budget_bytes
+            assert f"peak of {step}" in plan_report(plan)
+            assert Plan.from_json(plan.to_json()) == plan
+            if kind == "predict":
+                torch.testing.assert_close(values, found[kind], rtol=1e-10, atol=1e-10)
+    assert (
+        f"predict_step is predicted to need {format_bytes(found['least'])} at least, in chunks"
+        in found["refused"]
+    )
+    assert "Nothing was run" in found["refused"]
+    assert 100 * 2**10 < found["held"] <= found["least"]
+
+
+def larger_than_trained(rank: int, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """A fit that needs no chunks, and predictions of batches that do."""
+    own, module = AMPStrategy(device_memory=BUDGET * 6), Predicting()
+    trainer = trainer_of(own, limit_val_batches=0)
+    trainer.fit(module, rows(batch_size=1))
+    assert own.plan is not None
+    fitted_by, module.most = own.plan.strategies, 0
+    trainer.predict(module, rows(24, batch_size=24), return_predictions=False)
+    return fitted_by, own.plan.strategies, module.most
+
+
+def test_larger_batches_than_those_of_a_fit_without_chunks_are_planned_too(tmp_path: Path) -> None:
+    ((fitted_by, predicted_by, most),) = run_ranks(larger_than_trained, 1, tmp_path, timeout=100)
+    assert "chunk" not in fitted_by
+    assert "chunk" in predicted_by
+    assert most <= BUDGET * 6

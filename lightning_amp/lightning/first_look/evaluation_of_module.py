@@ -1,0 +1,202 @@
+"""A run that validates, tests or predicts with a module without a decoder -> its bytes, and chunks that hold a budget.
+
+One batch is taken as the run will make it, and the module's own step runs on a copy without values and without
+gradients. The modules that the step calls, and that are called by no other one, are what can run in chunks; rules are
+for those that go beyond the budget, each for what the bytes around it leave. With them installed the step is counted
+again, and that is the prediction.
+
+Known limits: of one batch, as long as the first; the data module's hooks for a batch are not called; what the Trainer
+keeps of earlier batches, such as predictions on a CPU, is not counted; what a step computes outside of its modules
+stays whole.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_amp._torch import FakeTensorMode
+from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, files_as_they_were, length_of
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.profile_module import alone, as_written, quiet
+from lightning_amp.lightning.first_look.cells_per_step import loaders_of
+from lightning_amp.lightning.first_look.example_batch import example_batch
+from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.quantities import format_bytes
+from lightning_amp.random_streams import isolated_random_streams
+
+STEPS = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The plan of one evaluation.
+
+    Attributes:
+        step: Name of the module's method.
+        rules: What runs in chunks.
+        whole_bytes, peak_bytes: Most bytes alive at once without and with the rules: parameters, buffers, the batch,
+            and what the step makes.
+        held_bytes: Of these, what is there before the step.
+        batch_size: Length of the batch, None where its tensors have none in common.
+    """
+
+    step: str
+    rules: tuple[Rule, ...]
+    whole_bytes: int
+    peak_bytes: int
+    held_bytes: int
+    batch_size: int | None
+
+
+class EvaluationOfModule:
+    """The step of a run that does not train.
+
+    Args:
+        trainer: Set up as far as its strategy.
+        step: Name of the module's method.
+        take_batch: Gives one batch, or raises an AmpError.
+    """
+
+    def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any]) -> None:
+        self._trainer, self._step, self._take_batch = trainer, step, take_batch
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
+        """The evaluation of a Trainer; None of a fit, and where there is a decoder. All ranks call it, for loaders."""
+        step = STEPS.get(trainer.state.fn)  # type: ignore[arg-type]
+        if step is None or find_decoders(trainer.lightning_module):
+            return None
+        loops: dict[str, Any] = {
+            "validation_step": trainer.validate_loop,
+            "test_step": trainer.test_loop,
+            "predict_step": trainer.predict_loop,
+        }
+        loaders, why = loaders_of(loops[step]._data_source, trainer)
+        return cls(trainer, step, partial(_batch_of, loaders, why))
+
+    def within(self, budget: int) -> Evaluated:
+        """What runs in chunks so that the step takes no more than a budget, or the least that it can.
+
+        Raises:
+            AmpError: There is no batch to be had, the step fails without values, or a module cannot run in chunks.
+        """
+        batch = self._trainer.precision_plugin.convert_input(self._take_batch())
+        calls: dict[str, tuple[int, int]] = {}
+        held, whole = self._count(batch, (), calls)
+        rules, peak = self._rules(calls, budget), whole
+        if rules and whole > budget:
+            with warnings.catch_warnings():
+                # the least that it can is what the plan says
+                warnings.simplefilter("ignore")
+                _, peak = self._count(batch, rules)
+        return Evaluated(
+            step=self._step,
+            rules=rules,
+            whole_bytes=whole,
+            peak_bytes=peak,
+            held_bytes=held,
+            batch_size=length_of(batch),
+        )
+
+    def _rules(self, calls: dict[str, tuple[int, int]], budget: int) -> tuple[Rule, ...]:
+        return tuple(
+            Rule(
+                fqn=fqn,
+                spec=ChunkBlock(budget_bytes=max(1, budget - before)),
+                strategy="chunk",
+                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
+                saves_bytes=most - budget,
+            )
+            for fqn, (before, most) in calls.items()
+            if most > budget
+        )
+
+    def _count(
+        self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
+    ) -> tuple[int, int]:
+        """Bytes before the step, and the most in it; `calls` gets those before and within each module."""
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        twin: Any = copy_of(self._trainer.lightning_module, fake).eval()
+        install_rules(twin, rules)
+        for child in twin.modules():
+            if isinstance(child, LightningModule):
+                child.log = child.log_dict = _nothing  # type: ignore[method-assign]
+        live, given = LiveBytes(), fake_batch(batch, fake, None)
+        peak = _Outermost(twin, live, calls) if calls is not None else None
+        try:
+            with ExitStack() as stack:
+                for context in (
+                    quiet(), isolated_random_streams(), files_as_they_were(twin), as_written(twin), alone(),
+                    fake, CopyFakes(), torch.no_grad(), self._trainer.precision_plugin.forward_context(),
+                ):  # fmt: skip
+                    stack.enter_context(context)
+                given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)
+                live.watch([*twin.parameters(), *twin.buffers(), given])
+                held = live.current
+                with live:
+                    getattr(twin, self._step)(given, 0)
+        except AmpError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the bytes of {self._step} of {type(twin).__name__!r} were to be counted without values, which failed:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        return held, live.peak if peak is None else max(peak.most, live.peak)
+
+
+class _Outermost:
+    """Bytes at the calls of modules that no other module but the whole one calls.
+
+    Attributes:
+        most: Of the step, up to the last call.
+    """
+
+    def __init__(self, module: nn.Module, live: LiveBytes, calls: dict[str, tuple[int, int]]) -> None:
+        self._live, self._calls, self._depth, self._before, self.most = live, calls, 0, 0, 0
+        for fqn, child in module.named_modules():
+            if fqn:
+                child.register_forward_pre_hook(self._enter)
+                child.register_forward_hook(partial(self._leave, fqn))
+
+    def _enter(self, *_: Any) -> None:
+        if not self._depth:
+            self.most, self._before = max(self.most, self._live.peak), self._live.current
+            self._live.reset_peak()
+        self._depth += 1
+
+    def _leave(self, fqn: str, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.most = max(self.most, self._live.peak)
+            before, most = self._calls.get(fqn, (0, 0))
+            self._calls[fqn] = max(before, self._before), max(most, self._live.peak)
+            self._live.reset_peak()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What `log` does in a step that is only counted."""
+
+
+def _batch_of(loaders: object, why: str) -> Any:
+    if loaders is None:
+        raise DataError(why or "the loader is made anew every few epochs, or there is none")
+    # of several loaders one after the other
+    return example_batch(loaders[0] if isinstance(loaders, list | tuple) else loaders)
