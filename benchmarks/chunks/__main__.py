@@ -91,8 +91,11 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    text = list(page(asked.only, quick=asked.quick))
-    asked.out.write_text("\n".join(text).rstrip() + "\n")
+    with asked.out.open("w") as file:
+        # as they come: of a run that was ended early the rows so far are there
+        for line in page(asked.only, quick=asked.quick):
+            print(line, file=file, flush=True)
+            print(line, flush=True)
     print(f"wrote {asked.out}")
 
 

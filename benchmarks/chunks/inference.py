@@ -43,16 +43,19 @@ class Form:
 
 def budgets(*, quick: bool) -> Iterator[str]:
     """The table: all models under all shares of eager's bytes."""
-    rows = []
+    yield from table(HEADER, all_rows(quick=quick))
+
+
+def all_rows(*, quick: bool) -> Iterator[list[str]]:
+    """Those of the four kinds of model, then those of the examples."""
     for model in track(MODELS, description="budgets", total=len(MODELS)):
         length = model.quick_length if quick else model.length
-        rows += rows_of(f"{model.name}, {length}", model.build(), model.args(length))
+        yield from rows_of(f"{model.name}, {length}", model.build(), model.args(length))
     for name in track(EXAMPLES, description="example modules", total=len(EXAMPLES)):
         try:
-            rows += rows_of(name, *build_example(name, quick=quick))
+            yield from rows_of(name, *build_example(name, quick=quick))
         except ImportError as error:
-            rows.append([name, f"not measured: {error}", *7 * [""]])
-    yield from table(HEADER, rows)
+            yield [name, f"not measured: {error}", *7 * [""]]
 
 
 def rows_of(name: str, module: nn.Module, args: tuple[Any, ...]) -> list[list[str]]:

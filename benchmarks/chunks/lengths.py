@@ -95,9 +95,9 @@ def real_run(model: Model, length: int, budget: int) -> str:
 def lengths(picture: Path, *, quick: bool) -> Iterator[str]:
     """The table; and draw the picture."""
     models = MODELS[: 1 if quick else None]
-    found = [list(rows_of(m, quick=quick)) for m in track(models, description="lengths", total=len(models))]
+    each = track(models, description="lengths", total=len(models))
     header = ["model", "budget", "eager", "chunks", "ratio", "run with chunks"]
-    yield from table(header, [row for rows in found for row in rows])
+    yield from table(header, (row for model in each for row in rows_of(model, quick=quick)))
     draw(picture, models, quick=quick)
     yield from [f"![Activation memory against the length of the input]({picture.name})", ""]
 

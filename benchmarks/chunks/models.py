@@ -5,6 +5,7 @@ Each of the four has a length: of text for GPT, the side of an image for ViT and
 Evoformer. A module of examples/any_module computes its loss.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -102,6 +103,8 @@ def example(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     found = module_from_spec(spec)
+    # torch.compile looks for a function's module by its name
+    sys.modules[found.__name__] = found
     spec.loader.exec_module(found)
     return found
 

@@ -19,8 +19,8 @@ from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
 
-SHARES = (0.5, 0.25, 0.12)
-COMPILED = (0.5, 0.2, 0.1)
+SHARES = (0.5, 0.25)
+COMPILED = (0.5, 0.1)
 """Values of `torch._functorch.config.activation_memory_budget`."""
 TILES = 8
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
@@ -28,11 +28,11 @@ Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 
 def models(*, quick: bool) -> dict[str, Build]:
     """Modules that compute a loss."""
-    words = (2, 128) if quick else (4, 512)
+    words = (2, 128) if quick else (2, 512)
 
     def language() -> tuple[nn.Module, tuple[Any, ...]]:
         torch.manual_seed(0)
-        return Language().eval(), (torch.randint(2000, words),)
+        return Language(layers=2).eval(), (torch.randint(2000, words),)
 
     names = () if quick else ("gene_transformer", "evoformer", "unet")
     return {"GPT": language} | {name: partial(build_example, name, quick=quick) for name in names}
@@ -42,11 +42,11 @@ def training(*, quick: bool) -> Iterator[str]:
     """The table."""
     header = ["model", "how", "bytes", "of eager", "time"]
     asked = models(quick=quick)
-    rows = [
+    rows = (
         row
         for name in track(asked, description="training", total=len(asked))
         for row in rows_of(name, asked[name], quick=quick)
-    ]
+    )
     yield from table(header, rows)
 
 
