@@ -19,6 +19,9 @@ from torch import _foreach_neg_ as negate_each
 # runs an operator without what a subclass of Tensor has in its place
 from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 
+# what is done to tensors that autograd saves, by the innermost context that is on
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saving_hooks
+
 # one operator with its schema, as the nodes of a captured graph have it
 from torch._ops import OpOverload as OpOverload
 
@@ -111,6 +114,7 @@ __all__ = [
     "softplus_backward",
     "start_backward",
     "times_each",
+    "top_saving_hooks",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -1,4 +1,4 @@
-"""The blocks of a module: children of its lists and sequences."""
+"""The blocks of a module: children of its lists and sequences; and the modules that have them."""
 
 from torch import nn
 
@@ -17,3 +17,13 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
     walk("", module)
     return found
+
+
+def owners(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules inside of a module that have blocks and are none, by name, the outer ones first."""
+    blocks = find_blocks(module)
+    return {
+        fqn: child
+        for fqn, child in module.named_modules()
+        if fqn and not isinstance(child, nn.ModuleList) and any(name.startswith(f"{fqn}.") for name in blocks)
+    }

@@ -30,9 +30,11 @@ from lightning_amp._torch import (
     is_compiled,
     make_fx,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.guards import settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
 
@@ -170,6 +172,13 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         # a sum that was only tried
         if node.target in REWRITES and not node.users:
             graph.graph.erase_node(node)
+    if isinstance(block, AfterBlocks):
+        n_results = sum(isinstance(value, Tensor) for value in tree_leaves(args[2]))
+        reason = leave_out_before(graph.graph, n_results)
+        if found["changed"]:
+            reason = f"its forward changes {found['changed'][0]!r} in place"
+        if reason:
+            raise CannotCapture(reason)
     graph.recompile()
     if found["custom"]:
         raise CannotCapture(

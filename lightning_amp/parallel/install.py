@@ -20,7 +20,8 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
-from lightning_amp.parallel.chunk.in_chunks import InChunks, chunk_block
+from lightning_amp.parallel.chunk.chunk_block import chunk_block
+from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import find_decoders, is_decomposed

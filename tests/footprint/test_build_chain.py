@@ -27,7 +27,7 @@ def step(*, gradient: int = 20, old: int = 0, late: int = 0) -> Any:
     kept, passing, returned = life(100, 1, 1), life(50, 2, 2), life(7, 3, 4)
     call = SimpleNamespace(
         fqn="block", start=1, end=3, first_order=1, last_order=3, seconds=1.0, inputs=[], input_bytes=0,
-        outputs=[returned], parameter_bytes=0, fixed="",
+        outputs=[returned], parameter_bytes=0, fixed="", after=0,
     )  # fmt: skip
     return SimpleNamespace(
         lives=[

@@ -13,8 +13,57 @@ ROWS = "tests/parallel/chunk/test_two_steps.py"
 NESTED = "tests/parallel/chunk/test_nested.py"
 CHECK = "tests/parallel/chunk/test_check.py"
 OVER = "tests/parallel/chunk/test_in_place.py"
+AFTER = "tests/parallel/chunk/test_after_blocks.py"
 
 CHUNKS = [
+    Mutant(
+        "after blocks",
+        "what was drawn or changed before is computed again",
+        "lightning_amp/graph/after_blocks.py",
+        "    if kept and (touched or drawn):\n",
+        "    if False:\n",
+        AFTER,
+    ),
+    Mutant(
+        "after blocks",
+        "an earlier block's result is the last one's",
+        "lightning_amp/graph/after_blocks.py",
+        "            return tree_map(lambda leaf: leaf.make() if isinstance(leaf, Like) else leaf, like)\n",
+        "            pass\n        return self._result\n",
+        AFTER,
+    ),
+    Mutant(
+        "after blocks",
+        "the check draws what comes before",
+        "lightning_amp/graph/after_blocks.py",
+        "            if self._drawn:\n",
+        "            if False:\n",
+        AFTER,
+    ),
+    Mutant(
+        "after blocks",
+        "buffers that change",
+        "lightning_amp/graph/capture.py",
+        '        if found["changed"]:\n            reason',
+        "        if False:\n            reason",
+        AFTER,
+    ),
+    Mutant(
+        "after blocks",
+        "contexts around the blocks",
+        f"{P}/chunk/after_blocks_in_chunks.py",
+        "            if _state() != state:\n",
+        "            if False:\n",
+        AFTER,
+    ),
+    Mutant(
+        "after blocks",
+        "hooks of the module run twice",
+        "lightning_amp/graph/after_blocks.py",
+        '("_hooks" in name and (inside or first))',
+        '("_hooks" in name and inside)',
+        AFTER,
+    ),
     Mutant(
         "chunk",
         "sums: the last chunk's alone",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensorMode, tree_map
+from lightning_amp._torch import FakeTensorMode, tree_leaves, tree_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,21 @@ class Like:
         return found.requires_grad_(self.requires_grad)
 
 
+def likeness(values: Any) -> Any:
+    """Any nesting of values with a `Like` in the place of every tensor, None in that of one that is not dense."""
+    first: dict[int, int] = {}
+
+    def like(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.layout is not torch.strided:
+            return None
+        shape = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+        return Like(*shape, value.requires_grad, first.setdefault(id(value), len(first)))
+
+    return tree_map(like, values)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCall:
     """One call of a block in a forward pass with gradients.
@@ -38,6 +53,8 @@ class BlockCall:
         kwargs: The same by name.
         autocast: Kinds of devices, whether autocast was on for them, and its type.
         sparse: Whether an argument is a tensor that is not dense, and cannot be told by its shape.
+        before: None for a block; for what a module computes after its last block the calls before that one, by name
+            with their results, and `args` are the module's, its keywords, and what the last block returned.
     """
 
     fqn: str
@@ -45,29 +62,21 @@ class BlockCall:
     kwargs: Mapping[str, Any]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     sparse: bool = False
+    before: tuple[tuple[str, Any], ...] | None = None
 
     @classmethod
     def of(cls, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "BlockCall":
         """Of a call that is about to be made."""
-        sparse = []
-
-        def like(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if value.layout is not torch.strided:
-                sparse.append(value)
-                return None
-            shape = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
-            return Like(*shape, value.requires_grad, id(value))
-
         kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-        found = tree_map(like, (tuple(args), dict(kwargs)))
+        found = likeness((tuple(args), dict(kwargs)))
         return cls(
             fqn=fqn,
             args=found[0],
             kwargs=found[1],
             autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
-            sparse=bool(sparse),
+            sparse=any(
+                isinstance(v, Tensor) and v.layout is not torch.strided for v in tree_leaves((args, kwargs))
+            ),
         )
 
     def arguments(self, fake: FakeTensorMode) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -252,6 +252,7 @@ class _Builder:
             keeps=tuple(sorted(span.keeps)),
             inputs=tuple(sorted(span.inputs)),
             fixed=fixed,
+            after=call.after,
         )
 
     @staticmethod

@@ -54,6 +54,8 @@ class BlockCost:
         inputs: Tensors that it holds if it is.
         fixed: Why it cannot be recomputed, "" where it can.
         chunks: Its forms in chunks; none where none were looked for.
+        after: Of what a module computes after its last block, which stands here as a block by the module's name, how
+            many calls of blocks there were before it; 0 for a block.
     """
 
     fqn: str
@@ -66,6 +68,7 @@ class BlockCost:
     inputs: tuple[int, ...] = ()
     fixed: str = ""
     chunks: tuple[ChunkForm, ...] = ()
+    after: int = 0
 
     def held(self, form: int) -> tuple[int, tuple[int, ...]]:
         """Bytes that it alone holds between its passes in a form, and the tensors that it holds too."""

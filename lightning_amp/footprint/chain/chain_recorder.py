@@ -8,7 +8,7 @@ Python until an operator of a forward pass reads it for the last time.
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from lightning_amp._torch import FLASH_ATTENTION, FakeTensor, autograd_node, autograd_order, tree_leaves
-from lightning_amp.footprint.chain.block_call import BlockCall
-from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp._torch import (
+    FLASH_ATTENTION,
+    FakeTensor,
+    autograd_node,
+    autograd_order,
+    tree_leaves,
+    tree_map,
+)
+from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
+from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
@@ -63,7 +70,10 @@ class Use:
 
 @dataclass(slots=True)
 class Call:
-    """A forward pass of a block: operators [start, end], and places [first_order, last_order) of autograd."""
+    """A forward pass of a block: operators [start, end], and places [first_order, last_order) of autograd.
+
+    What a module computes after its last block is a call too, of the module's name, after so many calls of blocks.
+    """
 
     fqn: str
     start: int
@@ -78,6 +88,8 @@ class Call:
     output_bytes: int = 0
     parameter_bytes: int = 0
     fixed: str = ""
+    result: Any = None
+    after: int = 0
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -121,6 +133,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._rates = rates
         self._open: int | None = None
         self._aside = False
+        self._within = False
+        self._uses_before = 0
         self._saved = saved_tensors_hooks(self._keep, self._give)
 
     @property
@@ -136,6 +150,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             reason = unrepeatable(block)
             self._blocks[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
+        for fqn, owner in owners(self._module).items():
+            self._blocks[fqn] = owner
+            owner.forward = partial(self._call_of_owner, fqn, owner.forward)
         self._saved.__enter__()
 
     def stop(self) -> None:
@@ -166,8 +183,40 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._open = None
         call.end, call.last_order = len(self.work) - 1, autograd_order()
         call.fixed = call.fixed or first.settle()
+        call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
         call.outputs, call.output_bytes = self._lives_of(results), sum(t.nbytes for t in results)
+        return result
+
+    def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass of a module that holds blocks: what it computes after the last one is a call by itself."""
+        if autograd_node() is not None or self._within or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given, self._within, first = BlockCall.of(fqn, args, kwargs), True, len(self.calls)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._within = False
+        if len(self.calls) == first or self.calls[-1].end + 1 == len(self.work):
+            return result
+        last = self.calls[-1]
+        before = tuple((call.fqn.removeprefix(f"{fqn}."), call.result) for call in self.calls[first:-1])
+        call = Call(
+            fqn,
+            last.end + 1,
+            replace(given, args=(given.args, given.kwargs, _apart(last.result)), kwargs={}, before=before),
+            end=len(self.work) - 1,
+            first_order=last.last_order,
+            last_order=autograd_order(),
+            seconds=sum(self.took[last.end + 1 :]),
+            inputs=[*self._lives_of(tensors_of((args, kwargs))), *last.outputs],
+            outputs=self._lives_of(tensors_of(tree_leaves(result))),
+            fixed="it is what follows the blocks, which cannot be computed again by itself",
+            after=len(before) + 1,
+        )
+        for use in self.uses[self._uses_before :]:
+            use.call = len(self.calls) if use.call is None else use.call
+        self.calls.append(call)
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:
@@ -242,6 +291,13 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return kept.make()
         finally:
             self._aside = False
+
+
+def _apart(result: Any) -> Any:
+    """What a block returns, as none of a module's arguments."""
+    return tree_map(
+        lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, result
+    )
 
 
 def _empty(shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:

@@ -80,6 +80,15 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
     asked += [
         (
             True,
+            f"chunk of {rule.fqn!r}",
+            "what follows its blocks is run by the last stage: leave that rule out",
+        )
+        for rule in rules
+        if isinstance(rule.spec, ChunkBlock) and rule.spec.after
+    ]
+    asked += [
+        (
+            True,
             f"{norm!r} in {hook}",
             "a rank has the gradients of its stage only: take the Trainer's gradient_clip_val, or"
             " self.trainer.strategy.gradient_norm(), which every rank calls",

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.chain.block_call import BlockCall
-from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import table_of
@@ -54,16 +54,19 @@ def block_code(module: nn.Module, calls: Sequence[BlockCall], budgets: Mapping[s
 
 def _captured(module: nn.Module, calls: Sequence[BlockCall]) -> list[Capture | str]:
     """What became of every call, or why it was not looked at."""
-    blocks, captures, fake = find_blocks(module), Captures(), FakeTensorMode(allow_non_fake_inputs=True)
+    captures, fake = Captures(), FakeTensorMode(allow_non_fake_inputs=True)
     found: list[Capture | str] = []
     for call in calls:
         if call.sparse:
             found.append("it is called with a tensor that is not dense")
             continue
-        if any(getattr(child, "sparse", False) is True for child in blocks[call.fqn].modules()):
+        block = module.get_submodule(call.fqn)
+        if call.before is not None:
+            block = AfterBlocks(block, call.before)
+        if any(getattr(child, "sparse", False) is True for child in block.modules()):
             found.append("an embedding in it has gradients that are not dense")
             continue
         args, kwargs = call.arguments(fake)
         with call.precision():
-            found.append(captures.of(plain(blocks[call.fqn]), args, kwargs))
+            found.append(captures.of(plain(block), args, kwargs))
     return found

@@ -1,8 +1,6 @@
-"""What a module runs in place of its class's forward, so that it takes no more than some bytes; and the technique.
+"""What a module runs in place of its class's forward, so that it takes no more than some bytes."""
 
-The technique `chunk` leaves the module as it is, hooks around it included, and sets what its forward runs.
-"""
-
+import copy
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,35 +17,14 @@ from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.parallel.chunk.by_blocks import plan_blocks
 from lightning_amp.parallel.chunk.module_chunks import Planned, no_part_of_the_step, plain
 from lightning_amp.parallel.chunk.planned import plan_graph
-from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
-from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
 that are alike are planned once, while the time to plan one graph grows with the square of its operators."""
-
-
-def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
-    """Let a block of any module run in chunks.
-
-    Args:
-        module: Any block; its own parameters and buffers are used as they are when it is called.
-        spec: How many bytes it may take.
-        mesh: Not looked at: chunks split nothing over ranks.
-
-    Raises:
-        InstallError: The budget is no positive number.
-    """
-    if spec.budget_bytes < 1:
-        raise InstallError(
-            f"chunk was asked for on {type(module).__name__!r} with budget_bytes={spec.budget_bytes!r}; allowed is a"
-            " number of bytes larger than zero"
-        )
-    return Change({}, forwards={"": InChunks(spec.budget_bytes, train=True)})
 
 
 class InChunks:
@@ -143,7 +120,7 @@ class InChunks:
         return {**vars(self), "known": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
-        twin = InChunks(self._budget_bytes, train=self._train, policy=self._policy, rates=self._rates)
+        twin = copy.copy(self)
         # a plan has nothing of the block that it was made for
         twin.known, twin.fqn = self.known, self.fqn
         return twin

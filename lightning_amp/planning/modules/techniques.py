@@ -130,6 +130,7 @@ def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     if before and not again:
         return "chunks alone do as well"
     others = tuple(target for target in draft.targets if target.strategy != "recompute")
+    n_blocks = len({block.fqn for block in forms.chain.blocks if block.fqn in chunked and not block.after})
     return replace(
         draft,
         peak_bytes=max(0, found.peak_bytes - relief),
@@ -137,7 +138,7 @@ def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         targets=(
             *others,
             *(_recomputed(seen.chain, name, len(again)) for name in again),
-            *(_in_chunks(forms, name, form, len(chunked)) for name, form in chunked.items()),
+            *(_in_chunks(forms, name, form, n_blocks) for name, form in chunked.items()),
         ),
     )
 
@@ -145,13 +146,16 @@ def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
 def _in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Target:
     form, calls = forms.form(name, number), [b for b in forms.chain.blocks if b.fqn == name]
     seconds = sum(call.extra_seconds(number) - form.again * call.forward_seconds for call in calls)
-    of_all = f"{n} of {len({block.fqn for block in forms.chain.blocks})} blocks run in chunks"
-    within = f"this one within {format_bytes(form.budget_bytes)} beside its arguments"
+    blocks, after = {block.fqn for block in forms.chain.blocks if not block.after}, calls[0].after
+    what = f"{n} of {len(blocks)} blocks run in chunks, this one"
+    if after:
+        what = f"what follows its {after} blocks runs in chunks,"
+    within = f"within {format_bytes(form.budget_bytes)} beside its arguments"
     return Target(
         strategy="chunk",
         fqn=name,
-        spec=ChunkBlock(budget_bytes=form.budget_bytes),
-        why=f"{of_all}, {within}, for {format_seconds(max(seconds, LEAST_SECONDS))} more",
+        spec=ChunkBlock(budget_bytes=form.budget_bytes, after=calls[0].after),
+        why=f"{what} {within}, for {format_seconds(max(seconds, LEAST_SECONDS))} more",
         saves_bytes=0 if form.again else max(0, sum(c.saved_bytes - c.held(number)[0] for c in calls)),
     )
 

@@ -22,6 +22,7 @@ from lightning_amp.quantities import format_bytes
 from tests.any_module import Meter, load
 from tests.lightning.strategy.any_module_cases import fitted, of_example, same, trainer_of
 from tests.parallel.chunk.small_blocks import Attention
+from tests.parallel.chunk.words import Words
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -188,6 +189,61 @@ def test_evaluation_runs_by_the_plan_of_the_fit(tmp_path: Path) -> None:
     (found,) = run_ranks(evaluated, 1, tmp_path, timeout=200)
     for kind in ("fit", "validate", "test", "predict"):
         assert found[f"amp {kind}"] < 0.7 * found[f"plain {kind}"]
+
+
+class Reader(pl.LightningModule):
+    """A language model that learns what its forward returns; its head is most of what a step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Words()
+        self.model.dropout.p = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch, labels=batch)[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def texts(n: int = 16) -> DataLoader[Any]:
+    return DataLoader(torch.randint(300, (n, 64)), batch_size=4)  # type: ignore[arg-type]
+
+
+def reading(rank: int, ranks: int) -> dict[str, Any]:
+    """A model with a large head as it is, and with half of that memory."""
+    found: dict[str, Any] = {}
+    data, budget, plain = texts(8 * ranks), 0, {}
+    for name in ("plain", "half", "by name"):
+        options: dict[str, Any] = {"strategies": "S1"}
+        if name == "half":
+            options = {"device_memory": budget}
+        elif name == "by name":
+            options = {"strategies": "fsdp,recompute,chunk" if ranks > 1 else "recompute,chunk"}
+        meter, module = Meter(), Reader().double()
+        strategy = AMPStrategy(**options)
+        run = fitted(module, data, strategy, rank=rank, ranks=ranks, callbacks=[meter], precision="64-true")
+        if name == "plain":
+            plain, budget = run["parameters"], meter.live.peak // 2
+            continue
+        errors = [float((run["parameters"][key] - value).abs().max()) for key, value in plain.items()]
+        found[name] = {"error": max(errors), "measured": meter.live.peak, "json": run["plan"].to_json()}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_head_and_its_loss_train_within_half_of_the_memory(ranks: int, tmp_path: Path) -> None:
+    for found in run_ranks(reading, ranks, tmp_path, timeout=200):
+        for name, run in found.items():
+            plan = Plan.from_json(run["json"])
+            (head,) = [rule for rule in plan.rules if rule.fqn == "model"]
+            assert isinstance(head.spec, ChunkBlock)
+            assert head.spec.after == 3
+            assert "what follows its 3 blocks runs in chunks" in head.why
+            assert run["error"] <= 1e-10
+            assert plan.predicted_peak_bytes == pytest.approx(run["measured"], rel=0.05)
+            assert name == "by name" or run["measured"] <= plan.budget_bytes
 
 
 class Predicting(Stack):
