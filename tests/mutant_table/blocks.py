@@ -345,7 +345,7 @@ BLOCKS = [
         "module",
         "no leaner plan where the count exceeds the budget",
         f"{MODULES}/plan_module.py",
-        "limit -= max(over, 1)",
+        "limit = limit - max(over, 1) if tries < TRIES - 1 else 0",
         "break",
         OF_A_MODULE,
     ),

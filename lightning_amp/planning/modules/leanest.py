@@ -16,9 +16,12 @@ MOST_RANKS = 1024
 
 
 def missing(seen: Seen, best: Draft, *, budget: int) -> str:
-    """For a step that fits with nothing: the least bytes, be it of the plan that was chosen, and what would fit."""
+    """For a step that fits with nothing: the least bytes that are known, and what would fit."""
     ranks = best.ranks * best.model
-    least = min(leanest(seen, ranks), best, key=lambda one: one.peak_bytes)
+    least = leanest(seen, ranks)
+    # what was chosen has been counted as it runs, and is no more than that with the same techniques
+    if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
+        least = best
     said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(least)}"
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None:

@@ -458,7 +458,7 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
         ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
         (
             "gene_transformer",
-            (1.1, 0.6, 0.35),
+            (1.1, 0.6, 0.32),
             (("S1",), ("S1", "recompute"), ("S1", "recompute", "fsdp", "chunk")),
         ),
     ],

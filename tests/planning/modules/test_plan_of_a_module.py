@@ -175,6 +175,24 @@ def test_a_choice_is_counted_and_made_leaner_where_it_does_not_fit() -> None:
     assert (len(exact.rules), exact.predicted_peak_bytes) == (1, 3200)
 
 
+def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A count that is just above the budget whatever is tried."""
+    monkeypatch.setattr(made_plans, "TRIES", 2)
+    counted: list[int] = []
+
+    def count(rules: Any) -> ModuleProfile:
+        counted.append(len(rules))
+        return profiled(saved=3201)
+
+    found = plan_module(base(3300), seen(), count=count)
+    assert counted == [1, BLOCKS - 1]
+    assert not found.fits
+    assert found.predicted_peak_bytes == 3301
+    assert any("can do with is 3.22 KiB with recompute" in note for note in found.notes)
+
+
 def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     def count(rules: Any) -> ModuleProfile:
         raise InstallError("its forward was set by somebody else")
