@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.chunks.inference import SHARES, budgets, caps, fused
-from benchmarks.chunks.lengths import LARGE, lengths
+from benchmarks.chunks.lengths import PAPER, lengths
 from benchmarks.chunks.measure import ROUNDS
 from benchmarks.chunks.plan_time import plan_time
 from benchmarks.chunks.promises import promises
 from benchmarks.chunks.training import training
 from benchmarks.page import ROOT, origin, paragraph
-from lightning_amp.quantities import format_bytes
 
 PICTURE = ROOT / "docs" / "chunks.png"
 TEXTS = {
@@ -37,9 +36,10 @@ TEXTS = {
         Chunks of what fused attention leaves: projections, feed-forward, norms.""",
     "lengths": f"""## Longer inputs
 
-        The longest input within what eager takes at the length above, and within {format_bytes(LARGE)}, by the
-        generated forward on fake tensors; the first is run. (AutoChunk reports 11.7x for inputs of one dimension and
-        3.2x for two, on other models and a GPU.)""",
+        The longest input within what eager takes at a length, by the generated forward on fake tensors; and a run with
+        values at {PAPER[1]:g} times that length for inputs of one dimension and {PAPER[2]:g} times for two, which is
+        what AutoChunk reports, on other models and a GPU. Time is that of one run in which the meter sees every
+        operator.""",
     "caps": """## Fixed caps
 
         Models of the kinds and sizes that AutoChunk's own tests run, under the caps of those tests and below them;

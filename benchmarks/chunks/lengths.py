@@ -1,19 +1,20 @@
 """Bytes against the length of the input, with and without chunks, and the longest input under a fixed budget.
 
-After Figure 1 of AutoChunk. Bytes are those of a run without values; the longest inputs are those that
-`lightning_amp.chunk` accepts, and one of each model is run.
+After Figure 1 of AutoChunk. The budget is what eager takes at some length; the longest input is the one whose least
+bytes are within it, by the generated forward on fake tensors. A run with values is at the factor that AutoChunk
+reports, not at the longest input: there regions run a row or two at a time, and the meter sees every operator.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import nn
 
 import lightning_amp
@@ -22,24 +23,66 @@ from benchmarks.chunks.measure import count, forward
 from benchmarks.chunks.models import MODELS, Model
 from benchmarks.page import table
 from lightning_amp._torch import FakeTensorMode
-from lightning_amp.errors import PlanError
-from lightning_amp.figures import DPI, INK, MARKERS, PALETTE
+from lightning_amp.figures import INK, MARKERS, PALETTE, RED, new_figure, save_figure
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
 
-LARGE = 2**28
 STEP = {1: 64, 2: 16}
 """Lengths are multiples of this, for inputs of one dimension and of two."""
-FACTORS = (0.5, 1, 2, 4)
-"""Lengths of the picture, of that of the model."""
+PAPER = {1: 11.7, 2: 3.2}
+"""How much longer inputs AutoChunk reports."""
+LENGTH = {"U-Net with attention": 192}
+"""Where eager's bytes are the budget, of models other than at their length: smaller images have little attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of one model.
+
+    Attributes:
+        length: Of which eager takes the budget.
+        longest: Input that chunks can take.
+        run: Input that was run.
+        n_bytes: Most of that run.
+        operators: Of that run.
+        seconds: Of that run, in which the meter sees every operator.
+    """
+
+    model: Model
+    budget: int
+    length: int
+    longest: int
+    run: int
+    n_bytes: int
+    operators: int
+    seconds: float
+
+    @property
+    def ratio(self) -> str:
+        """Of the longest input to eager's."""
+        return f"{self.longest / self.length:.1f}x"
+
+    @property
+    def row(self) -> list[str]:
+        """Of the table."""
+        held = "" if self.n_bytes <= self.budget else ", ABOVE the budget"
+        lengths = [f"{self.length:,}", f"{self.longest:,}", self.ratio]
+        ran = [f"{self.run:,}", f"{self.run / self.length:.1f}x", f"{format_bytes(self.n_bytes)}{held}"]
+        budget = format_bytes(self.budget)
+        return [self.model.name, budget, *lengths, *ran, f"{self.operators:,}", format_seconds(self.seconds)]
 
 
 @cache
-def ends(model: Model, length: int) -> tuple[int, int]:
-    """Bytes as the model is, and the least that chunks can take."""
-    module, args = model.build(), shapes(model, length)
-    whole: int = lightning_amp.chunk(module, *args, budget=2**62).plan.whole_bytes  # type: ignore[union-attr]
-    return whole, least_bytes(module, args)
+def whole_bytes(model: Model, length: int) -> int:
+    """As the model is."""
+    module = lightning_amp.chunk(model.build(), *shapes(model, length), budget=2**62)
+    return int(module.plan.whole_bytes)  # type: ignore[union-attr]
+
+
+@cache
+def least(model: Model, length: int) -> int:
+    """In chunks."""
+    return least_bytes(model.build(), shapes(model, length))
 
 
 def shapes(model: Model, length: int) -> tuple[torch.Tensor, ...]:
@@ -48,84 +91,79 @@ def shapes(model: Model, length: int) -> tuple[torch.Tensor, ...]:
         return model.args(length)
 
 
-def longest(bytes_at: Callable[[int], int], budget: int, start: int, step: int, power: int) -> int:
-    """The longest input within a budget, where bytes grow about as a power of the length; a multiple of `step`."""
+def longest(model: Model, budget: int, start: int) -> int:
+    """The longest input within a budget, where bytes grow about as a power of the length; a multiple of a step."""
     tried: dict[int, int] = {}
-    n = start
+    n, step = start, STEP[model.dims]
     while n not in tried:
-        tried[n] = bytes_at(n)
-        guess = int(n * (budget / tried[n]) ** (1 / power)) // step * step
+        tried[n] = least(model, n)
+        guess = int(n * (budget / tried[n]) ** (1 / model.dims)) // step * step
         below = [k for k, found in tried.items() if found <= budget]
         above = [k for k, found in tried.items() if found > budget]
         n = max(step, min(max(guess, *below, 1), *(k - step for k in above), 2**30))
     return max((k for k, found in tried.items() if found <= budget), default=0)
 
 
-def rows_of(model: Model, *, quick: bool) -> Iterator[list[str]]:
-    """What eager takes now as the budget, with a real run; and a large budget."""
-    length, step = model.quick_length if quick else model.length, STEP[model.dims]
-    for budget in (ends(model, length)[0], LARGE):
-        bare = longest(lambda n: ends(model, n)[0], budget, length, step, 2 * model.dims)
-        cut = longest(lambda n: ends(model, n)[1], budget, length, step, model.dims)
-        while not fits(model, cut, budget):
-            cut -= max(step, cut // 64 // step * step)
-        run = real_run(model, cut, budget) if budget != LARGE else "not run"
-        yield [model.name, format_bytes(budget), f"{bare:,}", f"{cut:,}", f"{cut / bare:.1f}x", run]
-
-
-def fits(model: Model, length: int, budget: int) -> bool:
-    """Whether a plan is found, by what the generated forward takes on fake tensors."""
-    try:
-        lightning_amp.chunk(model.build(), *shapes(model, length), budget=budget)
-    except PlanError:
-        return False
-    return True
-
-
-def real_run(model: Model, length: int, budget: int) -> str:
-    """Bytes and seconds of one run."""
-    module, args = model.build(), model.args(length)
+def find(model: Model, *, quick: bool) -> Found:
+    """The longest input of a model; and run one with values, where the longest is no shorter."""
+    length, step = model.quick_length if quick else LENGTH.get(model.name, model.length), STEP[model.dims]
+    budget, run = whole_bytes(model, length), ceil(PAPER[model.dims] * length / step) * step
+    most = longest(model, budget, run)
+    module, args = model.build(), model.args(min(run, most))
     small: nn.Module = lightning_amp.chunk(module, *args, budget=budget)
     begin = time.perf_counter()
-    found = count(forward(small, args))[0]
-    held = "" if found <= budget else ", ABOVE the budget"
-    return f"{format_bytes(found)}{held}, {format_seconds(time.perf_counter() - begin)}"
+    n_bytes, operators, _ = count(forward(small, args))
+    return Found(model, budget, length, most, min(run, most), n_bytes, operators, time.perf_counter() - begin)
 
 
 def lengths(picture: Path, *, quick: bool) -> Iterator[str]:
     """The table; and draw the picture."""
-    models = MODELS[: 1 if quick else None]
-    each = track(models, description="lengths", total=len(models))
-    header = ["model", "budget", "eager", "chunks", "ratio", "run with chunks"]
-    yield from table(header, (row for model in each for row in rows_of(model, quick=quick)))
-    draw(picture, models, quick=quick)
+    models, found = MODELS[: 1 if quick else None], list[Found]()
+
+    def rows() -> Iterator[list[str]]:
+        for model in track(models, description="lengths", total=len(models)):
+            found.append(find(model, quick=quick))
+            yield found[-1].row
+
+    header = ["model", "budget", "eager", "chunks", "ratio", "run at", "ratio", "bytes", "operators", "time"]
+    yield from table(header, rows())
+    draw(picture, found)
     yield from [f"![Activation memory against the length of the input]({picture.name})", ""]
 
 
-def draw(path: Path, models: tuple[Model, ...], *, quick: bool) -> None:
+def draw(path: Path, found: Sequence[Found]) -> None:
     """A panel for each model."""
-    figure = Figure(figsize=(3.4 * len(models), 3.2), dpi=DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    for place, model in enumerate(models):
-        axes = figure.add_subplot(1, len(models), place + 1)
-        length = model.quick_length if quick else model.length
-        _panel(axes, model, [int(length * factor) for factor in FACTORS])
-    figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.1)
-
-
-def _panel(axes: Axes, model: Model, lengths: list[int]) -> None:
-    found = [ends(model, n) for n in lengths]
-    lines = (
-        ("eager", INK, [whole for whole, _ in found]),
-        ("chunks, the least", PALETTE[0], [b for _, b in found]),
+    figure = new_figure(3.3 * len(found), 3.4)
+    figure.suptitle(
+        "Memory of a forward pass against the length of the input: a budget holds longer inputs in chunks",
+        fontsize=11,
     )
-    for (name, colour, values), marker in zip(lines, MARKERS, strict=False):
+    for place, one in enumerate(found):
+        axes = figure.add_subplot(1, len(found), place + 1)
+        _panel(axes, one)
+        if place == 0:
+            axes.set_ylabel("most bytes of a forward pass", fontsize=8)
+            axes.legend(fontsize=7.5, frameon=False, loc="upper left")
+    save_figure(figure, path)
+
+
+def _panel(axes: Axes, found: Found) -> None:
+    lengths = [found.length // 2, found.length, found.longest]
+    lines = {
+        "eager": (INK, [whole_bytes(found.model, n) for n in lengths]),
+        "chunks, the least": (PALETTE[0], [least(found.model, n) for n in lengths]),
+    }
+    for (name, (colour, values)), marker in zip(lines.items(), MARKERS, strict=False):
         axes.plot(lengths, values, marker + "-", color=colour, label=name, markersize=4)
+    axes.plot(found.run, found.n_bytes, "s", color=PALETTE[5], label="chunks, a run", markersize=5)
+    axes.axhline(found.budget, linestyle="--", color=RED, linewidth=1, label="budget")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_title(model.name, fontsize=9)
-    axes.set_xlabel("length" if model.dims == 1 else "side", fontsize=8)
+    axes.set_yscale("log", base=2)
+    axes.set_title(f"{found.model.name}: {found.ratio} the length", fontsize=10)
+    axes.set_xlabel("length, words" if found.model.dims == 1 else "length of a side", fontsize=8)
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda n, _: format_bytes(int(n))))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
     axes.tick_params(labelsize=7)
-    axes.legend(fontsize=7, frameon=False)
+    axes.grid(color="#e6e6e6")
+    axes.set_axisbelow(True)
