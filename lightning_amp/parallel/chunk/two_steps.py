@@ -98,7 +98,10 @@ def group_norm(
 ) -> Tensor:
     """The same as torch's, of x [sample, channel, row, ...]."""
     along = list(range(3, x.dim()))
-    mean, var = (part.reshape(len(x), groups, -1) for part in (x.mean(along), x.var(along, correction=0)))
+    rows = x.mean(along, keepdim=True)
+    # not x.var: its kernel for a CPU takes 20 times as long
+    squares = (x - rows).square().mean(along)
+    mean, var = (part.reshape(len(x), groups, -1) for part in (rows, squares))
     scale = (var.mean(-1, keepdim=True) + mean.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     shift = -mean.mean(-1, keepdim=True) * scale
     each = (-1, -1, x.shape[1] // groups)

@@ -68,6 +68,16 @@ def test_group_norm_in_two_steps(affine: bool) -> None:
     close(group_norm(x, 2, norm.weight, norm.bias, norm.eps), norm(x))
 
 
+def test_images_have_no_variance_by_its_slow_kernel() -> None:
+    """On a CPU it takes 20 times as long as a mean of squares; that of the means of rows is small."""
+    with torch.no_grad():
+        split = in_two_steps(Captures().of(nn.GroupNorm(2, 4), (torch.randn(1, 4, 8, 8),), {}))
+    assert split is not None
+    assert split.graph is not None
+    taken = [n for n in split.graph.graph.nodes if n.target is torch.ops.aten.var.correction]
+    assert [n.args[0].meta["val"].dim() for n in taken] == [3]
+
+
 def test_two_steps_for_images_in_32_bits_and_more() -> None:
     """A kernel in 16 bits rounds once; in two steps it would round more often."""
     for norm, x in ((nn.GroupNorm(2, 4).bfloat16(), torch.randn(1, 4, 3, 3).bfloat16()),
