@@ -5,6 +5,8 @@
     of          a call of a few positions where the block can be called so (smaller_call.py), so that it takes few
                 bytes: what is checked is every operator, dim, sum and halo of the plan, not its sizes
     else        of the call as it is, if that takes no more than the block's bytes; if not, a warning says so
+    without     gradients of parameters that are most of the block's bytes, such as a head's of all words: in float64
+                their copy and two gradients would take more than the block may
 
 Once for every plan, in its first call with values. Nothing of the block changes: it is run with copies of its
 parameters and buffers. A difference means that an operator does not follow the dims that its rule says, such as a
@@ -33,6 +35,8 @@ RTOL = 1e-10
 """Largest difference, as a share of the largest value of all results, or of all gradients: one that is zero but for
 rounding has no scale of its own. Other orders of sums make some 1e-15 of it."""
 KINDS = ("result", "buffer", "gradient")
+LARGE = 16
+"""A parameter that takes more than one of so many parts of the block's bytes, in float64, is large."""
 Outcome = dict[str, Tensor | None]
 
 
@@ -77,7 +81,7 @@ class Checked:
     def _check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         for call, lowered in smaller_calls(block, args, kwargs, self._lowered):
             try:
-                right = _outcome(block, call, lowered, own=True)
+                right = self._outcome(block, call, lowered, own=True)
             except Exception:  # somebody's forward: an index may lie beyond the positions that are left
                 continue
             self._compare(block, call, lowered, right)
@@ -92,12 +96,20 @@ class Checked:
             )
             return
         try:
-            right = _outcome(block, (args, kwargs), self._lowered, own=True)
+            right = self._outcome(block, (args, kwargs), self._lowered, own=True)
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
             self._tell(f"its own forward does not run in float64: {type(error).__name__}: {first}")
             return
         self._compare(block, (args, kwargs), self._lowered, right)
+
+    def _outcome(self, block: nn.Module, call: Call, lowered: Lowered, *, own: bool) -> Outcome:
+        learned = {n: 8 * p.numel() for n, p in block.named_parameters() if p.requires_grad}
+        # their copy and two gradients, and as much again for what is computed of them
+        if 6 * sum(learned.values()) <= self._budget_bytes:
+            return _outcome(block, call, lowered, own=own)
+        large = frozenset(n for n, n_bytes in learned.items() if LARGE * n_bytes > self._budget_bytes)
+        return _outcome(block, call, lowered, own=own, without=large)
 
     def _tell(self, why: str) -> None:
         name, own = self._lowered.capture.kind.__name__, format_bytes(self._budget_bytes)
@@ -107,7 +119,7 @@ class Checked:
         )
 
     def _compare(self, block: nn.Module, call: Call, lowered: Lowered, right: Outcome) -> None:
-        wrong = _difference(_outcome(block, call, lowered, own=False), right)
+        wrong = _difference(self._outcome(block, call, lowered, own=False), right)
         if not wrong:
             return
         shapes = ", ".join(str(list(v.shape)) for v in tree_leaves(call) if isinstance(v, Tensor))
@@ -141,11 +153,17 @@ def _alone(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def _outcome(block: nn.Module, call: Call, made: Lowered, *, own: bool) -> Outcome:
-    """All that a block computes of a call, by name: by its own forward, or by the one that was made for it."""
+def _outcome(
+    block: nn.Module, call: Call, made: Lowered, *, own: bool, without: frozenset[str] = frozenset()
+) -> Outcome:
+    """All that a block computes of a call, by name: by its own forward, or by the one that was made for it; without
+    gradients of some parameters.
+    """
     values, spec = tree_flatten(call)
     changed = made.capture.changed
     state = {name: _leaf(tensor, copied=name in changed) for name, tensor in state_of(block).items()}
+    for name in without:
+        state[name].requires_grad_(False)
     inputs = any(name.startswith("input ") for name in changed)
     leaves = {id(v): _leaf(v, copied=inputs) for v in values if isinstance(v, Tensor)}
     given = [leaves.get(id(value), value) for value in values]

@@ -140,6 +140,38 @@ def test_a_call_that_cannot_be_smaller_is_checked_as_it_is_or_told() -> None:
     assert kept[-2:] == [x.shape, x.shape]
 
 
+class Head(nn.Module):
+    """Most of it is one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.words = nn.LayerNorm(8), nn.Linear(8, 500, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(self.norm(x)).logsumexp(-1)
+
+
+def test_gradients_of_a_large_parameter_are_compared_where_there_is_room() -> None:
+    torch.manual_seed(0)
+    block, x = Head(), x_of(4, 64, 8)
+    run = in_chunks(block, x, share=0.5)
+    run(block, x)
+    lowered, kept, mine = lowered_of(run), list[set[str]](), check._outcome
+
+    def outcome(*args: Any, **options: Any) -> Any:
+        found = mine(*args, **options)
+        kept.append({name for name, value in found.items() if value is not None})
+        return found
+
+    large = "gradient of 'words.weight'"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_outcome", outcome)
+        for budget in (10**6, 50_000):
+            check.Checked(lowered, budget, 0)(block, x)
+    assert [large in names for names in kept] == [True, True, False, False]
+    assert kept[0] - kept[2] == {large}
+
+
 def lowered_of(run: InChunks) -> Any:
     (planned,) = run.known.values()
     (checked,) = (c.cell_contents for c in planned.run.__closure__)  # type: ignore[attr-defined]
