@@ -56,12 +56,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return run_ranks(everything, 2, tmp_path_factory.mktemp("two"), ON_RANKS, timeout=120)
+    return run_ranks(everything, 2, tmp_path_factory.mktemp("two"), ON_RANKS, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def on_four_ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return run_ranks(every_plan, 4, tmp_path_factory.mktemp("four"), {"independent": BASE}, timeout=120)
+    return run_ranks(every_plan, 4, tmp_path_factory.mktemp("four"), {"independent": BASE}, timeout=400)
 
 
 def results(given: Any, inputs: list[Tensor], x: Tensor) -> list[Tensor]:
