@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
     """What every rank of a pipeline computes when."""
     from lightning_amp.planning.reports.schedule_chart import Panel, schedule_chart
-    from lightning_amp.planning.reports.stages_report import pipeline_rule, timeline_of
+    from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
 
     if not made.stages:
         refuse(
@@ -78,10 +78,9 @@ def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
             {"--plot": "plot"},
             "which draws the schedule of a pipeline, and the plan has none (--strategies pipeline asks for one)",
         )
-    _, spec = pipeline_rule(made)
     with written_aside(Path(arguments.plot)) as aside:
         schedule_chart(
             aside,
             panels=[Panel("predicted", timeline_of(made), made.stages[-1].rest_seconds)],
-            title=f"{len(made.stages)} stages, {spec.micro_batches} micro-batches by {spec.schedule}",
+            title=schedule_title(made),
         )

@@ -198,14 +198,7 @@ def _run(
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with (
-        quiet(),
-        isolated_random_streams(),
-        files_as_they_were(module),
-        as_written(module),
-        alone(),
-        counter,
-    ):
+    with aside(module), counter:
         trainer = _trainer(device, counter, fake, around)
         with suppress(_Done):
             trainer.fit(module, _Repeated(batch))
@@ -241,7 +234,14 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def aside(module: torch.nn.Module) -> Iterator[None]:
+    """Run a step of a copy that nobody is to notice: it says nothing, and leaves files, random numbers and ranks."""
+    with _quiet(), isolated_random_streams(), files_as_they_were(module), _as_written(module), _alone():
+        yield
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
     """Let no collective wait for other ranks, which do not run this step: with ranks out of sight it is an error."""
     world = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
@@ -251,7 +251,7 @@ def alone() -> Iterator[None]:
         dist.GroupMember.WORLD = world
 
 
-def as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
+def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
     """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
     if not any(is_compiled(child) for child in module.modules()):
         return nullcontext()
@@ -372,7 +372,7 @@ class _Count(Callback):
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Say nothing of a Trainer that the user has not made."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     children = [logging.getLogger(f"lightning.{name}.utilities.rank_zero") for name in ("pytorch", "fabric")]

@@ -125,8 +125,9 @@ def leave_out_before(graph: Graph, results: int) -> str:
     given = [node for node in nodes if node.op == "placeholder"]
     at = {node: k for k, node in enumerate(nodes)}
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
-    before = [node for node in nodes[: min(reads, default=len(nodes))] if node.op == "call_function"]
-    needed = _needed(nodes[min(reads, default=len(nodes)) :])
+    first = min(reads, default=len(nodes))
+    before = [node for node in nodes[:first] if node.op == "call_function"]
+    needed = _needed(nodes[first:])
     kept = [node for node in before if node in needed]
     touched = [node for node in before if _changes(node)]
     drawn = [node for node in kept if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten
+from lightning_amp.footprint.chain.block_call import autocast_now
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -41,7 +42,7 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         tuple(settings_of(block)),
         tuple(modules_of(block)),
         torch.is_grad_enabled(),
-        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")),
+        autocast_now(),
         _aliases([*state.values(), *(value for value in values if isinstance(value, Tensor))]),
     )
 

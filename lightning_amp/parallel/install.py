@@ -20,7 +20,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
-from lightning_amp.parallel.chunk.chunk_block import chunk_block
+from lightning_amp.parallel.chunk.chunk_module import chunk_block
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
@@ -297,7 +297,7 @@ def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | N
                 f"{fqn!r} is claimed by two rules, the second is {rule.strategy} ({rule.fqn!r}); leave one out"
             )
         claimed.add((fqn, type(rule.spec)))
-        overlaps = any(lies_in(fqn, [decoder]) or lies_in(decoder, [fqn]) for decoder in decoders)
+        overlaps = any(overlap(fqn, decoder) for decoder in decoders)
         if overlaps and isinstance(rule.spec, OF_BLOCKS):
             raise InstallError(
                 f"{rule.strategy} was asked for on the block {fqn!r}, which is a part of the decoder"
@@ -319,6 +319,11 @@ def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | N
 def lies_in(fqn: str, names: Iterable[str]) -> bool:
     """Whether a name or pattern is for one of some modules, or for what lies in them."""
     return any(f"{fqn}.".startswith(f"{name}.") for name in names)
+
+
+def overlap(fqn: str, other: str) -> bool:
+    """Whether one of two modules lies in the other, or is it."""
+    return lies_in(fqn, [other]) or lies_in(other, [fqn])
 
 
 def _refuse_shared(module: nn.Module, installed: Installed) -> None:

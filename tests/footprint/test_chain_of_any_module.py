@@ -17,7 +17,8 @@ from tests.parallel.blocks.test_recompute import recompute
 def test_the_peak_of_every_choice_in_eight_modules(name: str) -> None:
     chain = chain_of(*make(name))
     assert chain.measured == "fake tensors", chain.reason
-    assert [block.fixed for block in chain.blocks] == [""] * len(chain.blocks)
+    # what follows the blocks, such as a head, cannot be computed again by itself
+    assert [block.fixed for block in chain.blocks if block.fixed and not block.after] == []
     for names in choices(chain):
         module, batch = make(name)
         found = peak_bytes(chain, names)

@@ -166,7 +166,7 @@ GRAPHS = [
         "capture",
         "missing guard: autocast",
         "lightning_amp/graph/guards.py",
-        '        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")),',
+        "        autocast_now(),",
         "        (),",
         GRAPH,
     ),

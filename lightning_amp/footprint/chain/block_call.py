@@ -43,6 +43,12 @@ def likeness(values: Any) -> Any:
     return tree_map(like, values)
 
 
+def autocast_now() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Kinds of devices, whether autocast is on for them, and its type."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCall:
     """One call of a block in a forward pass with gradients.
@@ -51,7 +57,7 @@ class BlockCall:
         fqn: Name of the block.
         args: What it was called with, with a `Like` in the place of every tensor.
         kwargs: The same by name.
-        autocast: Kinds of devices, whether autocast was on for them, and its type.
+        autocast: As `autocast_now` said.
         sparse: Whether an argument is a tensor that is not dense, and cannot be told by its shape.
         before: None for a block; for what a module computes after its last block the calls before that one, by name
             with their results, and `args` are the module's, its keywords, and what the last block returned.
@@ -67,13 +73,12 @@ class BlockCall:
     @classmethod
     def of(cls, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "BlockCall":
         """Of a call that is about to be made."""
-        kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
         found = likeness((tuple(args), dict(kwargs)))
         return cls(
             fqn=fqn,
             args=found[0],
             kwargs=found[1],
-            autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            autocast=autocast_now(),
             sparse=any(
                 isinstance(v, Tensor) and v.layout is not torch.strided for v in tree_leaves((args, kwargs))
             ),

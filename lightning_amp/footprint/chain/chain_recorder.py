@@ -145,20 +145,20 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
         super().start(batch, optimizers)
-        self._blocks = {}
+        self._replaced = {}
         for fqn, block in find_blocks(self._module).items():
             reason = unrepeatable(block)
-            self._blocks[fqn] = block
+            self._replaced[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
         for fqn, owner in owners(self._module).items():
-            self._blocks[fqn] = owner
+            self._replaced[fqn] = owner
             owner.forward = partial(self._call_of_owner, fqn, owner.forward)
         self._saved.__enter__()
 
     def stop(self) -> None:
         """End the step."""
         self._saved.__exit__()
-        for block in self._blocks.values():
+        for block in self._replaced.values():
             vars(block).pop("forward", None)
         super().stop()
 

@@ -16,13 +16,13 @@ from lightning_amp.parallel.pipeline.pass_times import PassTimes
 from lightning_amp.planning.pipeline.schedules import Pass
 from lightning_amp.planning.pipeline.timeline import Timeline
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.stages_report import pipeline_rule, timeline_of
+from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
 
 COLUMNS = (
     *("rank", "step", "pass", "stage", "micro_batch"),
     *("begin_s", "end_s", "predicted_begin_s", "predicted_end_s"),
 )
-REST = "after the blocks"
+FORWARD, BACKWARD, REST = "forward", "backward", "after the blocks"
 Row = dict[str, Any]
 Ran = tuple[int, int, PassTimes]
 """A rank, a step, and when the rank has computed what in it."""
@@ -35,6 +35,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
         by_pipeline[one[0] // plan.mesh.model].append(one)
     predicted = timeline_of(plan) if plan.stages else None
     rest = plan.stages[-1].rest_seconds if plan.stages else 0.0
+    said = predicted.with_rest(rest) if predicted is not None else ()
     lines = {n: _from_zero(some) for n, some in by_pipeline.items()}
     folder.mkdir(parents=True, exist_ok=True)
     with written_aside(folder / "schedule.csv") as aside, aside.open("w", newline="") as file:
@@ -42,15 +43,14 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
         writer.writeheader()
         for n, some in by_pipeline.items():
             for place, (rank, step, times) in enumerate(some):
-                said = predicted.passes[place] if predicted is not None else {}
-                for row in _rows(lines[n].passes[place], times.rest_seconds, said, rest):
+                ran_then = lines[n].with_rest(times.rest_seconds)[place]
+                for row in _rows(ran_then, said[place] if said else {}):
                     writer.writerow({"rank": rank, "step": step} | row)
     paths = [folder / "schedule.csv"]
     if plot:
         # matplotlib is slow to load, and only needed where a picture is drawn
         from lightning_amp.planning.reports.schedule_chart import Panel, schedule_chart
 
-        _, spec = pipeline_rule(plan)
         panels = [Panel("predicted", predicted, rest)] if predicted is not None else []
         measured = max(times.rest_seconds for _, _, times in by_pipeline[0])
         panels.append(Panel(f"measured, step {by_pipeline[0][0][1]}", lines[0], measured))
@@ -58,7 +58,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
             schedule_chart(
                 aside,
                 panels=panels,
-                title=f"{spec.ends.count(',') + 1} stages, {spec.micro_batches} micro-batches by {spec.schedule}",
+                title=schedule_title(plan),
             )
         paths.append(folder / "schedule.png")
     return paths
@@ -74,25 +74,13 @@ def _from_zero(ran: Iterable[Ran]) -> Timeline:
 
 
 def _rows(
-    passes: dict[Pass, tuple[float, float]],
-    rest_seconds: float,
-    predicted: dict[Pass, tuple[float, float]],
-    predicted_rest: float,
+    ran: dict[Pass | None, tuple[float, float]], predicted: dict[Pass | None, tuple[float, float]]
 ) -> Iterable[Row]:
-    """Of one rank; the last stage's first backward pass begins with what follows the blocks."""
-    rested = rest_seconds == 0
-    for step, (begin, end) in passes.items():
+    """Of one rank, as `Timeline.with_rest` has them."""
+    for step, measured in ran.items():
         said: tuple[float | None, float | None] = predicted.get(step, (None, None))
-        if step.backward and not rested:
-            rested, after = True, begin + rest_seconds
-            said_after = None if said[0] is None else said[0] + predicted_rest
-            yield _row(REST, step.stage, None, (begin, after), (said[0], said_after))
-            begin, said = after, (said_after, said[1])
-        yield _row(
-            "backward" if step.backward else "forward", step.stage, step.micro_batch, (begin, end), said
-        )
-
-
-def _row(name: str, stage: int, micro_batch: int | None, *times: tuple[float | None, float | None]) -> Row:
-    values = (name, stage, micro_batch, *times[0], *times[1])
-    return dict(zip(COLUMNS[2:], values, strict=True))
+        if step is None:
+            name, stage, micro_batch = REST, max(one.stage for one in ran if one), None
+        else:
+            name, stage, micro_batch = BACKWARD if step.backward else FORWARD, step.stage, step.micro_batch
+        yield dict(zip(COLUMNS[2:], (name, stage, micro_batch, *measured, *said), strict=True))

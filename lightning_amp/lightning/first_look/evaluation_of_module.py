@@ -25,9 +25,9 @@ from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, files_as_they_were, length_of
+from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.profile_module import alone, as_written, quiet
+from lightning_amp.footprint.profile_module import aside
 from lightning_amp.lightning.first_look.cells_per_step import loaders_of
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.contract.protocol import find_decoders
@@ -35,7 +35,6 @@ from lightning_amp.parallel.install import install_rules
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.quantities import format_bytes
-from lightning_amp.random_streams import isolated_random_streams
 
 STEPS = {
     TrainerFn.VALIDATING: "validation_step",
@@ -143,8 +142,7 @@ class EvaluationOfModule:
         try:
             with ExitStack() as stack:
                 for context in (
-                    quiet(), isolated_random_streams(), files_as_they_were(twin), as_written(twin), alone(),
-                    fake, CopyFakes(), torch.no_grad(), self._trainer.precision_plugin.forward_context(),
+                    aside(twin), fake, CopyFakes(), torch.no_grad(), self._trainer.precision_plugin.forward_context(),
                 ):  # fmt: skip
                     stack.enter_context(context)
                 given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.parallel.install import lies_in
+from lightning_amp.parallel.install import overlap
 from lightning_amp.planning.modules.chain import extra_seconds
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan, Rule
@@ -40,8 +40,7 @@ def with_blocks_outside(made: Plan, alone: Plan, step: StepOfModule, decoder: st
     chain = step.seen(rates).chain
     saved: dict[str, int] = {}
     for block in chain.blocks:
-        apart = not (lies_in(block.fqn, [decoder]) or lies_in(decoder, [block.fqn]))
-        if apart and block.fqn in chain.names and block.saved_bytes > 0:
+        if not overlap(block.fqn, decoder) and block.fqn in chain.names and block.saved_bytes > 0:
             saved[block.fqn] = saved.get(block.fqn, 0) + block.saved_bytes
     if not saved:
         raise PlanError(

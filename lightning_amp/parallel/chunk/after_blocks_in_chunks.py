@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_amp._torch import top_saving_hooks
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.chain.block_call import likeness
+from lightning_amp.footprint.chain.block_call import autocast_now, likeness
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.parallel.chunk.in_chunks import InChunks
@@ -87,6 +87,5 @@ class AfterBlocksInChunks(InChunks):
 
 def _state() -> Any:
     """What a context around the last block would have changed."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-    precision = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), precision, top_saving_hooks(False)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return modes, autocast_now(), top_saving_hooks(False)

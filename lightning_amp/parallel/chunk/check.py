@@ -81,7 +81,7 @@ class Checked:
     def _check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         for call, lowered in smaller_calls(block, args, kwargs, self._lowered):
             try:
-                right = self._outcome(block, call, lowered, own=True)
+                right = self._computed(block, call, lowered, own=True)
             except Exception:  # somebody's forward: an index may lie beyond the positions that are left
                 continue
             self._compare(block, call, lowered, right)
@@ -96,14 +96,14 @@ class Checked:
             )
             return
         try:
-            right = self._outcome(block, (args, kwargs), self._lowered, own=True)
+            right = self._computed(block, (args, kwargs), self._lowered, own=True)
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
             self._tell(f"its own forward does not run in float64: {type(error).__name__}: {first}")
             return
         self._compare(block, (args, kwargs), self._lowered, right)
 
-    def _outcome(self, block: nn.Module, call: Call, lowered: Lowered, *, own: bool) -> Outcome:
+    def _computed(self, block: nn.Module, call: Call, lowered: Lowered, *, own: bool) -> Outcome:
         learned = {n: 8 * p.numel() for n, p in block.named_parameters() if p.requires_grad}
         # their copy and two gradients, and as much again for what is computed of them
         if 6 * sum(learned.values()) <= self._budget_bytes:
@@ -119,7 +119,7 @@ class Checked:
         )
 
     def _compare(self, block: nn.Module, call: Call, lowered: Lowered, right: Outcome) -> None:
-        wrong = _difference(self._outcome(block, call, lowered, own=False), right)
+        wrong = _difference(self._computed(block, call, lowered, own=False), right)
         if not wrong:
             return
         shapes = ", ".join(str(list(v.shape)) for v in tree_leaves(call) if isinstance(v, Tensor))

@@ -1,4 +1,4 @@
-"""`lightning_amp.chunk`: a module whose forward pass stays within a byte budget, by computing parts of it in chunks.
+"""`lightning_amp.chunk`, and the technique of that name: a forward pass stays within a byte budget, by parts in chunks.
 
 The module is captured as one graph where that is possible, otherwise block by block (the children of its lists and
 sequences); regions of the graph are chosen that keep it within the budget in the least time (planning/chunks), and what
@@ -14,9 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_amp.errors import ModelError
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.parallel.chunk.after_blocks_in_chunks import AfterBlocksInChunks
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.chunk.module_chunks import ModuleChunks
+from lightning_amp.parallel.contract.change import Change
+from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
 
@@ -78,6 +81,30 @@ def chunk(
             planned.check(twin, example_args, example_kwargs)
     twin.plan = planned.chunks  # type: ignore[assignment]
     return twin
+
+
+def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
+    """Let a block of any module run in chunks, or what a module computes after its blocks.
+
+    It leaves the module as it is, hooks around it included, and sets what its forward runs.
+
+    Args:
+        module: Any block, or a module that has blocks; its own parameters and buffers are used as they are when it is
+            called.
+        spec: How many bytes it may take.
+        mesh: Not looked at: chunks split nothing over ranks.
+
+    Raises:
+        InstallError: The budget is no positive number.
+    """
+    n_bytes = spec.budget_bytes
+    if n_bytes < 1:
+        raise InstallError(
+            f"chunk was asked for on {type(module).__name__!r} with budget_bytes={n_bytes!r}; allowed is a number of"
+            " bytes larger than zero"
+        )
+    forward = AfterBlocksInChunks(n_bytes, spec.after) if spec.after else InChunks(n_bytes, train=True)
+    return Change({}, forwards={"": forward})
 
 
 def show_code(plan: ModuleChunks | nn.Module) -> str:

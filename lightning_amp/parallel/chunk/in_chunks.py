@@ -122,7 +122,7 @@ class InChunks:
     def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
         twin = copy.copy(self)
         # a plan has nothing of the block that it was made for
-        twin.known, twin.fqn = self.known, self.fqn
+        twin.known = self.known
         return twin
 
 

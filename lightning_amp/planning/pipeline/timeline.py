@@ -100,6 +100,20 @@ class Timeline:
         whole = self.seconds
         return tuple(1 - work / whole if whole else 0.0 for work in busy)
 
+    def with_rest(self, rest_seconds: float) -> tuple[dict[Pass | None, tuple[float, float]], ...]:
+        """`passes`, and by None what the last stage's first backward pass begins with for the whole batch, if any."""
+        last_stage = max(step.stage for device in self.passes for step in device)
+        found: list[dict[Pass | None, tuple[float, float]]] = []
+        for device in self.passes:
+            spans: dict[Pass | None, tuple[float, float]] = {}
+            for step, (begin, end) in device.items():
+                if rest_seconds and step.backward and step.stage == last_stage and None not in spans:
+                    spans[None] = begin, begin + rest_seconds
+                    begin += rest_seconds
+                spans[step] = begin, end
+            found.append(spans)
+        return tuple(found)
+
 
 def timeline(orders: Sequence[Order], times: StageTimes) -> Timeline:
     """Run a schedule on paper.

@@ -54,17 +54,12 @@ def schedule_chart(path: Path, *, panels: Sequence[Panel], title: str) -> None:
 def _draw(axes: Axes, panel: Panel) -> None:
     line, end = panel.line, panel.line.seconds
     unit, size = ("s", 1.0) if end >= 1 else ("ms", 1e-3)
-    rested = panel.rest_seconds == 0
-    last_stage = max(step.stage for rank in line.passes for step in rank)
-    for row, rank in enumerate(line.passes):
+    for row, rank in enumerate(line.with_rest(panel.rest_seconds)):
         axes.barh(row, end / size, color=IDLE, height=0.8, zorder=1)
         for step, (begin, stop) in rank.items():
-            if step.backward and step.stage == last_stage and not rested:
-                rested = True
-                _bar(axes, row, begin / size, panel.rest_seconds / size, PALETTE[2], "")
-                begin += panel.rest_seconds
-            text = str(step.micro_batch) if stop - begin >= NUMBERED * end else ""
-            _bar(axes, row, begin / size, (stop - begin) / size, PALETTE[1 if step.backward else 0], text)
+            text = str(step.micro_batch) if step and stop - begin >= NUMBERED * end else ""
+            colour = PALETTE[2 if step is None else int(step.backward)]
+            _bar(axes, row, begin / size, (stop - begin) / size, colour, text)
     named = [
         f"rank {row}: stage {', '.join(str(s) for s in sorted({step.stage for step in rank}))}"
         for row, rank in enumerate(line.passes)

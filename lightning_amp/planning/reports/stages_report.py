@@ -15,6 +15,12 @@ def pipeline_rule(plan: Plan) -> tuple[str, PipelineStages]:
     return next((rule.fqn, rule.spec) for rule in plan.rules if isinstance(rule.spec, PipelineStages))
 
 
+def schedule_title(plan: Plan) -> str:
+    """What is run, over a picture of its schedule."""
+    _, spec = pipeline_rule(plan)
+    return f"{spec.ends.count(',') + 1} stages, {spec.micro_batches} micro-batches by {spec.schedule}"
+
+
 def stages_section(plan: Plan) -> str:
     """Blocks, seconds, bytes and bubble of every stage."""
     name, spec = pipeline_rule(plan)

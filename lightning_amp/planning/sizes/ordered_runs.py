@@ -77,9 +77,9 @@ class OrderedRuns:
 
         The bound is met where the last end is K. A device that is left idle ends where the one before it does.
         """
-        ends, start, layers = [], 0, self.layers
+        ends, start, layers, forward_ends = [], 0, self.layers, self.ends_forward
         for device in self.devices:
-            end = bisect_right(self.ends_forward, self.forward[start] + f // device.pace, start) - 1
+            end = bisect_right(forward_ends, self.forward[start] + f // device.pace, start) - 1
             end = max(end, start)
             end = bisect_right(self.backward, self.backward[start] + b // device.pace, start, end + 1) - 1
             if device.bytes_before:
@@ -96,11 +96,10 @@ class OrderedRuns:
     def times(self, ends: Sequence[int]) -> tuple[int, int]:
         """The slowest run or sending forward, and backward: the least bound that these runs meet."""
         f = b = start = 0
+        forward_ends = self.ends_forward
         for device, end in zip(self.devices, ends, strict=False):
             if end > start:
-                f = max(
-                    f, (self.ends_forward[end] - self.forward[start]) * device.pace, self.send_forward[end]
-                )
+                f = max(f, (forward_ends[end] - self.forward[start]) * device.pace, self.send_forward[end])
             b = max(b, (self.backward[end] - self.backward[start]) * device.pace, self.send_backward[end])
             start = end
         return f, b
@@ -111,11 +110,11 @@ class OrderedRuns:
         Below it, and with any lower bound backward, every device ends where it did or before. None: there is none.
         """
         least: int | None = None
-        start = 0
+        start, forward_ends = 0, self.ends_forward
         for device, end in zip(self.devices, ends, strict=True):
             at = end + 1
             while at <= self.layers and self._holds(device, start, at, b):
-                time = (self.ends_forward[at] - self.forward[start]) * device.pace
+                time = (forward_ends[at] - self.forward[start]) * device.pace
                 # runs only grow from here on, so nothing further away can be met earlier
                 if least is not None and time >= least:
                     break

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
-from lightning_amp.parallel.chunk.chunk_block import chunk_block
+from lightning_amp.parallel.chunk.chunk_module import chunk_block
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.chunk.planned import lower_within
 from lightning_amp.parallel.install import install_rules
