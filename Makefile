@@ -10,7 +10,7 @@ WHEEL := $(VENV)-wheel
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo check fast test full lint docs real scglue any-module wheel clean
+.PHONY: demo check fast test full release lint docs real scglue any-module wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -27,7 +27,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
 
 full: test
-	$(BIN)/python -m pytest $(PYTEST) -m "exhaustive and not slow" tests
+	$(BIN)/python -m pytest $(PYTEST) -m "exhaustive and not (slow or release)" tests
+
+# before a release, and before an issue is called resolved: the rows of matrices that CI leaves out, about ten minutes
+release: full
+	$(BIN)/python -m pytest $(PYTEST) -m release tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -65,6 +65,7 @@ from torch.utils._python_dispatch import _disable_current_modes as unseen
 
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -116,6 +117,7 @@ __all__ = [
     "times_each",
     "top_saving_hooks",
     "tree_flatten",
+    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",

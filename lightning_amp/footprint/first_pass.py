@@ -27,7 +27,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensor, is_compiled, tree_flatten
+from lightning_amp._torch import (
+    FakeTensor,
+    is_compiled,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -35,6 +41,9 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabri
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 DEPTH = 5
 """How many objects deep a change of an object is looked for."""
+CACHE = (
+    " (if it is a cache for generating text: HuggingFace models make none with `config.use_cache = False`)"
+)
 Place = tuple[str, str]
 """A module's name, and a name in it."""
 
@@ -107,7 +116,7 @@ class FirstPass:
         versions, (marks, _) = self._versions_now(), self._marks_now()
         objects = [place for place, mark in marks.items() if mark != self._marks[place]]
         if objects:
-            return f"it changes what {_name(objects[0])} holds, which cannot be put back"
+            return self._put_back(objects[0])
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
         # batch norm's kernels change its statistics without a new version: values are compared once, and then known
         changed |= self._known if self._known is not None else self._compared()
@@ -148,6 +157,19 @@ class FirstPass:
             _set_random(random_now)
             for _, table, values in now:
                 _put(table, values)
+
+    def _put_back(self, place: Place) -> str:
+        """That an object was changed, for a person: an argument with its name and type."""
+        module, key = place
+        if module or not key.startswith("argument "):
+            return f"it changes what {_name(place)} holds, which cannot be put back"
+        k = int(key.removeprefix("argument "))
+        numbered = tree_unflatten(list(range(len(self.arguments))), self.containers)
+        (_, name, *_), _ = tree_flatten_with_path(numbered)[0][k]
+        named = getattr(name, "key", getattr(name, "idx", k))
+        kind = type(self.arguments[k]).__name__
+        hint = CACHE if kind.endswith("Cache") else ""
+        return f"it changes what its argument {named!r}, a {kind}, holds, which cannot be put back{hint}"
 
     def _compared(self) -> set[Place]:
         return {p for p, values in self._before.items() if _differ(values, self._tensors[p])}

@@ -99,6 +99,7 @@ def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_every_plan_on_four_ranks_trains_as_one_device(on_four_ranks: Any) -> None:
     for found in on_four_ranks:

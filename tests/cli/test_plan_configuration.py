@@ -152,6 +152,7 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
 
 @IGNORED
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, capsys: Any) -> None:
     """Half the bytes in bfloat16; gradients that are added up and clipped; the strategy's arguments."""
     file = Path(config)

@@ -17,6 +17,7 @@ RANKS, EPOCHS = 2, 40
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_neighbours_in_the_other_modality_are_of_the_same_type(seed: int, tmp_path: Path) -> None:
     """One process with the cells of both ranks, which is what two ranks compute."""

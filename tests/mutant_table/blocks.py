@@ -153,7 +153,7 @@ BLOCKS = [
         "blocks",
         "guard: what an object holds",
         FIRST,
-        'return f"it changes what {_name(objects[0])} holds, which cannot be put back"',
+        "return self._put_back(objects[0])",
         "pass",
         AGAIN,
     ),

@@ -80,6 +80,7 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
 
 @pytest.mark.ranks
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_combination_over_ranks(world_size: int, tmp_path) -> None:
     results = run_ranks(compare_all, world_size, tmp_path, timeout=280)

@@ -38,6 +38,8 @@ SUBSETS = [subset for n in range(5) for subset in combinations(("S2", "S3", "S4"
 SHARDED = [subset for subset in SUBSETS if {"S2", "S5"} & set(subset)]
 LOCAL = [subset for subset in SUBSETS if subset and subset not in SHARDED]
 
+MORE = [pytest.mark.exhaustive, pytest.mark.release]
+
 
 def legal(case: Case, subset: tuple[str, ...]) -> bool:
     """S3 needs attention."""
@@ -59,7 +61,7 @@ def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=MORE) for n in (3, 4))])
 def test_every_combination_over_ranks(world_size: int, tmp_path) -> None:
     results = run_ranks(compare_all, world_size, tmp_path, timeout=250)
     assert all(compared == 4 * len(SHARDED) + 6 for compared, _ in results), "nothing was left out"

@@ -72,6 +72,7 @@ def start(*words: object) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_every_part_runs_on_a_cpu(tmp_path):
     process = start("-m", "benchmarks.gpu", "--out", tmp_path, "--tiny", "--device", "cpu")
     printed, _ = process.communicate(timeout=280)

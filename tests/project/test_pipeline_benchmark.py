@@ -81,6 +81,7 @@ def test_runs_that_a_page_has_are_left_out() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_training_by_stages_is_compared(tmp_path: Path) -> None:
     found = [found for _, found in measured(["vgg", "chained"], tmp_path, quick=True)]
     assert len(found) == 4

@@ -7,6 +7,7 @@ ranks and as there are blocks, and all blocks that can be are computed again.
 from lightning_amp.planning.modules.candidates import draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.modules.seen import Draft, Seen
 from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.planning.modules.techniques import all_fixed
 from lightning_amp.quantities import format_bytes
 
 LEAST = "the least that"
@@ -23,6 +24,8 @@ def missing(seen: Seen, best: Draft, *, budget: int) -> str:
     if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
         least = best
     said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(least)}"
+    fixed = all_fixed(seen.chain)
+    said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None:
         return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"

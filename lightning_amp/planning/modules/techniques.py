@@ -76,11 +76,8 @@ def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Blocks keep nothing but their inputs, and run again in the backward pass."""
     chain = seen.chain
     if not chain.names:
-        fixed = group_reasons((block.fqn, block.fixed) for block in chain.blocks if block.fixed)
         return (
-            f"no block can run a second time; {fixed}"
-            if fixed
-            else "the step calls no block, that is no child of a list or a sequence of modules"
+            all_fixed(chain) or "the step calls no block, that is no child of a list or a sequence of modules"
         )
     relief = seen.peak_bytes(draft.ranks) - draft.peak_bytes
     names = chain.names if budget is None else _blocks(chain, budget + relief)
@@ -91,6 +88,14 @@ def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         seconds=draft.seconds + seconds,
         targets=(*draft.targets, *(_recomputed(chain, name, len(names)) for name in names)),
     )
+
+
+def all_fixed(chain: Chain) -> str:
+    """Why no block can run a second time; "" where one can, and where there is none."""
+    fixed = group_reasons(
+        (block.fqn, block.fixed) for block in chain.blocks if block.fixed and not block.after
+    )
+    return f"no block can run a second time; {fixed}" if fixed and not chain.names else ""
 
 
 def _blocks(chain: Chain, budget: int) -> tuple[str, ...]:

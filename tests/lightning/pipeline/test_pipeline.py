@@ -137,6 +137,7 @@ def matrix(rank: int, ranks: int, name: str) -> dict[Any, tuple[str, Run]]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [name for name, told in EXAMPLES.items() if not told])

@@ -29,7 +29,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "gpipe", "micro_batches": 3},
     {"schedule": "interleaved", "micro_batches": 6},
 )
-EVERY = [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
+EVERY = [0, *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.release]) for n in (1, 2))]
 
 
 def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any]) -> dict[str, Any]:

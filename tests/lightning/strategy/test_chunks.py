@@ -84,6 +84,7 @@ def example(rank: int, ranks: int, name: str, strategies: str | None) -> list[di
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "vit", "gpt2", "geneformer"])
 def test_examples_train_in_chunks_to_the_numbers_of_a_plain_trainer(name: str, tmp_path: Path) -> None:
     load(name)  # skipped here, for a rank that skips has failed

@@ -276,10 +276,15 @@ def test_an_argument_that_a_block_changes_is_refused() -> None:
             cache.n += 1
             return torch.tanh(x)
 
-    net = Net(Caching())
+    class WordsCache(nasty.Memory.Store):
+        """By its name what language models keep of earlier words."""
+
+    net, x = Net(Caching()), torch.randn(5, nasty.DIM, requires_grad=True)
     recompute(net)
-    with pytest.raises(InstallError, match="it changes what 'argument 1' holds"):
-        net.blocks[0](torch.randn(5, nasty.DIM, requires_grad=True), nasty.Memory.Store())
+    with pytest.raises(InstallError, match="it changes what its argument 1, a Store, holds"):
+        net.blocks[0](x, nasty.Memory.Store())
+    with pytest.raises(InstallError, match=r"its argument 'cache', a WordsCache, holds.*use_cache = False"):
+        net.blocks[0](x, cache=WordsCache())
 
 
 @pytest.mark.parametrize("cache", [{}, {"older": torch.zeros(5, nasty.DIM)}])

@@ -31,6 +31,7 @@ def distinct_calls(name: str) -> list[Any]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
 def test_every_region_of_the_example_modules_is_exact(name: str) -> None:
     for call in distinct_calls(name):

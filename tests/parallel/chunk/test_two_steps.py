@@ -87,6 +87,7 @@ def test_two_steps_for_images_in_32_bits_and_more() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_a_unet_in_a_fifth_of_its_bytes() -> None:
     """Beside its results; with gradients the same regions run."""
     torch.manual_seed(0)

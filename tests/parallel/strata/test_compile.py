@@ -88,6 +88,7 @@ def test_equals_the_eager_decoder(compiler: None) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sparse_counts", [False, True])
 @pytest.mark.parametrize("name", CASES)
@@ -101,6 +102,7 @@ def test_equals_the_eager_decoder_beside_others(name: str, sparse_counts: bool, 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_decoders_and_units_written_elsewhere() -> None:
     for make, batches in (
         (unit_cases.Counts, unit_cases.batches()),
@@ -120,6 +122,7 @@ def strata_over_ranks(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.ranks
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_beside_strata_over_ranks(tmp_path) -> None:
     assert run_ranks(strata_over_ranks, 2, tmp_path, timeout=250) == [[], []]
 
