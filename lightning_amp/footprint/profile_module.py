@@ -59,6 +59,7 @@ class Around:
         accumulate_grad_batches: As the Trainer's, or the most that a callback will set; bytes are those of 2 for all
             that are more.
         datamodule: Whose hooks may change a batch, and which the module may ask for.
+        values: Whether a step that cannot run without values runs with them, which takes its memory and its time.
     """
 
     prepared: bool = False
@@ -67,6 +68,7 @@ class Around:
     gradient_clip_algorithm: str | None = None
     accumulate_grad_batches: int = 1
     datamodule: LightningDataModule | None = None
+    values: bool = True
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
@@ -151,6 +153,11 @@ def counted_step(
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        if not around.values:
+            raise ModelError(
+                f"the step of {type(module).__name__!r} cannot run without values ({reason}), and was not to be run"
+                " with them"
+            ) from error
         return _run_with_values(module, batch, batch_size, error, make, around), reason
 
 

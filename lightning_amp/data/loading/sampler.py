@@ -6,6 +6,7 @@ that 1 rank of 16 sees. Evaluation takes every cell once, in file order.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,11 @@ class StepLoader(DataLoader[Batch]):
             step += 1
             self._position = (epoch, step)
             yield batch
+
+    def amp_example_batch(self) -> Batch:
+        """Return the batch of the first step; the position stays."""
+        first: Batch = self.dataset[next(iter(copy(self.steps)))]
+        return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch handed out; an epoch's end is the start of the next."""

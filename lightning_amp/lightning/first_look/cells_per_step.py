@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DistributedSampler
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.lightning._compat import request_dataloader
@@ -48,10 +49,10 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
 def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
     """What the run will read in training; None and why, "" where nothing went wrong.
 
-    A fit's hook `train_dataloader` is called, and the Trainer takes what it gave; only one that draws random numbers,
-    which are to be drawn where a plain run draws them, is called by the Trainer again. Every rank calls this, for the
-    hook may communicate. A hook that is to be called every few epochs may give other loaders each time: it is not
-    called.
+    A fit's hook `train_dataloader` is called, and the Trainer takes what it gave. It calls the hook again where that
+    draws random numbers, which are to be drawn where a plain run draws them; and where a sampler has been dealt to
+    ranks by now, for how many of them have a batch of their own is up to the plan. Every rank calls this, for the hook
+    may communicate. A hook that is to be called every few epochs may give other loaders each time: it is not called.
     """
     return loaders_of(trainer.fit_loop._data_source, trainer)
 
@@ -70,7 +71,7 @@ def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
             None,
             f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}",
         )
-    if not drew:
+    if not drew and not any(map(_is_dealt, _each(loaders))):
         _hand_over(source, loaders)
     return loaders, ""
 
@@ -97,11 +98,18 @@ def _hand_over(source: Any, loaders: object) -> None:
     source.dataloader = dataloader
 
 
+def _each(loaders: object) -> list[Any]:
+    return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
+
+
+def _is_dealt(loader: object) -> bool:
+    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
+
+
 def _sizes(loaders: object) -> list[int]:
-    each = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
     told = [
         getattr(part, "batch_size", None)
-        for one in each
+        for one in _each(loaders)
         for part in (one, getattr(one, "batch_sampler", None))
     ]
     return [size for size in told if isinstance(size, int) and size >= 1]

@@ -5,7 +5,9 @@ done to validate, test or predict. A step that cannot be profiled is trained as 
 why.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_amp.errors import AmpError, DataError, InstallError, ModelError
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.chain_of import chain_and_passes, chain_of
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -66,9 +68,9 @@ class StepOfModule:
         self._passes: dict[int | None, Passes | str] = {}
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, *, decoder: bool = False) -> "StepOfModule | None":
+    def of(cls, trainer: pl.Trainer, *, decoder: bool = False, values: bool = True) -> "StepOfModule | None":
         """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
-        or none if one was looked for.
+        or none if one was looked for. Without `values` a step that needs them is not counted.
 
         All ranks call it, and rank 0 uses it.
         """
@@ -76,6 +78,7 @@ class StepOfModule:
         if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
             return None
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
+        around = replace(around, values=values)
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around)
 
@@ -89,7 +92,7 @@ class StepOfModule:
         Raises:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
         """
-        self._batch = self._take_batch()
+        self.take()
         chain = self._chain(None, rates)
         return Seen(
             profile=self._profiled(()),
@@ -103,6 +106,10 @@ class StepOfModule:
             refused=_refused(self._module),
             statistics_bytes=statistics_bytes(self._module),
         )
+
+    def take(self) -> None:
+        """Take one batch, as `seen` does; for `count` and `chain_with` alone."""
+        self._batch = self._take_batch()
 
     def forget(self) -> None:
         """Let go of the batch; nothing more is counted."""
@@ -127,14 +134,28 @@ class StepOfModule:
         return chain
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step once more with rules installed, and undo them; for after `seen`.
+        """Profile the step once more with rules installed, and undo them; for after `seen` or `take`.
 
         Raises:
             AmpError: A technique refuses the module, or the step fails with it.
         """
+        with self._installed(rules):
+            return self._profiled(rules)
+
+    def chain_with(self, rules: Sequence[Rule], rates: Rates) -> Chain:
+        """The blocks of the step with rules installed, which are undone; for after `take`.
+
+        Raises:
+            AmpError: As of `count`.
+        """
+        with self._installed(rules):
+            return self._counted(partial(chain_of, rates=operator_rates(rates)))
+
+    @contextmanager
+    def _installed(self, rules: Sequence[Rule]) -> Iterator[None]:
         installed = install_rules(self._module, rules)
         try:
-            return self._profiled(rules)
+            yield
         finally:
             installed.undo()
 

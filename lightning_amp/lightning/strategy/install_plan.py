@@ -25,6 +25,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
+from lightning_amp.lightning.first_look.outside_decoder import keeping_blocks
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
@@ -335,7 +336,7 @@ class InstalledPlan:
         cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
         self._facts = Facts(self._request, self._here, self._trainer, cells=cells)
         plan_again = partial(plan_in_force, self._facts, notes=notes)
-        wanted = plan_again()
+        wanted = keeping_blocks(plan_again(), before)
         if _split(wanted) == _split(before):
             return wanted
         kept = plan_again(given=before)

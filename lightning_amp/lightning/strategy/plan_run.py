@@ -13,8 +13,9 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.first_look.outside_decoder import with_blocks_outside
+from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks_outside
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.first_look.within_budget import step_beside_decoder, within_budget
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
 from lightning_amp.lightning.strategy.measured_rates import measured_speeds
@@ -73,13 +74,16 @@ class Facts:
         trained: Plan | None = None,
     ) -> None:
         self.request, self.here, self.trainer = request, here, trainer
-        self._cells = cells_per_step(trainer) if cells is None else cells
-        self._compared = cells is not None
+        self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
         self.step = StepOfModule.of(trainer)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = of_blocks_alone(ids)
         """Whether recompute was asked for of blocks outside, if there is a decoder."""
         self.outside = StepOfModule.of(trainer, decoder=True) if self.blocks_outside else None
+        # a run that has begun keeps the blocks that it has
+        chooses = request.chooses and request.device_memory is not None and not self._compared
+        self.beside = step_beside_decoder(trainer) if chooses else None
+        """The step that is to be within the budget, with blocks outside of the decoder."""
         before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
         self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
         """Rules by which an evaluation runs as the fit before it."""
@@ -232,25 +236,39 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if outside:
         asked = [name for name in parse_strategies(request.strategies or ()) if name != "recompute"]
     size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
-    made = make_plan(
-        profile,
-        devices=here.n_ranks,
-        device_memory=facts.budget,
-        policy=request.policy,
-        strategies=asked,
-        batch_size=shape.batch_size,
-        model_parallel_size=size if model_ranks is None else model_ranks,
-        shape=shape,
-        rates=rates,
-        node_devices=here.node_ranks,
-    )
-    made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
-    made = with_sharding(made, request.sharding, launches=rates.launches)
-    made = with_speeds(made, shape, facts.speeds)
-    made = replace(made, notes=(*made.notes, *note, *notes))
+
+    def make(budget: int) -> Plan:
+        made = make_plan(
+            profile,
+            devices=here.n_ranks,
+            device_memory=budget,
+            policy=request.policy,
+            strategies=asked,
+            batch_size=shape.batch_size,
+            model_parallel_size=size if model_ranks is None else model_ranks,
+            shape=shape,
+            rates=rates,
+            node_devices=here.node_ranks,
+        )
+        made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
+        made = with_sharding(made, request.sharding, launches=rates.launches)
+        made = with_speeds(made, shape, facts.speeds)
+        return replace(made, notes=(*made.notes, *note, *notes))
+
+    def made_of_decoder(budget: int) -> Made:
+        whole = make(budget)
+        local = [name for name in whole.strategies if not STRATEGIES[name].model_axis]
+        alone = make_plan(
+            profile, strategies=local or ["S1"], batch_size=shape.batch_size, shape=shape, rates=rates
+        )
+        return Made(whole, alone)
+
     if outside and facts.outside is not None:
-        return _with_blocks_outside(made, facts, facts.outside)
-    seen, _ = facts.seen
+        assert shape.decoder is not None, "blocks lie outside of something"
+        return with_blocks_outside(made_of_decoder(facts.budget), facts.outside, shape.decoder.fqn, rates)
+    if facts.beside is not None and strategies is None and shape.decoder is not None:
+        return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)
+    made, (seen, _) = make(facts.budget), facts.seen
     if seen is None:
         return _evaluated(made, facts, named)
     assert facts.step is not None, "it has been seen"
@@ -262,18 +280,6 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
     )
-
-
-def _with_blocks_outside(made: Plan, facts: Facts, step: StepOfModule) -> Plan:
-    """The plan of a decoder with blocks outside of it that run again."""
-    (profile, shape, _), (rates, _) = facts.read, facts.rates
-    assert shape.decoder is not None, "blocks lie outside of something"
-    local = [name for name in made.strategies if not STRATEGIES[name].model_axis]
-    alone = make_plan(profile, strategies=local, batch_size=shape.batch_size, shape=shape, rates=rates)
-    try:
-        return with_blocks_outside(made, alone, step, shape.decoder.fqn, rates)
-    finally:
-        step.forget()
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:

@@ -88,10 +88,14 @@ class Request:
         return self.unfit or ("train" if self.device_memory is None else "refuse")
 
     @property
+    def chooses(self) -> bool:
+        """Whether policy "auto" is to choose a plan."""
+        return self.policy == "auto" and self.plan is None and self.strategies is None
+
+    @property
     def races(self) -> bool:
-        """Whether the policy's choice may be changed by a race; hooks that look for NaN keep modules where they are."""
-        chooses = self.policy == "auto" and self.plan is None and self.strategies is None
-        return self.race and chooses and not self.check_finite
+        """Whether its choice may be changed by a race; hooks that look for NaN keep modules where they are."""
+        return self.race and self.chooses and not self.check_finite
 
     @property
     def sharding(self) -> FullyShard | None:
