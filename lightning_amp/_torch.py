@@ -22,6 +22,10 @@ from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 # what is done to tensors that autograd saves, by the innermost context that is on
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saving_hooks
 
+# many tensors as one and back, without a call of Python for each
+from torch._C._nn import flatten_dense_tensors as flatten_each
+from torch._C._nn import unflatten_dense_tensors as unflatten_like
+
 # one operator with its schema, as the nodes of a captured graph have it
 from torch._ops import OpOverload as OpOverload
 
@@ -99,6 +103,7 @@ __all__ = [
     "default_store",
     "disable_torch_function",
     "end_gathered",
+    "flatten_each",
     "functional_collectives",
     "gelu_backward",
     "has_kernel",
@@ -122,6 +127,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "undo_fully_shard",
+    "unflatten_like",
     "unseen",
     "values_are_checked",
     "whole_of",

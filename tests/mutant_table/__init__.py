@@ -4,6 +4,7 @@ is wrong, or what stands for them in a technique without collectives."""
 from tests.mutant_table.attention import ATTENTION
 from tests.mutant_table.blocks import BLOCKS
 from tests.mutant_table.chunks import CHUNKS
+from tests.mutant_table.data_axis import BESIDE_DECODER, DATA_AXIS
 from tests.mutant_table.fsdp_groups import FSDP_GROUPS
 from tests.mutant_table.graphs import GRAPHS
 from tests.mutant_table.pipelines import PIPELINES
@@ -14,5 +15,6 @@ from tests.mutant_table.strata import STRATA
 
 MUTANTS = [
     *(*ATTENTION, *STRATA, *RANKS, *FSDP_GROUPS, *BLOCKS, *RESCUES),
+    *(*BESIDE_DECODER, *DATA_AXIS),
     *(*GRAPHS, *CHUNKS, *PIPELINES),
 ]

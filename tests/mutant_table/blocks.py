@@ -1,9 +1,8 @@
 """Mutants of the profile of any module, its plan, and the choice of recomputed blocks."""
 
-from tests.mutant_table.row import MODULES, L, Mutant, P
+from tests.mutant_table.row import MODULES, Mutant, P
 
 ANY = "tests/footprint/test_profile_module.py"
-BESIDE = "tests/parallel/blocks/test_beside_decoder.py"
 AGAIN = "tests/parallel/blocks/test_recompute.py"
 CHAIN = "tests/footprint/test_build_chain.py tests/footprint/test_chain_of.py"
 CHOICE = "tests/planning/modules/test_recompute_choice.py"
@@ -12,66 +11,7 @@ BUILD = "lightning_amp/footprint/chain/build_chain.py"
 OF_A_MODULE = "tests/planning/modules/test_plan_of_a_module.py"
 LOOK = "tests/lightning/strategy/test_any_module.py"
 
-WITHIN = f"{L}/first_look/within_budget.py"
-BUDGET = "tests/lightning/first_look/test_within_budget.py"
-
 BLOCKS = [
-    Mutant(
-        "beside a decoder",
-        "more blocks outside than the budget asks for",
-        WITHIN,
-        "names = (choose(chain, bound) or leanest(chain, at_least=bound)).recomputed",
-        "names = leanest(chain).recomputed",
-        BUDGET,
-    ),
-    Mutant(
-        "beside a decoder",
-        "blocks outside run again where the step fits",
-        WITHIN,
-        "    if made.whole.predicted_peak_bytes + more <= budget:\n        return made.whole\n",
-        "",
-        BUDGET,
-    ),
-    Mutant(
-        "beside a decoder",
-        "a budget compared with what a chain counts of the decoder's functions",
-        WITHIN,
-        "    limit += peak_bytes(chain, ()) - (made.alone.predicted_peak_bytes + more)\n",
-        "    limit -= 50_000\n",
-        BUDGET,
-    ),
-    Mutant(
-        "beside a decoder",
-        "rows dealt to ranks before the plan",
-        f"{L}/first_look/cells_per_step.py",
-        "if not drew and not any(map(_is_dealt, _each(loaders))):",
-        "if not drew:",
-        BUDGET,
-    ),
-    Mutant(
-        "beside a decoder",
-        "blocks that run again choose for the strata",
-        "lightning_amp/planning/plan/strategies.py",
-        'if strategy != "recompute" or not blocks_alone]',
-        "]",
-        BESIDE,
-    ),
-    Mutant(
-        "beside a decoder",
-        "what lies outside is not counted",
-        f"{L}/first_look/outside_decoder.py",
-        "predicted_peak_bytes=plan.predicted_peak_bytes + more,",
-        "predicted_peak_bytes=plan.predicted_peak_bytes,",
-        BESIDE,
-    ),
-    Mutant(
-        "beside a decoder",
-        "a stratum as a block",
-        f"{P}/install.py",
-        "        if overlaps and ",
-        "        if False and ",
-        BESIDE,
-    ),
     Mutant(
         "profile",
         "missing: the last step's gradients",

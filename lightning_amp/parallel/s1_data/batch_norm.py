@@ -8,9 +8,10 @@ Exact up to rounding for any cells per rank, zero included. Gradients of weight 
 part: the reducer averages them over ranks like all others, while dx belongs to the sum of all ranks' losses.
 So an average of parameter gradients is the gradient of the average of the ranks' losses.
 
-Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode. What the
-sums of all ranks are not needed for is computed while they travel: backward, the gradients of weight and bias and the
-part of dx that is the rank's own. Forward there is nothing of this kind.
+Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode. Each waits
+for all ranks, and there is nothing to be computed meanwhile. Passes over x, which are what a layer takes on a CPU, are
+few: the sums of dy and the part of dx without the sums of all ranks are torch's own kernel for given statistics, and
+what is taken off that part is one more normalisation of x.
 Legend: C channels, n_r values per channel on rank r (cells times positions).
 Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
@@ -80,14 +81,14 @@ def has_batch_norms(module: nn.Module) -> bool:
 
 def statistics_bytes(module: nn.Module) -> int:
     """Most bytes that shared statistics add to a training step: of every layer how many values it has seen, and of one
-    in its backward pass, per channel, 9 numbers (2 of `local`, 2 of `sums`, 5 named ones) and 2 gradients.
+    in its backward pass, per channel, 6 numbers (2 of `sums`, `rstd`, `per_value`, 2 products) and 2 gradients.
 
-    Known limit: the deviation from the mean, as large as the layer's input, is not among them; nothing else is made at
-    that moment that is not freed by an activation's backward pass just before.
+    Known limit: what is taken off dx, as large as the layer's input, is not among them; nothing else is made at that
+    moment that is not freed by an activation's backward pass just before.
     """
     layers = [layer for layer in module.modules() if is_local(layer)]
     widths = [layer.num_features for layer in layers if isinstance(layer.num_features, int)]
-    return 4 * (len(layers) + 11 * max(widths, default=0))
+    return 4 * (len(layers) + 8 * max(widths, default=0))
 
 
 def is_local(layer: nn.Module) -> bool:
@@ -151,13 +152,21 @@ def _union_statistics(
     """Mean, sum of squared deviations and number of values per channel over all ranks, by Chan's formula."""
     x = x.to(_precise(x.dtype))
     channels, n = x.shape[1], x.numel() // x.shape[1]
-    if n:
-        var, mean = torch.var_mean(x, dim=_all_but_channel(x), correction=0)
-        packed = torch.cat([mean, var * n, x.new_full((1,), n)])
-    else:
-        packed = x.new_zeros(2 * channels + 1)
+    packed = torch.cat([*_moments(x), x.new_full((1,), n)]) if n else x.new_zeros(2 * channels + 1)
     means, m2s, counts = torch.split(collectives.all_gather(mesh, packed), [channels, channels, 1], dim=1)
     return union_moments(means, m2s, counts)
+
+
+def _moments(
+    x: Float[Tensor, "cell channel *position"],
+) -> tuple[Float[Tensor, " channel"], Float[Tensor, " channel"]]:
+    """Mean and sum of squared deviations of this rank's values."""
+    if x.device.type == "cpu":
+        # torch.var over these dims takes five times as long there
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    else:
+        var, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
+    return mean, var * (x.numel() // x.shape[1])
 
 
 class _Normalize(torch.autograd.Function):
@@ -183,36 +192,39 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
-        dims = _all_but_channel(x)
-        dy = grad.to(mean.dtype)
-        deviation = x.to(mean.dtype) - _along(mean, x)
-        local = torch.cat([dy.sum(dim=dims), (dy * deviation).sum(dim=dims)])
-        sums = local.clone()
-        travelling = all_reduce(sums, group=ctx.mesh.get_group(), async_op=True)
+        own = x.to(mean.dtype)
+        factor = None if weight is None else weight.to(mean.dtype)
+        dx, tilt, total = _with_given_statistics(grad.to(mean.dtype), own, factor, mean, var, ctx.eps)
+        sums = torch.cat([tilt, total])
+        collectives.wait_in_all_reduce(all_reduce(sums, group=ctx.mesh.get_group(), async_op=True))
+        tilts, totals = sums.chunk(2)
         rstd = torch.rsqrt(var + ctx.eps)
-        scale = rstd if weight is None else rstd * weight
+        per_value = (rstd if factor is None else rstd * factor) / count
+        dx.sub_(batch_norm(own, mean, var, per_value * tilts, per_value * totals, eps=ctx.eps))
         d_weight = d_bias = None
         if weight is not None:
-            d_bias, d_scaled = local.chunk(2)
-            # a copy: the view would keep both halves alive as the bias's gradient
-            d_weight, d_bias = (d_scaled * rstd).to(weight.dtype), d_bias.to(weight.dtype, copy=True)
-        dx = dy * _along(scale, x)
-        per_value = scale / count
-        slope = per_value * rstd.square()
-        collectives.wait_in_all_reduce(travelling)
-        total, tilt = sums.chunk(2)
-        dx.sub_(_along(total * per_value, x)).sub_(deviation.mul_(_along(tilt * slope, x)))
+            d_weight, d_bias = tilt.to(weight.dtype), total.to(weight.dtype)
         return dx.to(x.dtype), d_weight, d_bias, *[None] * 5
+
+
+def _with_given_statistics(
+    dy: Float[Tensor, "cell channel *position"],
+    x: Float[Tensor, "cell channel *position"],
+    weight: Float[Tensor, " channel"] | None,
+    mean: Float[Tensor, " channel"],
+    var: Float[Tensor, " channel"],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias as if mean and var did not depend on x; of one rank's cells."""
+    if not x.numel():
+        # torch's kernel divides by their number
+        return dy.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
+    dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+        dy, x, weight, mean, var, None, None, False, eps, [True, True, True]
+    )
+    return dx, d_weight, d_bias
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
     """Half precision is summed in single precision."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _all_but_channel(x: Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]
-
-
-def _along(channel: Tensor, x: Tensor) -> Tensor:
-    return channel.view(1, -1, *[1] * (x.dim() - 2))

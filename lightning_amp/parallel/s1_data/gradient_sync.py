@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from lightning_amp._torch import copy_each
+from lightning_amp._torch import copy_each, flatten_each, unflatten_like
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
 
@@ -253,7 +253,7 @@ class GradientSync:
     def _send(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> Callable[[], None]:
         """Begin to sum a bucket over ranks; returns what waits for it and puts the means in place."""
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
-        flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
+        flat = bucket[0] if alone else flatten_each(bucket)
         # divided before the sum, as torch's own reducer does: half precision sums could overflow
         flat.div_(self._data_ranks * copies)
         work = all_reduce(flat, group=ranks, async_op=True)
@@ -261,9 +261,8 @@ class GradientSync:
         def arrive() -> None:
             wait_in_all_reduce(work)
             if not alone:
-                pieces = torch.split(flat, [grad.numel() for grad in bucket])
                 # at once, for every operator has its price
-                copy_each(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
+                copy_each(bucket, unflatten_like(flat, bucket))
 
         return arrive
 
