@@ -1,6 +1,7 @@
 """Claim: within a budget that no plan of a decoder holds, as few blocks outside of it as are needed run again, to the
 numbers of a plain Trainer and within the budget; where the step fits without, the policy's plan stays as it is."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +19,16 @@ from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import trainer_of
 from tests.parallel.blocks.test_beside_decoder import DECODER, ENCODERS, Run, beside
 from tests.parallel.sharded_cases import differences, make_plan
+from tests.ranks import run_ranks
 
 Fitted = tuple[Plan, int, dict[str, torch.Tensor]]
 
 
-def fitted(**options: Any) -> Fitted:
+def fitted(rank: int = 0, ranks: int = 1, **options: Any) -> Fitted:
     """The plan of a run, the bytes of its second step, and the parameters that three steps leave."""
     module, meter = Run(), Meter()
     strategy: Any = AMPStrategy(race=False, **options) if options else "auto"
-    trainer = trainer_of(strategy, max_steps=3, callbacks=[meter])
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=3, callbacks=[meter])
     trainer.fit(module, DataLoader(torch.zeros(6, 1), batch_size=2))  # type: ignore[arg-type]
     left = {name: p.detach() for name, p in module.named_parameters()}
     return getattr(strategy, "plan", None), meter.live.peak, left  # type: ignore[return-value]
@@ -92,6 +94,27 @@ def test_as_few_blocks_as_the_budget_asks_for(
     assert {c.verdict.split()[0] for c in plan.candidates[1:]} == {"exceeds"}
     assert Plan.from_json(plan.to_json()) == plan
     assert differences(left, plain) == []
+
+
+def on_rank(rank: int, ranks: int) -> list[Fitted]:
+    """Next to nothing, what asks for a large block, and a plain run."""
+    all_that_can_be = fitted(rank, ranks, device_memory="1KiB", unfit="train")
+    rules = [rule for rule in all_that_can_be[0].rules if isinstance(rule.spec, RecomputeBlock)]
+    budget = all_that_can_be[0].predicted_peak_bytes + sum(rule.saves_bytes for rule in rules) - 15_000
+    return [all_that_can_be, fitted(rank, ranks, device_memory=budget), fitted()]
+
+
+@pytest.mark.ranks
+def test_ranks_choose_alike(tmp_path: Path) -> None:
+    found = run_ranks(on_rank, 2, tmp_path, timeout=200)
+    for everything, some, plain in found:
+        assert again(everything[0]) == ENCODERS
+        assert len(again(some[0])) == 1
+        assert (everything[0], some[0]) == (found[0][0][0], found[0][1][0])
+        assert some[1] <= some[0].budget_bytes
+        for plan, measured, left in (everything, some):
+            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+            assert differences(left, plain[2]) == []
 
 
 def test_plans_of_the_decoder_go_first(of_decoder: int, least: Fitted) -> None:
