@@ -12,6 +12,14 @@ SYNC = "tests/parallel/s1_data/test_gradient_sync.py"
 BESIDE_DECODER = [
     Mutant(
         "beside a decoder",
+        "the decoder's parts in chunks of blocks",
+        f"{L}/first_look/outside_decoder.py",
+        "return [INSIDE if overlap(block.fqn, decoder) else table for block, table in pairs]",
+        "return [table for block, table in pairs]",
+        BESIDE,
+    ),
+    Mutant(
+        "beside a decoder",
         "more blocks outside than the budget asks for",
         WITHIN,
         "names = (choose(chain, bound) or leanest(chain, at_least=bound)).recomputed",

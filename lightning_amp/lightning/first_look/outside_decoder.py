@@ -1,4 +1,4 @@
-"""Blocks outside of a Hi-C decoder that run again, beside techniques of the decoder that say what is kept of strata.
+"""Blocks outside of a Hi-C decoder that run again or in chunks, beside the decoder's own techniques.
 
 The decoder's own prediction knows little of what encoders and a graph keep. So a step of one device is counted with the
 plan's techniques for one device and with the blocks, and what it takes beyond the decoder's prediction is added:
@@ -8,14 +8,18 @@ plan's techniques for one device and with the blocks, and what it takes beyond t
 Exact to the count where the model axis has one rank. With several, as far as the step has most where the decoder works.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.graph.table import Table
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.parallel.install import overlap
-from lightning_amp.planning.modules.chain import extra_seconds
+from lightning_amp.planning.modules.chain import CHUNKED, extra_seconds
+from lightning_amp.planning.modules.chunk_forms import ChunkForms
+from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.modules.techniques import in_chunks
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
@@ -23,6 +27,8 @@ from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
+
+INSIDE = "it is of the decoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +57,83 @@ class Made:
         return step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
 
 
-def with_blocks_outside(made: Made, step: StepOfModule, decoder: str, rates: Rates) -> Plan:
-    """A plan with rules for all blocks outside of the decoder that keep less when they run again.
+def with_blocks_outside(
+    made: Made, step: StepOfModule, decoder: str, rates: Rates, named: Collection[str] = ("recompute",)
+) -> Plan:
+    """A plan with rules for all blocks outside of the decoder that take less when they run again, or in chunks.
 
     Args:
         made: Without them.
         step: Of the module.
         decoder: Its name.
         rates: Of the device.
+        named: Of recompute and chunk, what was asked for.
 
     Raises:
         AmpError: The step cannot be counted.
         PlanError: There are no such blocks.
     """
-    chain = outside(step.seen(rates).chain, decoder)
+    try:
+        seen = step.seen(rates)
+        chain = outside(seen.chain, decoder)
+        if "chunk" in named:
+            found = _in_chunks(made, seen, chain, decoder, again="recompute" in named)
+        else:
+            found = _again(made, chain, decoder)
+        return taking(found, made.beyond(step, found.rules[len(made.whole.rules) :]))
+    finally:
+        step.forget()
+
+
+def _again(made: Made, chain: Chain, decoder: str) -> Plan:
     saved = saved_bytes(chain)
     if not saved:
         raise PlanError(
             f"recompute was asked for beside {', '.join(made.whole.strategies)}, which say what is kept of the strata"
             f" of {decoder!r}, and outside of it no block keeps less when it runs again; leave recompute out"
         )
-    again = recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")
-    found = with_rules(made.whole, again, seconds=extra_seconds(chain, tuple(saved)))
-    try:
-        return taking(found, made.beyond(step, again))
-    finally:
-        step.forget()
+    rules = recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")
+    return with_rules(made.whole, rules, seconds=extra_seconds(chain, tuple(saved)))
+
+
+def _in_chunks(made: Made, seen: Seen, chain: Chain, decoder: str, *, again: bool) -> Plan:
+    """With every block in the form of the least bytes, unless that is far slower."""
+    assert seen.chunks is not None, "a step that was seen has them"
+    tables = seen.chunks.tables
+
+    def tables_outside() -> list[Table | str]:
+        pairs = zip(chain.blocks, tables(), strict=True)
+        return [INSIDE if overlap(block.fqn, decoder) else table for block, table in pairs]
+
+    forms = ChunkForms(chain, tables_outside)
+    found = forms.choose(None, recompute=again)
+    chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
+    if not chunked:
+        raise PlanError(
+            f"chunk was asked for beside {', '.join(made.whole.strategies)}, and outside of {decoder!r} no block takes"
+            f" less of the step's peak in chunks{' than where it runs again' * again}"
+            f"{f': {forms.reason}' if forms.reason else ''}; leave chunk out"
+        )
+    whole = (*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again))
+    saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in whole}
+    rules = [*recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")]
+    for name, form in chunked.items():
+        target = in_chunks(forms, name, form, len(chunked))
+        rules.append(
+            Rule(
+                fqn=name,
+                spec=target.spec,
+                strategy="chunk",
+                why=f"{BY_USER} ({target.why})",
+                saves_bytes=target.saves_bytes,
+            )
+        )
+    return with_rules(made.whole, rules, seconds=found.extra_seconds)
 
 
 def outside(chain: Chain, decoder: str) -> Chain:
     """A chain in which the decoder's parts, which have their own techniques, stay as they are."""
-    inside = "it is of the decoder"
-    blocks = (replace(b, fixed=inside) if overlap(b.fqn, decoder) else b for b in chain.blocks)
+    blocks = (replace(b, fixed=INSIDE) if overlap(b.fqn, decoder) else b for b in chain.blocks)
     return replace(chain, blocks=tuple(blocks))
 
 

@@ -77,10 +77,12 @@ class Facts:
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
         self.step = StepOfModule.of(trainer)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
-        self.blocks_outside = of_blocks_alone(ids)
-        """Whether recompute was asked for of blocks outside, if there is a decoder."""
+        self.blocks_outside = {
+            name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
+        }
+        """What was asked for of blocks outside, if there is a decoder."""
         self.outside = StepOfModule.of(trainer, decoder=True) if self.blocks_outside else None
-        # a run that has begun keeps the blocks that it has
+        # later in a run its blocks stay
         chooses = request.chooses and request.device_memory is not None and not self._compared
         self.beside = step_beside_decoder(trainer) if chooses else None
         """The step that is to be within the budget, with blocks outside of the decoder."""
@@ -232,9 +234,9 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if shape.decoder is None:
         asked, named = told_apart(asked, policy=request.policy)
         asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
-    outside = facts.blocks_outside and strategies is None and shape.decoder is not None
-    if outside:
-        asked = [name for name in parse_strategies(request.strategies or ()) if name != "recompute"]
+    outside = facts.blocks_outside if strategies is None and shape.decoder is not None else ()
+    if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
+        asked = [name for name in parse_strategies(request.strategies or ()) if name not in outside]
     size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
 
     def make(budget: int) -> Plan:
@@ -263,9 +265,10 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         )
         return Made(whole, alone)
 
-    if outside and facts.outside is not None:
-        assert shape.decoder is not None, "blocks lie outside of something"
-        return with_blocks_outside(made_of_decoder(facts.budget), facts.outside, shape.decoder.fqn, rates)
+    if outside and facts.outside is not None and shape.decoder is not None:
+        return with_blocks_outside(
+            made_of_decoder(facts.budget), facts.outside, shape.decoder.fqn, rates, outside
+        )
     if facts.beside is not None and strategies is None and shape.decoder is not None:
         return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)
     made, (seen, _) = make(facts.budget), facts.seen

@@ -66,10 +66,13 @@ class ChunkForms:
     Args:
         chain: The step.
         tables: Gives the tables of the chain's blocks.
+
+    Attributes:
+        tables: As given.
     """
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
-        self._plain, self._tables = chain, tables
+        self._plain, self.tables = chain, tables
         self._leanest: dict[tuple[bool, bool], Choice] = {}
 
     @property
@@ -137,7 +140,7 @@ class ChunkForms:
     @cached_property
     def _found(self) -> tuple[list[Table | str], dict[int, tuple[list[_Level], BlockBytes]]]:
         """Tables by call, and the plans of each."""
-        tables = list(self._tables())
+        tables = list(self.tables())
         by_name: dict[str, Table | str] = {}
         for block, table in zip(self._plain.blocks, tables, strict=True):
             first = by_name.setdefault(block.fqn, table)

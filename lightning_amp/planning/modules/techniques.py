@@ -143,12 +143,13 @@ def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         targets=(
             *others,
             *(_recomputed(seen.chain, name, len(again)) for name in again),
-            *(_in_chunks(forms, name, form, n_blocks) for name, form in chunked.items()),
+            *(in_chunks(forms, name, form, n_blocks) for name, form in chunked.items()),
         ),
     )
 
 
-def _in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Target:
+def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Target:
+    """What a plan has of a block in one of its forms in chunks, where so many blocks have one."""
     form, calls = forms.form(name, number), [b for b in forms.chain.blocks if b.fqn == name]
     seconds = sum(call.extra_seconds(number) - form.again * call.forward_seconds for call in calls)
     blocks, after = {block.fqn for block in forms.chain.blocks if not block.after}, calls[0].after

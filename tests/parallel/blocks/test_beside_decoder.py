@@ -174,15 +174,43 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
         assert found["differences"] == []
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(("asked", "ranks"), [("S3,S4,chunk", 1), ("S4,stream,strata,chunk", 2)])
+def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path, asked: str, ranks: int) -> None:
+    for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):
+        plan = found["plan"]
+        chunked = {rule.fqn for rule in plan.rules if rule.strategy == "chunk"}
+        assert chunked
+        assert chunked <= set(ENCODERS)
+        assert plan.axes.activations == ("stream" if "stream" in asked else "retain")
+        assert plan.predicted_peak_bytes == pytest.approx(found["measured"], rel=0.05)
+        assert found["differences"] == []
+
+
+def test_by_name_chunks_that_take_no_less_than_blocks_that_run_again_are_refused() -> None:
+    with pytest.raises(PlanError, match="no block takes less .* in chunks than where it runs again"):
+        trainer_of(AMPStrategy(strategies="S4,stream,recompute,chunk"), max_steps=2).fit(
+            Run(),
+            DataLoader(torch.zeros(4, 1), batch_size=2),  # type: ignore[arg-type]
+        )
+
+
 class NoEncoders(Run):
     def __init__(self) -> None:
         super().__init__()
         self.model = Model(CASE)
 
 
-def test_by_name_without_blocks_outside_is_refused() -> None:
-    with pytest.raises(PlanError, match="outside of it no block keeps less when it runs again"):
-        trainer_of(AMPStrategy(strategies="S3,S4,recompute"), max_steps=2).fit(
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("S3,S4,recompute", "outside of it no block keeps less when it runs again"),
+        ("S3,S4,chunk", "outside of 'model.decoder' no block takes less"),
+    ],
+)
+def test_by_name_without_blocks_outside_is_refused(asked: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        trainer_of(AMPStrategy(strategies=asked), max_steps=2).fit(
             NoEncoders(),
             DataLoader(torch.zeros(4, 1), batch_size=2),  # type: ignore[arg-type]
         )
