@@ -11,6 +11,7 @@ is captured again. A block that cannot be captured runs as it is, and `Capture.r
 Known limits: a branch on a global variable or on the clock is not seen.
 """
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from lightning_amp._torch import (
 )
 from lightning_amp.footprint.fake_copy import copy_of
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
-from lightning_amp.graph.guards import settings_of, signature, state_of
+from lightning_amp.graph.guards import OPAQUE, PLAIN, described, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
 
 HOOKS = (
@@ -138,13 +139,16 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
 
     def call(*tensors: Tensor) -> list[Any]:
         own = dict(zip(state, tensors, strict=False))
-        given = list(values)
+        given = [objects.get(i, value) for i, value in enumerate(values)]
         for i, tensor in zip(at, tensors[len(own) :], strict=True):
             given[i] = tensor
         call_args, call_kwargs = tree_unflatten(given, spec)
         versions = [tensor._version for tensor in tensors]
         with _NoHooks():
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
+        left, form = tree_flatten((call_args, call_kwargs))
+        if form != spec or any(new is not old for new, old in zip(left, given, strict=True)):
+            raise CannotCapture("its forward changes a list or a dictionary that it is called with")
         names = [*own, *(f"input {k}" for k in range(len(at)))]
         found["changed"] = tuple(
             name for name, tensor, old in zip(names, tensors, versions, strict=True) if tensor._version != old
@@ -158,13 +162,19 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         given_tensors = [*state.values(), *(values[i] for i in at)]
         tensors = [fresh.setdefault(id(t), _fresh(t)) for t in given_tensors]
     # what the forward changes beside tensors, it changes in a copy
-    twin = copy_of(block, fake)
+    twin, objects = copy_of(block, fake), _copied(values)
+    held = {i: described(value) for i, value in objects.items()}
     before = settings_of(twin), random.getstate(), np.random.get_state()
     try:
         graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
             *tensors
         )
         _refuse_change(before, (settings_of(twin), random.getstate(), np.random.get_state()))
+        for i, value in objects.items():
+            if described(value) != held[i]:
+                raise CannotCapture(
+                    f"its forward changes what an argument of type {type(value).__name__!r} holds"
+                )
     finally:
         random.setstate(before[1])
         np.random.set_state(before[2])
@@ -216,6 +226,19 @@ def _refuse(block: nn.Module) -> None:
         hooked = [hooks for hooks in HOOKS if getattr(child, hooks)]
         if hooked:
             raise CannotCapture(f"{place} has hooks ({hooked[0].strip('_')}), which are Python")
+
+
+def _copied(values: Sequence[Any]) -> dict[int, Any]:
+    """Copies of the arguments that are objects, by place: what a forward writes into them is not to be seen."""
+    found, memo = dict[int, Any](), dict[int, Any]()
+    for i, value in enumerate(values):
+        if not isinstance(value, (*PLAIN, *OPAQUE)):
+            try:
+                found[i] = copy.deepcopy(value, memo)
+            except Exception as error:
+                kind = type(value).__name__
+                raise CannotCapture(f"it is called with a {kind!r}, which cannot be copied") from error
+    return found
 
 
 def _refuse_change(before: Any, after: Any) -> None:

@@ -2,12 +2,14 @@
 
 Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
 arguments; training mode and all plain attributes of the block and its submodules, their classes, and whether they have
-hooks; gradient mode and autocast.
+hooks; what objects among all these hold, such as a configuration; gradient mode and autocast.
 """
 
 from collections.abc import Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,12 @@ from lightning_amp._torch import tree_flatten
 from lightning_amp.footprint.chain.block_call import autocast_now
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType)
+"""Of these, it matters only which one it is."""
+DEPTH = 5
+"""How many objects deep it is looked at what they hold."""
 
 
 class _Same:
@@ -36,9 +44,9 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     state = state_of(block)
     return (
         type(block),
-        tuple(map(_described, values)),
+        tuple(map(described, values)),
         str(spec),
-        tuple((name, *_described(tensor)) for name, tensor in state.items()),
+        tuple((name, *described(tensor)) for name, tensor in state.items()),
         tuple(settings_of(block)),
         tuple(modules_of(block)),
         torch.is_grad_enabled(),
@@ -66,7 +74,7 @@ def modules_of(block: nn.Module) -> list[tuple[str, type[nn.Module], tuple[str, 
 
 def settings_of(block: nn.Module) -> list[tuple[str, Any]]:
     """Plain attributes of a block and its submodules, on which a branch may depend."""
-    found = list[tuple[str, Any]]()
+    found, seen = list[tuple[str, Any]](), set[int]()
     # called in every step: what most attributes are comes first
     for fqn, child in block.named_modules():
         start = f"{fqn}." if fqn else ""
@@ -74,25 +82,35 @@ def settings_of(block: nn.Module) -> list[tuple[str, Any]]:
             if isinstance(value, PLAIN):
                 found.append((start + name, (type(value).__name__, value)))
             elif name[0] != "_":
-                found.append((start + name, _plain(value)))
+                found.append((start + name, _plain(value, seen, DEPTH)))
     return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, PLAIN):
-        return type(value).__name__, value
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value).__name__, tuple(map(_plain, value))
-    if isinstance(value, Mapping):
-        return type(value).__name__, tuple((str(key), _plain(item)) for key, item in value.items())
-    return type(value).__name__, _Same(value)
-
-
-def _described(value: Any) -> tuple[Any, ...]:
+def described(value: Any) -> tuple[Any, ...]:
+    """What a graph depends on of an argument."""
     if isinstance(value, Tensor):
         return "tensor", value.shape, value.stride(), value.dtype, value.device.type, value.requires_grad
-    # 1, 1.0 and True are equal, and make different graphs
-    return (type(value).__name__, value) if isinstance(value, PLAIN) else (type(value).__name__, _Same(value))
+    found: tuple[Any, ...] = _plain(value, set(), DEPTH)
+    return found
+
+
+def _plain(value: Any, seen: set[int], depth: int) -> Any:
+    """A key of a value; `seen` are objects whose attributes stand in it already."""
+    kind = type(value).__name__
+    if isinstance(value, PLAIN):
+        # 1, 1.0 and True are equal, and make different graphs
+        return kind, value
+    if isinstance(value, list | tuple | set | frozenset):
+        return kind, tuple(_plain(item, seen, depth) for item in value)
+    if isinstance(value, Mapping):
+        return kind, tuple((str(key), _plain(item, seen, depth)) for key, item in value.items())
+    if isinstance(value, np.ndarray):
+        return kind, _Same(value), value.tobytes()
+    if isinstance(value, OPAQUE) or id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
+        return kind, _Same(value)
+    seen.add(id(value))
+    held = ((name, _plain(item, seen, depth - 1)) for name, item in vars(value).items())
+    return kind, _Same(value), tuple(held)
 
 
 def _aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -2,8 +2,10 @@
 
 import copy
 import random
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -282,6 +284,79 @@ def test_arguments_that_are_one_tensor_have_a_graph_of_their_own() -> None:
     captures, block, x = Captures(), Two(), x_of()
     assert torch.equal(captures.run(block, x, x), block(x, x))
     assert torch.equal(captures.run(block, x, x_of()), block(x, x_of()))
+
+
+class Settings:
+    """An object that is no module: what HuggingFace's blocks hold as `config`, or get as a cache."""
+
+    def __init__(self) -> None:
+        self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
+
+
+class Told(Base):
+    """Reads an object of its own, and one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def forward(self, x: Tensor, more: Settings) -> Tensor:
+        return self.layer(x) * self.settings.scale * more.scale + float(more.seen.sum())
+
+
+class Writes(Base):
+    def forward(self, x: Tensor, more: Any) -> Tensor:
+        if isinstance(more, dict):
+            more["older"] = x
+        else:
+            more.scale += 1
+        return self.layer(x)
+
+
+class WritesOwn(Told):
+    def forward(self, x: Tensor, more: Settings) -> Tensor:
+        self.settings.seen += 1
+        return self.layer(x)
+
+
+def test_what_objects_hold_is_a_guard() -> None:
+    captures, block, more = Captures(), Told(), Settings()
+
+    def as_it_is() -> bool:
+        return torch.equal(captures.run(block, x_of(), more), block(x_of(), more))
+
+    assert as_it_is()
+    assert as_it_is()
+    assert len(captures.all) == 1
+    block.settings.scale = 3.0
+    assert as_it_is()
+    more.scale = 5.0
+    assert as_it_is()
+    more.seen[0] = 7.0
+    assert as_it_is()
+    assert len(captures.all) == 4
+
+
+@pytest.mark.parametrize(
+    ("block", "more", "reason"),
+    [
+        (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
+        (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
+        (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
+        (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
+    ],
+)
+def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_nothing(
+    block: Any, more: Any, reason: str
+) -> None:
+    found = Captures().of(block, (x_of(), more), {})
+    assert found.graph is None
+    assert found.reason == reason
+    if isinstance(more, Settings):
+        assert more.scale == 2.0
+        assert not more.seen.any()
+    elif isinstance(more, dict):
+        assert more == {"x": 1}
 
 
 def test_a_wrong_form_is_seen() -> None:
