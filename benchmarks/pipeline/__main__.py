@@ -220,7 +220,8 @@ def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
     from lightning_amp.footprint.profile_module import Around
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.planning.modules.candidates import draft
-    from lightning_amp.planning.modules.stages import Asked, staged
+    from lightning_amp.planning.modules.seen import Asked
+    from lightning_amp.planning.modules.stages import staged
     from lightning_amp.planning.time.device_rates import rates_for
 
     def seen(texts: int) -> Any:

@@ -1,5 +1,6 @@
 """Claim: a recorded step is cut at its blocks into segments with their seconds, bytes and parameters, passes of other
-lengths lie on a line, and a step that cannot be run as stages says what it reads.
+lengths lie on a line, and a step that cannot be run as stages says what it reads; of blocks in chunks it is known
+when a chunk's tensors are there, how often, and until when a node has all of its gradients.
 """
 
 from typing import Any
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.footprint.chain.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.footprint.standing_for import standing_for, times_now
+from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.planning.plan.specs import ChunkBlock
 from tests.footprint.test_profile_module import Small
 
 WIDTH, BLOCKS = 6, 3
@@ -65,6 +71,48 @@ class Dropping(Tied):
         return F.dropout(x, 0.5)
 
 
+class Again(torch.autograd.Function):
+    """exp(x w') w, of which nothing is kept: its backward pass makes a graph, and goes through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return (x @ w.T).exp() @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        total = torch.zeros_like(w)
+        with torch.enable_grad():
+            found = (x @ w.T).exp() @ w
+        of_x, of_w = torch.autograd.grad(found, (x, w), grad)
+        return of_x, total.add_(of_w)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Again.apply(x, self.w)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Returning(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(Twice() for _ in range(BLOCKS))
+
+
+class Wide(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        wide = 10 * WIDTH
+        self.net = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh(), nn.Linear(wide, WIDTH)) for _ in range(BLOCKS)
+        )
+
+
 def passes(kind: type[Small], rows: int = 8) -> Passes | str:
     torch.manual_seed(0)
     return chain_and_passes(kind(), torch.randn(rows, WIDTH), NAMES)[1]
@@ -114,3 +162,45 @@ def test_what_cannot_be_stages_is_said() -> None:
     assert "'net.2' reads" in str(passes(Skipping))
     assert "called 3 of 3" in str(passes(Backwards))
     assert "random numbers that the step draws before them" in str(passes(Masking))
+
+
+def test_a_graph_of_the_backward_pass_is_there_until_it_is_gone_through() -> None:
+    step, hidden = found(Returning, 8), 4 * 8 * 5 * WIDTH
+    back = [
+        (int(birth), int(held))
+        for birth, held, n_bytes in zip(step.birth, step.held, step.n_bytes, strict=True)
+        if n_bytes == hidden and step.segment[birth] == 1
+    ]
+    # x w', its exponential, and, when that is read for the last time, the gradients of both
+    _, exponential, of_exponential, _ = sorted(back)
+    assert exponential[1] > of_exponential[0]
+    assert exponential[1] < np.flatnonzero(step.segment == 1)[-1]
+    # no block keeps what its backward pass makes
+    assert all(step.birth[storage] < step.first[-1] for storage in step.uses[:, 0])
+    # the weight's gradient is made first, and handed out with all others at the end
+    (weight,) = (row for row in step.gradients if row[2] == 1)
+    assert weight[1] == 4 * 5 * WIDTH * WIDTH
+    assert weight[0] < exponential[0]
+    assert weight[3] > exponential[1]
+
+
+def test_all_chunks_count_where_some_are_run() -> None:
+    with standing_for(3), standing_for(2):
+        assert times_now() == 6
+    assert times_now() == 1
+    products = OperatorRates(matmul_flops=1.0, memory_bytes=float("inf"), overhead_seconds=0.0)
+    torch.manual_seed(0)
+    module, batch = Wide(), torch.randn(64, WIDTH)
+    rules = [Rule(fqn="net.*", spec=ChunkBlock(budget_bytes=12_000), strategy="chunk", why="")]
+    whole = chain_and_passes(module, batch, NAMES, rates=products)[1]
+    installed = install_rules(module, rules)
+    chunked = chain_and_passes(module, batch, NAMES, rates=products)[1]
+    installed.undo()
+    assert isinstance(whole, Passes)
+    assert isinstance(chunked, Passes)
+    # the same products forward; backward once more those of the forward pass
+    forward = [one.seconds[one.called[1] : one.first[2]].sum() for one in (whole, chunked)]
+    backward = [one.seconds[one.segment == 1].sum() for one in (whole, chunked)]
+    assert forward[0] == forward[1] == 2 * 2 * 64 * WIDTH * 10 * WIDTH
+    assert backward[0] == 2 * forward[0]
+    assert backward[1] == 3 * forward[0]

@@ -19,6 +19,7 @@ SPEEDS = "tests/lightning/pipeline/test_device_speeds.py"
 COUNT = "tests/planning/pipeline/test_micro_batches.py"
 STAGED = "tests/planning/modules/test_stages.py"
 PASSES = "tests/footprint/test_passes.py"
+FORMS = "tests/planning/modules/test_stage_forms.py"
 
 PIPELINES = [
     Mutant(
@@ -404,6 +405,54 @@ PIPELINES = [
         "forward = before.around(forward)",
         "return",
         "tests/lightning/pipeline/test_chunks_in_stages.py",
+    ),
+    Mutant(
+        "staged chunks",
+        "gradients of a node handed out one by one",
+        "lightning_amp/footprint/chain/passes.py",
+        "return max(birth + 1, self._last_of.get(order, 0) if order >= 0 else 0)",
+        "return birth + 1",
+        PASSES,
+    ),
+    Mutant(
+        "staged chunks",
+        "a chunk's own graph keeps nothing",
+        "lightning_amp/footprint/chain/passes.py",
+        "return int(max(death, self._kept_again.get(id(life), 0)))",
+        "return int(death)",
+        PASSES,
+    ),
+    Mutant(
+        "staged chunks",
+        "chunks that are not run take no time",
+        f"{P}/chunk/function.py",
+        "standing_for(1 + len(self.bounds) - len(found) if bound == middle else 1)",
+        "standing_for(1)",
+        PASSES,
+    ),
+    Mutant(
+        "staged chunks",
+        "the choice: the fastest that does not fit",
+        f"{MODULES}/stage_forms.py",
+        "return self.over, self.seconds",
+        "return self.seconds, self.over",
+        FORMS,
+    ),
+    Mutant(
+        "staged chunks",
+        "the choice: only that of the least bytes",
+        f"{MODULES}/stage_forms.py",
+        "for level in reversed(range(1, len(levels))):",
+        "for level in ():",
+        FORMS,
+    ),
+    Mutant(
+        "staged chunks",
+        "auto: looked for where a plan fits",
+        f"{MODULES}/stages.py",
+        "            if _fits(made, budget):\n                break\n            made += _drafts_in_chunks",
+        "            made += _drafts_in_chunks",
+        FORMS,
     ),
     Mutant(
         "staged draws",

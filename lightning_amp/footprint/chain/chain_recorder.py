@@ -30,6 +30,7 @@ from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.standing_for import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import FORWARD, Life
 
@@ -236,7 +237,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
         if not func.is_view:
-            self.took[-1] = seconds = self._seconds(func, args, kwargs or {}, result)
+            self.took[-1] = seconds = times_now() * self._seconds(func, args, kwargs or {}, result)
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
         if self.work[-1][0] == FORWARD:

@@ -55,7 +55,9 @@ class Passes:
         inputs, outputs: Storages that each block is given, and returns.
         sent_bytes: Of the tensors that each block returns, [K].
         uses: What autograd keeps: storage, segment that keeps it, operator up to which, [use, 3].
-        gradients: What becomes a gradient: operator, bytes, and segment whose backward pass makes it, [gradient, 3].
+        gradients: What becomes a gradient: operator, bytes, segment whose backward pass makes it, and the last operator
+            at which its node has not handed it out, [gradient, 4]. A node hands out all of its gradients together: one
+            that runs in chunks has those of its inputs and parameters from its first chunk to its last.
         parameters: All of them.
         buffer_bytes, batch_bytes: Of buffers, and of the batch.
     """
@@ -166,6 +168,12 @@ class _Cut:
         kept = [life for life in step.lives if life.kind not in (PARAMETERS, GRADIENTS, STATE)]
         self._lives = [life for life in kept if life.name != "batch"]
         self._place = {id(life): i for i, life in enumerate(self._lives)}
+        # last operator of every node, and until when graphs that are made in the backward pass keep what
+        self._last_of = {step.orders[t]: t for t in range(back, len(self._phases))}
+        last, self._kept_again = len(self._phases) - 1, dict[int, int]()
+        for use in filter(self._is_again, step.uses):
+            end = last if use.end is None else use.end
+            self._kept_again[id(use.life)] = max(end, self._kept_again.get(id(use.life), 0))
 
     def passes(self) -> Passes:
         """All of it."""
@@ -193,12 +201,12 @@ class _Cut:
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 3),
             gradients=np.array(
                 [
-                    (life.birth, life.n_bytes, segment[life.birth])
+                    (life.birth, life.n_bytes, segment[life.birth], self._handed_out(life.birth))
                     for life in kinds[GRADIENTS].values()
                     if life.birth and segment[life.birth] >= 0
                 ],
                 dtype=np.int64,
-            ).reshape(-1, 3),
+            ).reshape(-1, 4),
             parameters=tuple(self._parameters(kinds)),
             buffer_bytes=sum(
                 life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained
@@ -221,9 +229,22 @@ class _Cut:
                 found[t] = now
         return found
 
+    def _is_again(self, use: Any) -> bool:
+        """Whether autograd keeps something for a graph that is made in the backward pass, as of a chunk."""
+        return bool(self._phases[use.start] == BACKWARD)
+
+    def _handed_out(self, birth: int) -> int:
+        """The last operator of the node that has made a gradient with this one, and the one after it at least."""
+        order = self._step.orders[birth]
+        return max(birth + 1, self._last_of.get(order, 0) if order >= 0 else 0)
+
     def _held(self, life: Any) -> int:
-        """The last operator at which something else than autograd holds a storage."""
+        """The last operator at which something else than autograd holds a storage; of one that is made in a backward
+        pass, at which anything does, for it may be of a graph that is made there and gone through.
+        """
         death = len(self._phases) - 1 if life.death is None else life.death
+        if self._phases[life.birth] == BACKWARD:
+            return int(max(death, self._kept_again.get(id(life), 0)))
         if self._values and any(use.life is life for use in self._step.uses):
             return int(min(death, max(life.birth, self._step.read_last.get(id(life), 0))))
         return int(death)
@@ -233,7 +254,7 @@ class _Cut:
         listed = {id(call): i for i, call in enumerate(self._calls)}
         places = {n: listed[id(call)] for n, call in enumerate(self._step.calls) if id(call) in listed}
         for use in self._step.uses:
-            if id(use.life) in self._place:
+            if id(use.life) in self._place and not self._is_again(use):
                 # an operator's inputs are saved before it is counted, so its block says more than the place
                 own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
                 yield self._place[id(use.life)], own, last if use.end is None else use.end

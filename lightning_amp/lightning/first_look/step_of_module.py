@@ -5,7 +5,7 @@ done to validate, test or predict. A step that cannot be profiled is trained as 
 why.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
 from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.modules.seen import Seen, StageChunks
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard
 from lightning_amp.planning.time.device_rates import Rates
@@ -61,11 +61,13 @@ class StepOfModule:
     ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
         self._batch_size = batch_size
-        self._calls: tuple[BlockCall, ...] = ()
+        self._calls: dict[int | None, tuple[BlockCall, ...]] = {None: ()}
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
         self._blocks, self._no_stages = blocks_for_stages(module)
         self._passes: dict[int | None, Passes | str] = {}
+        self._forms: dict[int, ChunkForms] = {}
+        self._chunked: dict[tuple[int, frozenset[tuple[str, ChunkBlock]]], Passes | str] = {}
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, decoder: bool = False, values: bool = True) -> "StepOfModule | None":
@@ -101,7 +103,10 @@ class StepOfModule:
             rates=rates,
             passes=partial(self._passes_of, rates=rates) if self._blocks else None,
             no_stages=self._no_stages,
-            chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls)),
+            chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls[None])),
+            stage_chunks=StageChunks(
+                forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
+            ),
             fsdp=fsdp,
             refused=_refused(self._module),
             statistics_bytes=statistics_bytes(self._module),
@@ -128,10 +133,33 @@ class StepOfModule:
 
     def _chain(self, rows: int | None, rates: Rates) -> Chain:
         """Of a batch of some length, with its passes kept."""
-        count = partial(chain_and_passes, names=self._blocks, rates=operator_rates(rates))
-        chain, self._passes[rows], calls = self._counted(count, rows)
-        self._calls = calls if rows is None else self._calls
+        chain, self._passes[rows], self._calls[rows] = self._recorded(rows, rates)
         return chain
+
+    def _recorded(self, rows: int | None, rates: Rates) -> tuple[Chain, Passes | str, tuple[BlockCall, ...]]:
+        count = partial(chain_and_passes, names=self._blocks, rates=operator_rates(rates))
+        return self._counted(count, rows)
+
+    def _forms_of(self, rows: int, *, rates: Rates) -> ChunkForms:
+        """The forms in chunks of the blocks of a micro-batch."""
+        if rows not in self._forms:
+            chain = self._chain(rows, rates)
+            self._forms[rows] = ChunkForms(chain, partial(block_tables, self._module, self._calls[rows]))
+        return self._forms[rows]
+
+    def _in_chunks(self, rows: int, chunks: Mapping[str, ChunkBlock], *, rates: Rates) -> Passes | str:
+        """The passes of a micro-batch of which some blocks run in chunks, or why one of them cannot."""
+        key = rows, frozenset(chunks.items())
+        if key not in self._chunked:
+            rules = [
+                Rule(fqn=fqn, spec=spec, strategy="chunk", why="counted") for fqn, spec in chunks.items()
+            ]
+            try:
+                with self._installed(rules):
+                    self._chunked[key] = self._recorded(rows, rates)[1]
+            except AmpError as error:
+                self._chunked[key] = str(error)
+        return self._chunked[key]
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
         """Profile the step once more with rules installed, and undo them; for after `seen` or `take`.
@@ -166,7 +194,7 @@ class StepOfModule:
     def code(self, rules: Sequence[Rule]) -> str:
         """What the blocks run that rules of `chunk` name, as Python; for after `seen`."""
         budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
-        found = block_code(self._module, self._calls, budgets)
+        found = block_code(self._module, self._calls[None], budgets)
         return "\n\n\n".join(f"# {names}\n{code}" for names, code in found.items())
 
     def _profiled(self, rules: Sequence[Rule]) -> ModuleProfile:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.standing_for import standing_for
 
 Put = Callable[[int, Tensor], None]
 NARROW = (torch.float16, torch.bfloat16)
@@ -86,13 +87,18 @@ class ChunkedRegion:
             return list(_Chunked.apply(self, *inputs))  # type: ignore[no-untyped-call]
         return run_region(self, inputs)
 
-    def some(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-        """The chunks to run: all; of tensors without values two and the last, for all others are like the second."""
-        if isinstance(inputs[0], FakeTensor):
-            # one in the middle has all its neighbours
-            middle = self.bounds[len(self.bounds) // 2]
-            return tuple(dict.fromkeys((*self.bounds[:2], middle, self.bounds[-1])))
-        return self.bounds
+    def some(self, inputs: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+        """The chunks to run: all; of tensors without values two, one in the middle, which has all its neighbours and
+        stands for all others, and the last.
+        """
+        if not isinstance(inputs[0], FakeTensor):
+            yield from self.bounds
+            return
+        middle = self.bounds[len(self.bounds) // 2]
+        found = tuple(dict.fromkeys((*self.bounds[:2], middle, self.bounds[-1])))
+        for bound in found:
+            with standing_for(1 + len(self.bounds) - len(found) if bound == middle else 1):
+                yield bound
 
     def reached(self, start: int, size: int) -> tuple[int, int]:
         """The first position that a chunk computes, and how many."""

@@ -5,8 +5,8 @@
     3. without those whose predicted peak exceeds the budget
     4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
 
-A pipeline (stages.py) goes with none of them but blocks that are computed again, which it chooses by itself
-(stage_forms.py). It is compared too, by its time for as many samples, and taken
+A pipeline (stages.py) goes with none of them but blocks that are computed again or run in chunks, which it chooses by
+itself (stage_forms.py), chunks where nothing else fits. It is compared too, by its time for as many samples, and taken
 where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step does
 beside its blocks may turn out to be refused when it runs.
 
@@ -21,8 +21,8 @@ from types import MappingProxyType
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.modules.fsdp_seconds import ways_to_split
-from lightning_amp.planning.modules.seen import Draft, Seen
-from lightning_amp.planning.modules.stages import OPEN, Asked, best_pipeline
+from lightning_amp.planning.modules.seen import OPEN, Asked, Draft, Seen
+from lightning_amp.planning.modules.stages import best_pipeline
 from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.plan.strategies import in_order
@@ -90,6 +90,8 @@ def compare(
         else:
             found.append(made)
     if STAGED not in refused and not _stages_are_needless(seen, ranks=ranks, budget=limit):
+        if any(limit is None or one.peak_bytes <= limit for one in found):
+            asked = replace(asked, chunks={})
         made = best_pipeline(seen, ranks=ranks, budget=limit, asked=asked)
         if isinstance(made, str):
             dropped[STAGED] = f"pipeline cannot be: {made}"

@@ -102,6 +102,18 @@ class ChunkForms:
         """One of a block's forms, by its number."""
         return next(block.chunks[form - CHUNKED] for block in self.chain.blocks if block.fqn == fqn)
 
+    def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
+        """Bytes that a block has plans for, from the least on; none where no part of it takes less in chunks.
+
+        Without `slow` those are left out that make it far slower, but the fastest.
+        """
+        block = next((block for block in self.chain.blocks if block.fqn == fqn), None)
+        forms = [form for form in block.chunks if not form.again] if block else []
+        if block and not slow:
+            most = (SLOWEST - 1) * PASSES * block.forward_seconds
+            forms = [form for form in forms if form.extra_seconds <= most] or forms[-1:]
+        return tuple(form.budget_bytes for form in forms)
+
     @property
     def reason(self) -> str:
         """Why no block has a form in chunks; "" where one has."""

@@ -1,12 +1,14 @@
 """The plan of a module's step that needs the least memory, and the fewest ranks on which one fits, pipelines included.
 
 A pipeline's ranks share a batch, where those of a data axis have one each. The leanest has as many stages as divide the
-ranks and as there are blocks, and all blocks that can be are computed again.
+ranks and as there are blocks, and all blocks that can be are computed again; none runs in chunks, which would have to
+be recorded for every number of ranks and length of the batch. A plan that was chosen may have some, and then be the
+leanest.
 """
 
 from lightning_amp.planning.modules.candidates import draft, merit, on_ranks, sets_of_techniques
-from lightning_amp.planning.modules.seen import Draft, Seen
-from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.planning.modules.seen import Asked, Draft, Seen
+from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.modules.techniques import all_fixed
 from lightning_amp.quantities import format_bytes
 
@@ -77,7 +79,7 @@ def _fewest_over_data(seen: Seen, budget: int, above: int) -> Draft | None:
 def _staged(seen: Seen, stages: int, *, data: int) -> list[Draft]:
     """With blocks computed again where any can be."""
     for again in (("*",), ()):
-        made = staged(seen, stages, data=data, budget=0, asked=Asked(again=again))
+        made = staged(seen, stages, data=data, budget=0, asked=Asked(again=again, chunks={}))
         if isinstance(made, Draft):
             return [made]
     return []

@@ -22,8 +22,8 @@ from lightning_amp.planning.modules.candidates import (
 )
 from lightning_amp.planning.modules.diagnosis import SHOWN, evidence, signals, where
 from lightning_amp.planning.modules.leanest import LEAST, missing
-from lightning_amp.planning.modules.seen import Draft, Seen
-from lightning_amp.planning.modules.stages import OPEN, Asked, staged
+from lightning_amp.planning.modules.seen import OPEN, Asked, Draft, Seen
+from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
@@ -36,7 +36,7 @@ from lightning_amp.planning.policies.build_rules import BY_USER
 
 TRIES = 4
 """Times that a plan is made leaner before everything is."""
-WITHOUT_CHUNKS = "the stages are counted without their chunks, which take less"
+INSIDE_STAGES = ("recompute", "chunk")
 
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
@@ -115,7 +115,7 @@ def plan_module(
     if (spec := _pipeline_of(base)) is not None:
         asked = replace(asked, model=base.mesh.model, schedule=spec.schedule)
         made = _with_stages(base, seen, _beside_stages(asked, named or (), budget_named=budget_named))
-        if not named or any(isinstance(rule.spec, RecomputeBlock) for rule in made.rules):
+        if not named or {rule.strategy for rule in made.rules} & {*named}:
             return made
         # none is needed, and yet it was asked for
         return _with_stages(base, seen, _beside_stages(asked, named, budget_named=False))
@@ -203,6 +203,11 @@ def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) ->
             f"model_parallel_size={asked.model!r} was asked for, for which a module without a decomposed decoder"
             f" needs a pipeline, and that cannot be: {found}; leave it out"
         )
+    if isinstance(found, str) and asked.chunks is None:
+        raise PlanError(
+            f"pipeline was asked for together with chunk, and no block of its stages can run in chunks: {found}; leave"
+            " 'chunk' out"
+        )
     if isinstance(found, str):
         note = f"the stages are cut evenly, and what they hold was not counted: {found}"
         ranks = base.mesh.data * base.mesh.model
@@ -223,19 +228,19 @@ def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) 
     Raises:
         PlanError: One that was not tried with stages.
     """
-    others = [name for name in named if name != "recompute"]
-    if others == ["chunk"]:
-        raise PlanError(
-            "pipeline was asked for together with chunk; what blocks of a stage may take in chunks is not planned yet:"
-            " give a plan that has rules of both (AMPStrategy(plan=...)), take 'pipeline,recompute', or leave one out"
-        )
+    others = [name for name in named if name not in INSIDE_STAGES]
     if others:
         raise PlanError(
             f"pipeline was asked for together with {', '.join(others)}; it was not tried inside of stages: leave it"
             " out, or leave 'pipeline' out"
         )
-    # of a budget that was named as few as are needed
-    return replace(asked, again=() if not named else None if budget_named else ("*",))
+    return replace(
+        asked,
+        # of a budget that was named as few as are needed
+        again=() if "recompute" not in named else None if budget_named else ("*",),
+        chunks=None if "chunk" in named else {},
+        all_chunks="chunk" in named and not budget_named,
+    )
 
 
 def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
@@ -246,14 +251,13 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
         schedule=spec.schedule,
         ends=ends,
         again=tuple(rule.fqn for rule in given.rules if isinstance(rule.spec, RecomputeBlock)),
+        chunks={rule.fqn: rule.spec for rule in given.rules if isinstance(rule.spec, ChunkBlock)},
     )
     found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
     ranks = given.mesh.data * given.mesh.model
     stages = None if isinstance(found, str) else found
     diagnosis = diagnose_module(seen, ranks=ranks, budget=given.budget_bytes, stages=stages)
     given = replace(given, diagnosis=diagnosis, stages=())
-    if WITHOUT_CHUNKS not in given.notes and any(isinstance(rule.spec, ChunkBlock) for rule in given.rules):
-        given = replace(given, notes=(*given.notes, WITHOUT_CHUNKS))
     if isinstance(found, str):
         return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
     return replace(

@@ -1,4 +1,4 @@
-"""What is known of a module's training step before a plan is made, and a plan in the making.
+"""What is known of a module's training step before a plan is made, what was asked for, and a plan in the making.
 
 Legend: bytes are of one rank; D ranks of the data axis.
 """
@@ -11,7 +11,7 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import Unit
-from lightning_amp.planning.plan.specs import FullyShard, Spec
+from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
 
@@ -28,6 +28,19 @@ PassesOf = Callable[[int | None], Passes | str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageChunks:
+    """The blocks of stages in chunks.
+
+    Attributes:
+        forms: Samples of a micro-batch -> what its blocks may run as.
+        passes: Samples, and specs of blocks by name or pattern -> the passes of a step, or why it cannot be run so.
+    """
+
+    forms: Callable[[int], ChunkForms]
+    passes: Callable[[int, Mapping[str, ChunkBlock]], Passes | str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
     """A module's step as it is, on one device.
 
@@ -39,6 +52,7 @@ class Seen:
         passes: Its blocks as stages of a pipeline, for a batch of any length; None where there can be no pipeline.
         no_stages: Why there is none.
         chunks: Its blocks in chunks; None where nobody has looked at their operators.
+        stage_chunks: The same within stages of a pipeline.
         fsdp: How fsdp is to split, if it does; None leaves it to the policy.
         refused: Techniques that this module was found to refuse, and why.
         statistics_bytes: What batch norms make beside their results where several ranks share statistics.
@@ -51,6 +65,7 @@ class Seen:
     passes: PassesOf | None = None
     no_stages: str = "its blocks were not looked at"
     chunks: ChunkForms | None = None
+    stage_chunks: StageChunks | None = None
     fsdp: FullyShard | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
@@ -78,6 +93,33 @@ class Seen:
     def agreed_bytes(self) -> int:
         """What ranks of a data axis have in a step to agree on cells and statistics."""
         return WEIGHT_BYTES + self.statistics_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a person has asked of a pipeline; None leaves it open.
+
+    Attributes:
+        model: Ranks of the model axis.
+        micro_batches, schedule: As of AMPStrategy.
+        ends: One past the last block of every stage.
+        again: Patterns of blocks to compute again; left open, as few as are needed to fit.
+        chunks: Specs of blocks to run in chunks, by name or pattern; left open, where nothing else fits.
+        all_chunks: Left open: all blocks that can be, with the least bytes that do not make them far slower.
+        speeds: Of all ranks, by that of the fastest; none: they are alike.
+    """
+
+    model: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    ends: tuple[int, ...] | None = None
+    again: tuple[str, ...] | None = None
+    chunks: Mapping[str, ChunkBlock] | None = None
+    all_chunks: bool = False
+    speeds: tuple[float, ...] = ()
+
+
+OPEN = Asked()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

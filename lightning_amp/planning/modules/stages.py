@@ -5,7 +5,8 @@
        micro-batches are in flight there; embedding, head and loss are part of the first and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
        passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
-    4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded (stage_forms.py)
+    4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
+       is not enough blocks that run in chunks (stage_forms.py)
     5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak
 
 With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
@@ -18,7 +19,7 @@ step to its blocks (placeholders) takes no time here; caps do not count what pas
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -26,16 +27,22 @@ import numpy as np
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.planning.modules.seen import Draft, Seen, Target
+from lightning_amp.planning.modules.seen import Asked, Draft, Seen, Target
 from lightning_amp.planning.modules.stage_forms import (
+    InChunks,
+    Levels,
     computed_again,
     fewest_again,
+    fewest_chunks,
     repeatable,
+    segment_seconds,
     targets_again,
+    targets_in_chunks,
 )
+from lightning_amp.planning.pipeline.blocks_of_stages import filled, layer_bytes
 from lightning_amp.planning.pipeline.cut import cut_pipeline
-from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, most_in_flight, schedule
-from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks, stage_bytes
+from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
+from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks
 from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
 from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.stages import Stage
@@ -51,29 +58,6 @@ CAPS = 12
 """Caps that are tried for one cut."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What a person has asked of a pipeline; None leaves it open.
-
-    Attributes:
-        model: Ranks of the model axis.
-        micro_batches, schedule: As of AMPStrategy.
-        ends: One past the last block of every stage.
-        again: Patterns of blocks to compute again; left open, as few as are needed to fit.
-        speeds: Of all ranks, by that of the fastest; none: they are alike.
-    """
-
-    model: int | None = None
-    micro_batches: int | None = None
-    schedule: str | None = None
-    ends: tuple[int, ...] | None = None
-    again: tuple[str, ...] | None = None
-    speeds: tuple[float, ...] = ()
-
-
-OPEN = Asked()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shape:
     """What is decided before a cut."""
@@ -81,6 +65,7 @@ class _Shape:
     seen: Seen
     whole: Passes
     ranks: int
+    data: int
     schedule: str
     micro_batches: int
     budget: int | None
@@ -119,10 +104,15 @@ def best_pipeline(seen: Seen, *, ranks: int, budget: int | None, asked: Asked) -
     lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and asked.model in (None, n)]
     if not lengths:
         return f"it needs two ranks or more, of the {ranks} there are"
-    found = [staged(seen, n, data=ranks // n, budget=budget, asked=asked) for n in lengths]
-    made = [one for one in found if isinstance(one, Draft)]
-    if not made:
-        return next(one for one in found if isinstance(one, str))
+    made = list[Draft]()
+    # chunks take seconds to look for, and are left where some number of stages fits without
+    for way in (asked,) if asked.chunks is not None else (replace(asked, chunks={}), asked):
+        found = [staged(seen, n, data=ranks // n, budget=budget, asked=way) for n in lengths]
+        made += [one for one in found if isinstance(one, Draft)]
+        if not made:
+            return next(one for one in found if isinstance(one, str))
+        if budget is None or _fits(made, budget):
+            break
     return _best(made, budget)
 
 
@@ -136,7 +126,14 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     name = asked.schedule or SAFE
     speeds = speeds_of_model(asked.speeds, model)
     first = _Shape(
-        seen=seen, whole=whole, ranks=model, schedule=name, micro_batches=1, budget=budget, speeds=speeds
+        seen=seen,
+        whole=whole,
+        ranks=model,
+        data=data,
+        schedule=name,
+        micro_batches=1,
+        budget=budget,
+        speeds=speeds,
     )
     blocks, stages = len(whole.names), model * first.each
     if stages > blocks:
@@ -145,16 +142,30 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     shapes = [replace(first, micro_batches=count) for count in counts if fills_rounds(name, model, count)]
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
-    made = list[Draft]()
+    made, parts = list[Draft](), list[Passes]()
     # the smallest first: other lengths lie on the line between it and the whole
-    for shape in reversed(shapes):
+    shapes.reverse()
+    for shape in shapes:
         part = seen.passes(-(-whole.rows // shape.micro_batches))
         if isinstance(part, str):
             return part
         if asked.again and not repeatable(seen, part, asked.again):
             return "no block of those that are to be computed again can run a second time"
-        made += _drafts(shape, part, data=data, asked=asked)
+        run = _run(seen, part, asked)
+        if isinstance(run, str):
+            return run
+        parts.append(part)
+        made += _drafts(shape, run, asked)
+    if asked.chunks is None and not asked.all_chunks and budget is not None:
+        for shape, part in zip(shapes, parts, strict=True):
+            if _fits(made, budget):
+                break
+            made += _drafts_in_chunks(shape, part, asked)
     return _best(made, budget)
+
+
+def _fits(made: Sequence[Draft], budget: int) -> bool:
+    return any(one.peak_bytes <= budget for one in made)
 
 
 def _best(made: Sequence[Draft], budget: int | None) -> Draft:
@@ -164,26 +175,61 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(made, key=lambda one: (one.peak_bytes, one.pace))
 
 
-def _drafts(shape: _Shape, part: Passes, *, data: int, asked: Asked) -> Iterator[Draft]:
+def _run(seen: Seen, part: Passes, asked: Asked) -> InChunks | str:
+    """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
+    if not (asked.chunks or asked.all_chunks):
+        return InChunks(plain=part, part=part, chunks={})
+    if seen.stage_chunks is None:
+        return "its blocks were not looked at for chunks"
+    chunks = asked.chunks
+    if not chunks:
+        levels = Levels(seen.stage_chunks, part)
+        if levels.reason:
+            return levels.reason
+        chunks = levels.every
+    found = seen.stage_chunks.passes(part.rows, chunks)
+    return found if isinstance(found, str) else InChunks(plain=part, part=found, chunks=chunks)
+
+
+def _drafts(shape: _Shape, run: InChunks, asked: Asked) -> Iterator[Draft]:
     """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
-    again = repeatable(shape.seen, part, ("*",) if asked.again is None else asked.again)
+    again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
-        yield _draft(shape, part, data=data, ends=asked.ends, again=again)
+        yield _draft(shape, run, ends=asked.ends, again=again)
         return
-    yield _draft(shape, part, data=data, ends=asked.ends)
+    yield _draft(shape, run, ends=asked.ends)
     if shape.budget is None or not again:
         return
-    if asked.ends is not None:
-        ends = {asked.ends}
-    else:
-        # the fastest as it is, and the fastest that fits where all of them are computed again
-        least = computed_again(part, again)
-        ends = {_cut(replace(shape, budget=None), part, _Layers.of(shape, part))}
-        ends.add(_cut(shape, least, _Layers.of(shape, least)))
-    for run in sorted(ends):
-        blocks = fewest_again(_pipeline(shape, part, run), again, shape.budget)
+    for ends in _likely_ends(shape, run.part, computed_again(run.part, again), asked):
+        blocks = fewest_again(_pipeline(shape, run.part, ends), again, shape.budget)
         if blocks:
-            yield _draft(shape, part, data=data, ends=run, again=blocks)
+            yield _draft(shape, run, ends=ends, again=blocks)
+
+
+def _drafts_in_chunks(shape: _Shape, part: Passes, asked: Asked) -> Iterator[Draft]:
+    """With as many blocks in chunks as are needed to fit, and as few computed again as that leaves."""
+    chunks, again = shape.seen.stage_chunks, repeatable(shape.seen, part, asked.again or ("*",))
+    again = () if asked.again == () else again
+    if chunks is None or shape.budget is None:
+        return
+    levels = Levels(chunks, part)
+    least = levels.passes(0) if len(levels) else levels.reason
+    if isinstance(least, str):
+        return
+    for ends in _likely_ends(shape, part, computed_again(least, again), asked):
+        rules, blocks = fewest_chunks(_pipeline(shape, part, ends), levels, again, shape.budget)
+        found = chunks.passes(part.rows, rules) if rules else ""
+        if not isinstance(found, str):
+            run = InChunks(plain=part, part=found, chunks=rules)
+            yield _draft(shape, run, ends=ends, again=blocks)
+
+
+def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: Asked) -> list[tuple[int, ...]]:
+    """Those that were asked for; else the fastest as it is, and the fastest that fits in its form of least bytes."""
+    if asked.ends is not None:
+        return [asked.ends]
+    fastest = _cut(replace(shape, budget=None), part, _Layers.of(shape, part))
+    return sorted({fastest, _cut(shape, least, _Layers.of(shape, least))})
 
 
 def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
@@ -191,10 +237,10 @@ def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
 
 
 def _draft(
-    shape: _Shape, part: Passes, *, data: int, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
+    shape: _Shape, run: InChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
 ) -> Draft:
     """Cut, and predict."""
-    kept, part = part, computed_again(part, again)
+    part = computed_again(run.part, again)
     layers = _Layers.of(shape, part)
     if ends is None:
         ends = _cut(shape, part, layers)
@@ -202,7 +248,7 @@ def _draft(
     peaks = rank_peaks(pipeline)
     times = layers.stages(ends, shape.of_stages)
     line = timeline(shape.orders, times)
-    seconds = line.seconds + layers.silent + _after(shape, pipeline, data)
+    seconds = line.seconds + layers.silent + _after(shape, pipeline)
     stages = tuple(
         Stage(
             first=start,
@@ -219,11 +265,15 @@ def _draft(
         for n, (start, end) in enumerate(pairwise((0, *ends)))
     )
     return Draft(
-        ranks=data,
+        ranks=shape.data,
         model=shape.ranks,
         peak_bytes=max(peaks),
         seconds=seconds,
-        targets=(_target(shape, ends, stages), *targets_again(kept, again)),
+        targets=(
+            _target(shape, ends, stages),
+            *targets_again(run.part, again),
+            *targets_in_chunks(run, again),
+        ),
         stages=stages,
         held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
     )
@@ -248,14 +298,14 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ta
     return Target(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
 
 
-def _after(shape: _Shape, pipeline: Pipeline, data: int) -> float:
+def _after(shape: _Shape, pipeline: Pipeline) -> float:
     """Seconds after the passes: the gradients of the fullest rank are averaged over the data axis, and it steps."""
     whole, links = shape.whole, shape.seen.rates.links
     held = [held_bytes(pipeline, rank, gradients=False) for rank in range(shape.ranks)]
     every = sum(p.n_bytes + p.state_bytes for p in whole.parameters)
     fullest = max(held) / max(1, every)
     gradients = fullest * sum(p.gradient_bytes for p in whole.parameters)
-    averaged = collective_seconds("all_reduce", gradients, data, links, inner=shape.ranks)
+    averaged = collective_seconds("all_reduce", gradients, shape.data, links, inner=shape.ranks)
     return averaged + fullest * float(whole.seconds[whole.optimises].sum())
 
 
@@ -278,9 +328,9 @@ class _Layers:
     @classmethod
     def of(cls, shape: _Shape, part: Passes) -> "_Layers":
         """Of the segments of a micro-batch."""
-        there, back = _seconds(part)
+        there, back = segment_seconds(part)
         forward, backward = there[:-1].copy(), back[:-1].copy()
-        whole_there, whole_back = _seconds(shape.whole)
+        whole_there, whole_back = segment_seconds(shape.whole)
         if not shape.at_once:
             forward[-1] += there[-1]
             backward[-1] += back[-1]
@@ -310,17 +360,6 @@ class _Layers:
         return replace(made, rest=self.rest / (speeds[-1] if speeds else 1.0))
 
 
-def _seconds(passes: Passes) -> tuple[Any, Any]:
-    """Of every segment, forward and backward, [K + 1] each."""
-    before = np.concatenate([[0.0], np.cumsum(passes.seconds)])
-    forward = before[passes.first[1:]] - before[passes.first[:-1]]
-    inside = passes.segment >= 0
-    backward = np.bincount(
-        passes.segment[inside], weights=passes.seconds[inside], minlength=len(passes.names) + 1
-    )
-    return forward, backward
-
-
 def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
     """Ends of the stages: the least rho_1 + rho_2 whose peak is within the budget, else of the least bytes found."""
     stages = shape.ranks * shape.each
@@ -333,10 +372,11 @@ def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
         send_backward=layers.send_backward,
         speeds=shape.of_stages,
     )
-    found = _filled(cut().ends, stages, layers, shape.speeds)
+    seconds = layers.forward + layers.backward
+    found = filled(cut().ends, stages, seconds, shape.speeds)
     if shape.budget is None or shape.each > 1:
         return found
-    rows = list(_layer_bytes(shape, part))
+    rows = list(layer_bytes(part, shape.orders, at_once=shape.at_once))
     made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
     best, least, ends = found, inf, found
     for _ in range(CAPS):
@@ -352,45 +392,7 @@ def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
         has = sum(rows[fullest][start:end])
         try:
             cap = max(0.0, has - max(1.0, min(over, has / 8)))
-            ends = _filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, layers, shape.speeds)
+            ends = filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, seconds, shape.speeds)
         except PlanError:
             break
     return best
-
-
-def _layer_bytes(shape: _Shape, part: Passes) -> Iterator[list[float]]:
-    """For every stage, what each block would hold there."""
-    blocks = len(part.names)
-    alone = [stage_bytes(part, i, i + 1, to_the_end=not shape.at_once) for i in range(blocks)]
-    # what passes between blocks is kept once per stage
-    kept = [own.kept - own.received - own.result for own in alone]
-    held = [0.0] * blocks
-    for p in part.parameters:
-        places = {min(i, blocks - 1) for i in p.segments} if p.block is None else {p.block}
-        for i in places:
-            # those of the last step are there too
-            held[i] += p.n_bytes + p.state_bytes + 2 * p.gradient_bytes
-    for rank, order in enumerate(shape.orders):
-        flying = most_in_flight(order)[rank]
-        yield [own + flying * saved for own, saved in zip(held, kept, strict=True)]
-
-
-def _filled(
-    ends: tuple[int, ...], stages: int, layers: _Layers, speeds: tuple[float, ...]
-) -> tuple[int, ...]:
-    """As many stages as there are: where fewer would be better, the longest one of several blocks is cut in two; of
-    ranks that are not alike one that would be best left idle gets a block of its neighbour's.
-    """
-    if speeds:
-        blocks = len(layers.forward)
-        whole = [*ends, *[blocks] * (stages - len(ends))]
-        apart = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
-        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(apart))
-    ends = tuple(sorted(set(ends)))
-    work = np.concatenate([[0.0], np.cumsum(layers.forward + layers.backward)])
-    while len(ends) < stages:
-        runs = [run for run in pairwise((0, *ends)) if run[1] - run[0] > 1]
-        start, end = max(runs, key=lambda run: float(work[run[1]] - work[run[0]]))
-        middle = min(range(start + 1, end), key=lambda i: abs(float(2 * work[i] - work[start] - work[end])))
-        ends = tuple(sorted({*ends, middle}))
-    return ends

@@ -191,8 +191,8 @@ class _Window:
             return int(others.max()), int(others.max())
         born = np.clip(own[:, 0] - begin, 0, length - 1)
         come = _over_time(born, np.full(len(own), length), own[:, 1], length)
-        # a node hands out all its gradients before any is added
-        brief = _over_time(born, born + 1, own[:, 1], length)
+        # a node hands out all its gradients together, before any is added
+        brief = _over_time(born, own[:, 3] - begin, own[:, 1], length)
         return int((others + come).max()), int((others + brief).max())
 
 
@@ -237,6 +237,10 @@ class Pipeline:
         """First and end of the blocks of every stage."""
         return list(pairwise((0, *self.ends)))
 
+    def runs_of(self, rank: int) -> list[tuple[int, int]]:
+        """Those of a rank."""
+        return self.runs[rank :: len(self.orders)]
+
 
 def rank_peaks(pipeline: Pipeline) -> tuple[int, ...]:
     """Most bytes at once of every rank."""
@@ -250,8 +254,7 @@ def held_bytes(pipeline: Pipeline, rank: int, *, gradients: bool) -> int:
 
 
 def _held(pipeline: Pipeline, rank: int) -> list[Parameter]:
-    ranks = len(pipeline.orders)
-    own = [parameters_of(pipeline.whole, *run) for run in pipeline.runs[rank::ranks]]
+    own = [parameters_of(pipeline.whole, *run) for run in pipeline.runs_of(rank)]
     return list({p.name: p for some in own for p in some}.values())
 
 

@@ -1,24 +1,32 @@
 """Claim: a step in which blocks of stages are computed again is that of the recorded one, operator by operator; as few
-are taken as a rank's budget asks for, and a plan has them where a pipeline alone does not fit.
+are taken as a rank's budget asks for, and a plan has them where a pipeline alone does not fit; where they are not
+enough, blocks of the ranks that need it run in chunks.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.planning.modules.seen import Draft
-from lightning_amp.planning.modules.stage_forms import computed_again, fewest_again
-from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.planning.modules.seen import Asked, Draft, Seen, StageChunks
+from lightning_amp.planning.modules.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
+from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.pipeline.schedules import schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks, stage_bytes
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.planning.plan.specs import ChunkBlock, PipelineStages
 from tests.planning.modules.test_plan_of_a_module import base
 from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, step
 
+LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
+"""Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
+WHOLE = [0, 5]
+"""Blocks of which no part takes less in chunks."""
 FOUR = Asked(micro_batches=4, schedule="1f1b")
 REPEATABLE = [f"blocks.{i}" for i in range(4)]
 """Of the six blocks; the chain of the step knows nothing of the others."""
@@ -121,8 +129,10 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     # with a budget that needs none of them, all are, for they were asked for
     wide = replace(asked, budget_bytes=100_000)
     assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
-    with pytest.raises(PlanError, match="may take in chunks is not planned yet"):
+    with pytest.raises(PlanError, match="its blocks were not looked at for chunks; leave 'chunk' out"):
         plan_module(asked, step(), named=("recompute", "chunk"))
+    with pytest.raises(PlanError, match="fsdp; it was not tried inside of stages"):
+        plan_module(asked, step(), named=("fsdp", "chunk"))
 
 
 def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
@@ -133,3 +143,149 @@ def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
     assert found.strategies == ("S1", "recompute", "pipeline")
     assert found.fits
     assert Plan.from_json(found.to_json()) == found
+
+
+class Forms:
+    """As ChunkForms, of a micro-batch: its slowest level is four times as slow as the block."""
+
+    reason = ""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
+        if int(fqn.rpartition(".")[2]) in WHOLE:
+            return ()
+        return tuple(self._rows * level for level in (LEVELS if slow else [50, 70]))
+
+
+def in_chunks(rows: int, chunks: Mapping[str, ChunkBlock]) -> Passes:
+    """The step in which some blocks keep less and take longer backward."""
+    plain = passes(rows)
+    n_bytes, seconds = plain.n_bytes.copy(), plain.seconds.copy()
+    for name, spec in chunks.items():
+        i, level = int(name.rpartition(".")[2]), spec.budget_bytes // rows
+        n_bytes[i] = rows * level
+        seconds[np.flatnonzero(plain.segment == i)[0]] += rows * LEVELS[level]
+    return replace(plain, n_bytes=n_bytes, seconds=seconds)
+
+
+def chunkable(**options: Any) -> Seen:
+    forms: Any = Forms
+    return replace(step(**options), stage_chunks=StageChunks(forms=forms, passes=in_chunks))
+
+
+def chunks_of(found: Draft | Plan) -> dict[str, int]:
+    listed = found.targets if isinstance(found, Draft) else found.rules
+    return {one.fqn: one.spec.budget_bytes for one in listed if isinstance(one.spec, ChunkBlock)}
+
+
+def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
+    rows, orders = ROWS // 4, schedule("1f1b", 2, 4)
+    part = passes(rows)
+    pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=orders, at_once=False)
+    levels = Levels(chunkable().stage_chunks, part)  # type: ignore[arg-type]
+    peaks = rank_peaks(pipeline)
+    assert fewest_chunks(pipeline, levels, (), max(peaks)) == ({}, ())
+
+    def peak(level: int) -> tuple[int, ...]:
+        names = [f"blocks.{i}" for i in range(6) if i not in WHOLE]
+        chunks = {name: ChunkBlock(budget_bytes=rows * level) for name in names}
+        return rank_peaks(replace(pipeline, part=in_chunks(rows, chunks)))
+
+    fullest = peaks.index(max(peaks))
+    own = {f"blocks.{i}" for i in ((1, 2), (3, 4))[fullest]}
+    for least, budget in ((70, max(peaks) - 1), (50, peak(70)[fullest] - 1), (20, peak(50)[fullest] - 1)):
+        found, again = fewest_chunks(pipeline, levels, (), budget)
+        assert {name: found[name].budget_bytes for name in own} == dict.fromkeys(own, rows * least)
+        assert again == ()
+        line = replace(pipeline, part=in_chunks(rows, found))
+        assert max(rank_peaks(line)) <= budget
+    # with nothing that fits, that of the least bytes
+    found, _ = fewest_chunks(pipeline, levels, (), 1)
+    assert {spec.budget_bytes for spec in found.values()} == {rows * 20}
+    # computing a block again takes a second for every sample: two of them take as long as two in chunks of 50, which
+    # do not fit here by themselves, and are faster than those of 20
+    found, again = fewest_chunks(pipeline, levels, range(6), peak(50)[fullest] - 1)
+    assert {i for i in again if f"blocks.{i}" in own} or max(
+        s.budget_bytes for s in found.values()
+    ) > rows * 20
+
+
+def test_chunks_are_taken_in_stages_where_nothing_else_fits() -> None:
+    seen = chunkable()
+    free = made(staged(seen, 2, data=1, budget=None, asked=FOUR))
+    least = made(staged(seen, 2, data=1, budget=1, asked=replace(FOUR, chunks={})))
+    # nor looked for, which takes seconds
+    none: Any = None
+    unseen = replace(seen, stage_chunks=StageChunks(forms=none, passes=none))
+    enough = made(staged(unseen, 2, data=1, budget=least.peak_bytes, asked=FOUR))
+    assert chunks_of(free) == chunks_of(least) == chunks_of(enough) == {}
+    without = replace(FOUR, chunks={})
+    budget = next(
+        n
+        for n in range(least.peak_bytes - 1, 0, -8)
+        if made(staged(seen, 2, data=1, budget=n, asked=without)).peak_bytes > n
+    )
+    tight = made(staged(seen, 2, data=1, budget=budget, asked=FOUR))
+    assert tight.peak_bytes <= budget
+    assert chunks_of(tight)
+    alone = made(staged(seen, 2, data=1, budget=budget, asked=replace(FOUR, again=())))
+    assert again_of(alone) == []
+    assert alone.peak_bytes < free.peak_bytes
+    assert alone.seconds > free.seconds
+    target = next(one for one in alone.targets if isinstance(one.spec, ChunkBlock))
+    assert f"{len(chunks_of(alone))} of 6 blocks run in chunks, this one within" in target.why
+    assert target.saves_bytes == 2 * SAVED - chunks_of(alone)[target.fqn]
+    # not those that are far slower, where no budget asks for them
+    every = made(staged(seen, 2, data=1, budget=None, asked=replace(FOUR, again=(), all_chunks=True)))
+    assert chunks_of(every) == {f"blocks.{i}": 2 * 50 for i in (1, 2, 3, 4)}
+
+
+def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
+    rule = Rule(
+        fqn="blocks", spec=PipelineStages(ends="3,6", schedule="1f1b"), strategy="pipeline", why="asked for"
+    )
+    asked = base(None, devices=2)
+    asked = replace(
+        asked,
+        mesh=replace(asked.mesh, data=1, model=2),
+        rules=(*asked.rules, rule),
+        strategies=("S1", "pipeline"),
+    )
+    seen = chunkable()
+    plain = plan_module(asked, seen, named=())
+    every = plan_module(asked, seen, named=("chunk",), budget_named=False)
+    assert set(chunks_of(every)) == {f"blocks.{i}" for i in (1, 2, 3, 4)}
+    assert every.strategies == ("S1", "pipeline", "chunk")
+    assert every.predicted_peak_bytes < plain.predicted_peak_bytes
+    # as it was given it is counted so again
+    again = plan_again(every, seen)
+    assert again.predicted_peak_bytes == every.predicted_peak_bytes
+    assert [stage.peak_bytes for stage in again.stages] == [stage.peak_bytes for stage in every.stages]
+    # with a budget as few as it needs; all of them where it needs none, for they were asked for
+    tight = replace(asked, budget_bytes=plain.predicted_peak_bytes - 1)
+    some = plan_module(tight, seen, named=("chunk",))
+    assert some.fits
+    assert chunks_of(some)
+    assert again_of(some) == []
+    wide = replace(asked, budget_bytes=100_000)
+    assert chunks_of(plan_module(wide, seen, named=("chunk",))) == chunks_of(every)
+    both = plan_module(asked, seen, named=("recompute", "chunk"), budget_named=False)
+    assert chunks_of(both) == chunks_of(every)
+    assert again_of(both) == REPEATABLE
+    # what does not fit at all says the least
+    none = plan_module(replace(asked, budget_bytes=1), seen, named=("chunk",))
+    assert none.fits is False
+    assert set(chunks_of(none).values()) == {min(chunks_of(none).values())}
+    assert any(note.startswith("the least that 2 ranks can do with") for note in none.notes)
+
+
+def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:
+    heavy = chunkable(held=200_000)
+    least = made(staged(heavy, 2, data=1, budget=1, asked=Asked(again=("*",), chunks={})))
+    found = plan_module(base(least.peak_bytes - 1, devices=2), heavy)
+    assert found.fits
+    assert "chunk" in found.strategies
+    assert "pipeline" in found.strategies
+    assert "chunk" not in plan_module(base(least.peak_bytes, devices=2), heavy).strategies

@@ -12,8 +12,8 @@ from lightning_amp import cut_pipeline
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.planning.modules.seen import Draft, Seen
-from lightning_amp.planning.modules.stages import Asked, staged
+from lightning_amp.planning.modules.seen import Asked, Draft, Seen
+from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.pipeline.schedules import schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks
 from lightning_amp.planning.plan.plan import Plan
@@ -57,7 +57,7 @@ def passes(
         outputs=tuple((blocks + i,) for i in range(blocks)),
         sent_bytes=(rows * SENT,) * blocks,
         uses=np.array([(i, i, backward_of[i]) for i in range(blocks)]),
-        gradients=np.array([(backward_of[i], weight, i) for i in range(blocks)]),
+        gradients=np.array([(backward_of[i], weight, i, backward_of[i] + 1) for i in range(blocks)]),
         parameters=tuple(
             Parameter(
                 name=f"blocks.{i}.w",
