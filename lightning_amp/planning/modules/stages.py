@@ -142,7 +142,7 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     shapes = [replace(first, micro_batches=count) for count in counts if fills_rounds(name, model, count)]
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
-    made, parts = list[Draft](), list[Passes]()
+    made, parts, refused = list[Draft](), list[Passes](), ""
     # the smallest first: other lengths lie on the line between it and the whole
     shapes.reverse()
     for shape in shapes:
@@ -151,11 +151,15 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
             return part
         if asked.again and not repeatable(seen, part, asked.again):
             return "no block of those that are to be computed again can run a second time"
+        parts.append(part)
         run = _run(seen, part, asked)
         if isinstance(run, str):
-            return run
-        parts.append(part)
-        made += _drafts(shape, run, asked)
+            # micro-batches may be too small for chunks
+            refused = run
+        else:
+            made += _drafts(shape, run, asked)
+    if not made:
+        return refused
     if asked.chunks is None and not asked.all_chunks and budget is not None:
         for shape, part in zip(shapes, parts, strict=True):
             if _fits(made, budget):

@@ -35,8 +35,8 @@ CELLS, STEPS = 8, 4
 
 WIDE, STRATA, NODES = "S1,S2,S3,S4,S5", "S1,stream,strata", "S1,nodes"
 """Plans of the model axis: the paper's with sharded parameters, strata by rank, anchors by rank."""
-PIPELINE, RECOMPUTED = "S1,pipeline", "S1,recompute,pipeline"
-"""Those of a module without a decoder: blocks by rank, and blocks that are computed again."""
+PIPELINE, RECOMPUTED, CHUNKED = "S1,pipeline", "S1,recompute,pipeline", "S1,pipeline,chunk"
+"""Those of a module without a decoder: blocks by rank, and blocks that are computed again, or run in chunks."""
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.lightning.conformance.callbacks import checkpoint
 from tests.lightning.conformance.cases import (
+    CHUNKED,
     N_FEATURES,
     PIPELINE,
     RECOMPUTED,
@@ -63,9 +64,25 @@ class Layered(Tiny):
         return self.blocks(self.encode(batch))
 
 
+class Spread(nn.Module):
+    """Most of its bytes are of its samples, so that it takes less in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.unsqueeze(-1) * self.weight).tanh().mean(-1)
+
+
 @feature("stages: fit", checked=TRAINED, plans=(PIPELINE, RECOMPUTED))
 def staged_fit(site: Site) -> Outcome:
     return fit(site, Layered())
+
+
+@feature("stages: fit, blocks in chunks", checked=TRAINED, plans=(CHUNKED,))
+def chunked_fit(site: Site) -> Outcome:
+    return fit(site, Layered(Spread(), Spread()))
 
 
 @feature(

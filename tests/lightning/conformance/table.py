@@ -27,6 +27,7 @@ import tests.lightning.conformance.modules
 import tests.lightning.conformance.optimisation
 import tests.lightning.conformance.pipelines  # noqa: F401  they add rows
 from tests.lightning.conformance.cases import (
+    CHUNKED,
     FEATURES,
     NODES,
     PIPELINE,
@@ -187,16 +188,18 @@ same: on one rank as one device to 1e-12; on two ranks of the data axis as one d
 notes. "refused" means that the run stopped, on every rank, with the message that is given.
 
 Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. Rows that begin with "stages" have a list of blocks
-in the place of the decoder; of their plans P is {pipeline} and R is {recomputed}.
+in the place of the decoder; of their plans P is {pipeline}, R is {recomputed} and C is {chunked}.
 """
 ORDER = ("loop", "optimisation", "callbacks", "data", "modules", "pipelines")
-NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R"}
+NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHUNKED: "C"}
 
 
 def document(rows: list[Row]) -> str:
     """docs/conformance.md."""
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
-    head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED)
+    head = HEAD.format(
+        wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED
+    )
     columns = "| feature | 1 rank | 2 ranks | 2 ranks, model axis | compared | note |"
     lines = [head, columns, "|---|---|---|---|---|---|", *map(_line, rows)]
     refusals = [row for row in rows if row.messages]

@@ -21,7 +21,7 @@ from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks, st
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, PipelineStages
 from tests.planning.modules.test_plan_of_a_module import base
-from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, step
+from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, spec_of, step
 
 LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
 """Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
@@ -148,13 +148,12 @@ def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
 class Forms:
     """As ChunkForms, of a micro-batch: its slowest level is four times as slow as the block."""
 
-    reason = ""
-
     def __init__(self, rows: int) -> None:
-        self._rows = rows
+        self._rows, self.reason = rows, "it has one sample" if rows == 1 else ""
 
     def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
-        if int(fqn.rpartition(".")[2]) in WHOLE:
+        # of one sample nothing is cut
+        if int(fqn.rpartition(".")[2]) in WHOLE or self._rows == 1:
             return ()
         return tuple(self._rows * level for level in (LEVELS if slow else [50, 70]))
 
@@ -240,6 +239,11 @@ def test_chunks_are_taken_in_stages_where_nothing_else_fits() -> None:
     # not those that are far slower, where no budget asks for them
     every = made(staged(seen, 2, data=1, budget=None, asked=replace(FOUR, again=(), all_chunks=True)))
     assert chunks_of(every) == {f"blocks.{i}": 2 * 50 for i in (1, 2, 3, 4)}
+    # other numbers of micro-batches are left out where these cannot be in chunks
+    free = made(staged(seen, 2, data=1, budget=None, asked=Asked(again=(), all_chunks=True)))
+    assert spec_of(free).micro_batches == 4
+    single = Asked(again=(), all_chunks=True, micro_batches=8)
+    assert staged(seen, 2, data=1, budget=None, asked=single) == "it has one sample"
 
 
 def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
@@ -254,8 +258,8 @@ def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
         strategies=("S1", "pipeline"),
     )
     seen = chunkable()
-    plain = plan_module(asked, seen, named=())
-    every = plan_module(asked, seen, named=("chunk",), budget_named=False)
+    plain = plan_module(asked, seen, named=(), asked=FOUR)
+    every = plan_module(asked, seen, named=("chunk",), budget_named=False, asked=FOUR)
     assert set(chunks_of(every)) == {f"blocks.{i}" for i in (1, 2, 3, 4)}
     assert every.strategies == ("S1", "pipeline", "chunk")
     assert every.predicted_peak_bytes < plain.predicted_peak_bytes
@@ -265,17 +269,17 @@ def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
     assert [stage.peak_bytes for stage in again.stages] == [stage.peak_bytes for stage in every.stages]
     # with a budget as few as it needs; all of them where it needs none, for they were asked for
     tight = replace(asked, budget_bytes=plain.predicted_peak_bytes - 1)
-    some = plan_module(tight, seen, named=("chunk",))
+    some = plan_module(tight, seen, named=("chunk",), asked=FOUR)
     assert some.fits
     assert chunks_of(some)
     assert again_of(some) == []
     wide = replace(asked, budget_bytes=100_000)
-    assert chunks_of(plan_module(wide, seen, named=("chunk",))) == chunks_of(every)
-    both = plan_module(asked, seen, named=("recompute", "chunk"), budget_named=False)
+    assert chunks_of(plan_module(wide, seen, named=("chunk",), asked=FOUR)) == chunks_of(every)
+    both = plan_module(asked, seen, named=("recompute", "chunk"), budget_named=False, asked=FOUR)
     assert chunks_of(both) == chunks_of(every)
     assert again_of(both) == REPEATABLE
     # what does not fit at all says the least
-    none = plan_module(replace(asked, budget_bytes=1), seen, named=("chunk",))
+    none = plan_module(replace(asked, budget_bytes=1), seen, named=("chunk",), asked=FOUR)
     assert none.fits is False
     assert set(chunks_of(none).values()) == {min(chunks_of(none).values())}
     assert any(note.startswith("the least that 2 ranks can do with") for note in none.notes)
