@@ -1,6 +1,8 @@
 """Every name of torch outside its public interface that this package uses, with the reason."""
 
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -103,6 +105,7 @@ __all__ = [
     "default_store",
     "disable_torch_function",
     "end_gathered",
+    "failures_unlogged",
     "flatten_each",
     "functional_collectives",
     "gelu_backward",
@@ -161,6 +164,18 @@ def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
 def is_watched() -> bool:
     """Whether a mode sees every operator of this thread; other threads' operators it would not see."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+@contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """An operator that fails on fake tensors raises; torch would write a traceback into the log besides."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def autograd_node() -> Any:

@@ -27,7 +27,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_amp._torch import FakeTensorMode, is_compiled
+from lightning_amp._torch import FakeTensorMode, failures_unlogged, is_compiled
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.fake_copy import (
     CopyFakes,
@@ -243,7 +243,15 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
 @contextmanager
 def aside(module: torch.nn.Module) -> Iterator[None]:
     """Run a step of a copy that nobody is to notice: it says nothing, and leaves files, random numbers and ranks."""
-    with _quiet(), isolated_random_streams(), files_as_they_were(module), _as_written(module), _alone():
+    # where the step needs values, the profile itself says so
+    with (
+        failures_unlogged(),
+        _quiet(),
+        isolated_random_streams(),
+        files_as_they_were(module),
+        _as_written(module),
+        _alone(),
+    ):
         yield
 
 
@@ -383,8 +391,6 @@ def _quiet() -> Iterator[None]:
     """Say nothing of a Trainer that the user has not made."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     children = [logging.getLogger(f"lightning.{name}.utilities.rank_zero") for name in ("pytorch", "fabric")]
-    # where the step needs values, the profile itself says so
-    loggers.append(logging.getLogger(FakeTensorMode.__module__))
     levels = [(logger, logger.level) for logger in loggers + children]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)

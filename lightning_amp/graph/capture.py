@@ -28,6 +28,7 @@ from lightning_amp._torch import (
     FakeTensor,
     FakeTensorMode,
     PythonNode,
+    failures_unlogged,
     is_compiled,
     make_fx,
     tree_flatten,
@@ -121,7 +122,8 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     common = {"kind": type(block), "key": key, "names": tuple(state)}
     try:
         _refuse(block)
-        return Capture(**common, **_trace(block, args, kwargs, key))
+        with failures_unlogged():
+            return Capture(**common, **_trace(block, args, kwargs, key))
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:

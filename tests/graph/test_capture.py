@@ -1,6 +1,7 @@
 """Claim: a captured block computes what the block computes, or stays as it is for a reason that is named."""
 
 import copy
+import logging
 import random
 import threading
 from typing import Any
@@ -221,6 +222,17 @@ def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: s
         block.calls -= 1
     random.seed(0)
     assert torch.equal(Captures().run(block, x_of()), right)
+
+
+def test_a_forward_that_fails_is_a_reason_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + x.new_zeros(3, 5)
+
+    with caplog.at_level(logging.ERROR):
+        found = Captures().of(Fails(), (x_of(),), {})
+    assert "its forward cannot run on fake tensors: RuntimeError" in found.reason
+    assert not caplog.records
 
 
 def test_an_attribute_named_to_is_a_reason() -> None:
