@@ -46,12 +46,9 @@ def memory_curve(
     """Draw peak memory against the stratum, predicted and measured, and the budget if it is in sight.
 
     Args:
-        path: PNG to write
         predicted_bytes: [stratum], or None when nothing was predicted
         measured_bytes: [stratum], or None when nothing was measured
         budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
-        title: what was run
-        rank_label: whose memory it is
     """
     # The prediction is drawn last and thin: a good one lies on the measurement and must stay visible.
     curves = [
@@ -76,14 +73,11 @@ def simulated_memory(
     """Draw memory after each stratum of a simulated step beside the prediction, its peak, and the budget.
 
     Args:
-        path: PNG to write
         simulated_bytes: [stratum], as far as the step came
         predicted_bytes: [stratum]
         peak_bytes: most bytes alive at once; what was alive or asked for where the budget was exceeded
         failed_at: where the budget was exceeded, None where it was not
         budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
-        title: what was simulated
-        rank_label: whose memory it is
     """
     curves = [
         (simulated_bytes, f"simulated, {rank_label}", "o-", PALETTE[0], 2.4),
@@ -159,12 +153,9 @@ def step_memory(
     """Draw memory over a training step as an area by kind, and beside it the modules that hold most at the peak.
 
     Args:
-        path: PNG to write
-        step: what is drawn as areas and bars
         predicted: the same step before it was run, drawn as a line and as marks
         at: where in the step the peak is
         budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
-        title: above all
     """
     top = max(int(one.total.max()) for one in (step, predicted) if one is not None)
     unit, size = _unit(top)
@@ -196,10 +187,8 @@ def embedding(
     """Draw cells in the plane, once for each kind of label, side by side.
 
     Args:
-        path: PNG to write
         xy: [cell, 2]
         labels: heading of a panel -> class of every cell
-        title: above all panels
         axis_names: what the two axes are
     """
     points = np.asarray(xy, dtype=np.float64)
@@ -223,11 +212,9 @@ def contact_maps(
     """Draw contact maps side by side on one logarithmic colour scale; pairs without contacts stay white.
 
     Args:
-        path: PNG to write
         maps: heading -> [bin, bin] contacts
         chromosomes: of each bin; bins of a chromosome follow each other
         starts: of each bin, in base pairs
-        title: above all maps
     """
     values = {heading: np.asarray(contacts, dtype=np.float64) for heading, contacts in maps.items()}
     scale = _common_scale(list(values.values()))

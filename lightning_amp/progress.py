@@ -11,13 +11,7 @@ SLOW = 10.0
 
 
 def track(iterable: Iterable[Item], *, description: str, total: int) -> Iterator[Item]:
-    """Hand on the items one by one, with a progress bar when standard error is a terminal, else a line when slow.
-
-    Args:
-        iterable: What to iterate over.
-        description: Text left of the bar.
-        total: Expected number of items.
-    """
+    """Hand on the items one by one, with a progress bar when standard error is a terminal, else a line when slow."""
     if not sys.stderr.isatty():
         yield from _told(iterable, description, total)
         return

@@ -41,9 +41,6 @@ class Deferred:
     def result(self, what: str) -> Any:
         """The result, with gradients if they were enabled at the call and are now.
 
-        Args:
-            what: What was asked for, for messages.
-
         Raises:
             InstallError: A tensor was changed in place, or needs a gradient now and did not then, or the reverse.
         """

@@ -83,7 +83,6 @@ def calibrate(
 
     Args:
         device: "cpu" or "cuda"; None for CUDA where there is one.
-        index: Of several GPUs, which.
         sizes: Anchors, channels, strata and cells; None for those of `SIZES`.
 
     Raises:

@@ -89,9 +89,6 @@ def simulate(
 
     Args:
         make: Makes the module and the batch, without values.
-        plan: What is installed, and the budget.
-        rank: The rank.
-        device_type: Whose settings are taken, one of torch's.
         on_stratum: Called after every stratum, forward and backward.
 
     Raises:

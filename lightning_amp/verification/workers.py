@@ -54,11 +54,7 @@ Task = Callable[..., Any]
 
 
 class Workers:
-    """The single process and some ranks, each a pool of one worker, which keeps its process group between tasks.
-
-    Attributes:
-        folder: Given to every task.
-    """
+    """The single process and some ranks, each a pool of one worker, which keeps its process group between tasks."""
 
     def __init__(self, ranks: int, folder: Path, *, timeout: float) -> None:
         """Describe the pools, which `with` starts: an empty folder that all see, and seconds that a task may take."""

@@ -25,11 +25,7 @@ from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode,
 
 
 class GivenDistribution(nn.Module):
-    """Log-probability by the distribution that the foreign decoder returns, where ours differs from it.
-
-    Args:
-        kind: Its class, made from keyword arguments.
-    """
+    """Log-probability by the distribution that the foreign decoder returns, where ours differs from it."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()

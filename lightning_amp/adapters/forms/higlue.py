@@ -116,7 +116,6 @@ def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
     """The ways that a module's parts can be computed with, the likeliest first.
 
     Args:
-        module: The decoder.
         seen: What is known already: `chained`, `least` and `kind`.
     """
     both = (True, False)

@@ -114,8 +114,6 @@ class MultiResStratum(AdaptedStratum):
         """The same parts and what was installed in them, for some of the features.
 
         Args:
-            nodes: Their anchors.
-            places: Their columns in the tables.
             columns: First and one past the last of their columns in the data.
         """
         own = copy.copy(self)

@@ -75,14 +75,7 @@ SEVERAL = _Family(read_bands, small_multires, drawn_multires, lambda _, seen: it
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Case:
-    """What a form of ours is to compute too.
-
-    Attributes:
-        small: The copy that was run.
-        mode: In which way.
-        x: The data.
-        expected: The copy's results.
-    """
+    """What a form of ours is to compute too."""
 
     small: Small
     mode: str

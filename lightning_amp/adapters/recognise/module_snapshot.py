@@ -36,11 +36,7 @@ WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
 
 
 class Snapshot:
-    """A foreign decoder as it is now.
-
-    Attributes:
-        parameters: Its parameters, by name.
-    """
+    """A foreign decoder as it is now."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.named_parameters())
@@ -49,10 +45,6 @@ class Snapshot:
 
     def check(self, module: nn.Module, decoder: nn.Module) -> None:
         """Refuse a module that is another one by now.
-
-        Args:
-            module: The foreign decoder.
-            decoder: Ours, with what was installed in it.
 
         Raises:
             InstallError: A parameter, a child, a setting, a buffer or the hooks of it have changed.

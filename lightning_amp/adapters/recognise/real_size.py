@@ -36,12 +36,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FirstBatch:
-    """Compares a foreign decoder with ours on the first batch that it is called with, in training and in evaluation.
-
-    Args:
-        module: The foreign decoder.
-        decoder: Ours, before anything is installed in it.
-    """
+    """Compares a foreign decoder with ours on the first batch that it is called with, in training and in evaluation."""
 
     def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
         self.module = module

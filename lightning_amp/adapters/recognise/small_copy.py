@@ -156,8 +156,6 @@ def draw(
         module: The foreign decoder, which is left as it is.
         memo: What deepcopy is to take in place of its lists, by id.
         sizes: Of the values and the cells.
-        n_anchors: N.
-        n_features: F.
     """
     generator = torch.Generator().manual_seed(0)
 

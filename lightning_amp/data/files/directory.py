@@ -38,7 +38,6 @@ def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
     """Find the files under a directory.
 
     Args:
-        root: The data directory.
         setting: Which setting to take where there are several, e.g. "500kb_raw_0.98_2d_10".
 
     Raises:

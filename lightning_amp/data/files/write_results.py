@@ -95,10 +95,8 @@ def write_scool(
     also takes 2.6 times as long (30 cells of 30,000 pixels: 1.4 s, here 0.55 s).
 
     Args:
-        path: The file.
         bins: chrom, start, end, in the order of the genome.
         cells: Name, and bin1_id, bin2_id (not below bin1_id) and count, sorted by both, of each cell.
-        n_cells: How many they are.
 
     Raises:
         OSError: Not all could be written, such as on a full disk.

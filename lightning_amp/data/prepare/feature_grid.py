@@ -83,11 +83,8 @@ def build_grid(
 
     Args:
         bins: The file's bin table: chrom, start, end.
-        strata: Number of strata.
-        chromosomes: Chromosomes to keep.
         cis_only: Leave out pairs that would cross a chromosome's end; otherwise they count as contacts of the
             last bins of one chromosome with the first bins of the next.
-        source: Where the bins come from, for messages.
 
     Raises:
         DataError: Fewer than one stratum, or more than the longest chromosome has bins.

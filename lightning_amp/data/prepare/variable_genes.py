@@ -30,7 +30,6 @@ def choose_genes(
     How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
 
     Args:
-        rna: All counts.
         genes: Positions of genes, chromosomes in any spelling.
         bins: chrom, start, end of the bins that are kept.
         n_genes: How many of the genes on kept chromosomes count as most variable.

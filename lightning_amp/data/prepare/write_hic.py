@@ -70,11 +70,8 @@ def write_hic(
     Args:
         path: The h5ad to write.
         cells: Name and pixels (bin1_id, bin2_id, count) of each cell.
-        grid: Bins and features.
         labels: One row for each cell, indexed by the names in `cells`: celltype, batch, read_depth.
-        min_depth: Least number of contacts of a cell.
         settings: Written to `uns["amp"]` with the number of dropped cells.
-        source: Where the cells come from, for messages.
 
     Raises:
         DataError: No cell is left.

@@ -20,13 +20,7 @@ SHOWN = 10
 
 
 class StepMeter:
-    """Counts a step by storage and by module, from `start` to `stop`.
-
-    Args:
-        module: The LightningModule.
-        optimizers: Of the run.
-        batch: That the step is given.
-    """
+    """Counts a step by storage and by module, from `start` to `stop`."""
 
     def __init__(
         self, module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], batch: Any

@@ -122,7 +122,6 @@ def open_directory(
     """A checkpoint whose tensors are still on the disk.
 
     Args:
-        path: The directory.
         read_file: Reads the file of everything but tensors; by default torch.load.
         weights_only: False reads what may run code; None is True.
 

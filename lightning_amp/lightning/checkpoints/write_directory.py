@@ -84,7 +84,6 @@ def write_directory(
     """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there; a collective.
 
     Args:
-        checkpoint: What Lightning would save.
         filepath: The directory to write, rank 0's counts.
         storage_options: There are none for a directory.
         rank, broadcast: The rank, and rank 0's value on every rank.

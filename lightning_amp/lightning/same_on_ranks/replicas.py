@@ -93,7 +93,6 @@ def check_replicas(
     """Make sure that every rank has built the same module, before anything is sent between them.
 
     Args:
-        module: The rank's module.
         rank, broadcast: The rank, and rank 0's value on every rank.
         any_rank: Whether a condition holds on at least one rank, known to all.
 

@@ -65,7 +65,6 @@ def warn_of_differences(
         module: With the same parameters and buffers, by name, on every rank.
         sharded: Parameters of which a rank of the model axis has its shard.
         mesh: With the axes "data" and "model".
-        step: For the warning.
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
         groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
             they lie over all of it, no two ranks have the same, and nothing is compared.
@@ -135,8 +134,6 @@ def differing(
     """What differs by more than rounding, the largest difference first; a collective of all ranks.
 
     Args:
-        held: The same names on every rank.
-        mesh: Of all ranks.
         parts: `id` of what is to be equal over the first of its axes only.
     """
     named = list(held.items())

@@ -48,7 +48,6 @@ def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates,
     """Rates of a device, and a sentence that says whose they are where it is not a known one; else "".
 
     Args:
-        device: The device.
         measure: Whether those of a CPU are measured; else they are those of one known core.
     """
     if measure and device.type != "cuda":
@@ -87,7 +86,6 @@ def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks
     """The same ranks with the data axis as two: "replicate", "shard" and "model"; consecutive ranks are a group.
 
     Args:
-        device_type: Of the ranks.
         n_ranks, model_ranks: Ranks in all, and of the model axis, which divide them.
         shard_ranks: Ranks of a group, which divide the data axis, as the plan has made sure.
     """

@@ -24,7 +24,6 @@ def share_statistics(
 
     Args:
         mesh: With the axes "data" and "model".
-        undo: Gets what takes it back.
     """
     planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
     if planned or isinstance(layer_sync, TorchSyncBatchNorm):

@@ -164,7 +164,6 @@ def plan_in_force(
     """The plan of one run, the same on every rank: the one that was asked for, or one made on rank 0.
 
     Args:
-        facts: What it is made of.
         notes: What is to be said of the module, in the plan or in the refusal to make one.
         given: A plan to carry out instead of the one that was asked for.
         strategies, model_ranks: To make a plan of, instead of what was asked for.
@@ -220,7 +219,6 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
     Args:
-        facts: What it is made of.
         strategies, model_ranks: To make it of, instead of what was asked for.
 
     Raises:

@@ -68,7 +68,6 @@ def banded_softmax(
         q: Queries; they begin with a whole bucket.
         k: Keys of the rows before, of the queries' rows and of the rows after.
         before: Keys before that of the first query, whole buckets.
-        keep: Keep P for a backward pass.
     """
     keep = keep and wants_gradients((q, k, values))
     band = Band(len(q), len(k), window, before, _sizes(q, window))

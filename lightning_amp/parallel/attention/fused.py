@@ -46,7 +46,6 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
     Args:
         attention: Attention as the reference model's LocalAttention, of all channels.
         keep: Keep the weights for the backward pass; products only.
-        kernel: How it is computed.
 
     Raises:
         InstallError: The module has parts that would be lost, or computes something else.

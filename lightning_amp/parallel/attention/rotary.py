@@ -38,7 +38,6 @@ def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: T
     Args:
         n_buckets: Buckets that have a place, from 0.
         dtype: Of what is turned, float32 or float64.
-        like: On the device.
     """
     # a fake tensor's tables are of no use to a real one, nor to a fake one of another mode
     made = Rotary if type(like) not in (Tensor, nn.Parameter) else _kept

@@ -22,7 +22,6 @@ def walk_of(
     """The child `walk` of a decoder, checked.
 
     Args:
-        strategy: Who asks, for the message.
         stacked: Whether a loop that another technique has put there will do.
         once: Whether a stratum has to run once, on all cells, to compute what it should.
 

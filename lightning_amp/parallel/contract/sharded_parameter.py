@@ -140,12 +140,7 @@ class ShardedParameter:
 
 
 def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts: Parts) -> ShardedParameter:
-    """Give a module this rank's shard of a parameter under a name.
-
-    Args:
-        module: Gets the shard.
-        parts: How it is sharded.
-    """
+    """Give a module this rank's shard of a parameter under a name."""
     own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)
     shard = nn.Parameter(own, requires_grad=whole.requires_grad)
     module.register_parameter(name, shard)

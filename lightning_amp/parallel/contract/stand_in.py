@@ -14,9 +14,6 @@ class StandIn:
     """A forward that runs a decoder in place of a module's own.
 
     Not a module, so that setting it registers nothing. A copy of the module has a copy of it.
-
-    Args:
-        decoder: Shares the module's parameter objects.
     """
 
     def __init__(self, decoder: nn.Module) -> None:

@@ -80,7 +80,6 @@ def shard_vertices(
     """Shard the vertices of a graph over the ranks that hold its anchors.
 
     Args:
-        ids: Vertex of each anchor.
         ends: Source and target of the edges in both directions, in the host's memory.
 
     Raises:

@@ -33,7 +33,6 @@ def check_region(
 
     Args:
         loss: A scalar of a rank, before its backward.
-        module: With the parameters' names.
         partial: Parameters of which every rank of the model axis computes a part of the gradient.
         sharded: Parameters of which every rank holds a shard.
 

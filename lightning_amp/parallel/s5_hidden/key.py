@@ -33,7 +33,6 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
     """New children of a key, by name.
 
     Args:
-        fqn: Its name, which goes before the children's.
         gather: Whether attention reads the keys and values of all channels.
 
     Raises:
@@ -145,9 +144,6 @@ class GatheredAttention(nn.Module):
     Collectives: forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one
     reduce-scatter of 2 R N d; no scores are summed. What grows: the gathered tensors [2 N, D], and what is made of
     them, stay for the backward pass on every rank, which is what the form is measured for.
-
-    Args:
-        inner: Bucketed attention over all channels.
     """
 
     inner: BucketedAttention

@@ -51,12 +51,7 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
 
 
 class OwnStrata(LoopTechnique):
-    """The loop over this rank's strata; made by `share_strata`.
-
-    Args:
-        inner: The loop that runs them.
-        own: The strata.
-    """
+    """The loop over this rank's strata; made by `share_strata`."""
 
     def __init__(self, inner: nn.Module, own: range) -> None:
         super().__init__(inner)

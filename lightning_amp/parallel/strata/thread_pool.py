@@ -33,8 +33,6 @@ def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> in
     """How many of the modules may run side by side.
 
     Args:
-        modules: One for every piece of work.
-        like: A tensor that the work reads.
         asked: Most that are wanted; there are no more than threads.
     """
     parts = [part for module in modules for part in module.modules()]

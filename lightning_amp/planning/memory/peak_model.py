@@ -175,7 +175,6 @@ def predict(
 
     Args:
         shape: The model, with the cells of one rank's batch.
-        strategies: Ids of the strategies in force.
         model_ranks: R.
         axes: The decoder's choices; None for those of the strategies' usual rules.
 
@@ -199,8 +198,6 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
 
     Args:
         shape: The model, with the cells of one rank's batch.
-        axes: The decoder's choices.
-        model_ranks: Ranks of the model axis.
         wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features as they are.
     """
     sizes = None

@@ -27,12 +27,7 @@ from lightning_amp.planning.sizes.terms import Term
 
 
 class Key(NamedTuple):
-    """The key, as far as the features of its stratum matter.
-
-    Attributes:
-        kept: What is kept of it.
-        decoding: Scores on their way.
-    """
+    """The key, as far as the features of its stratum matter."""
 
     kept: int
     decoding: int

@@ -39,7 +39,6 @@ class Axes:
         """The choices of some strategies of the library, and on the other axes the eager ones.
 
         Args:
-            strategies: Their ids.
             specs: What their rules ask for, where that may not be the usual.
         """
         specs = tuple(specs)

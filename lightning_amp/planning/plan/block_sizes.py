@@ -26,8 +26,6 @@ def block_cells(features: int, *, anchors: int, launched: bool = False) -> int:
     Without S4 the scores of all anchors are made.
 
     Args:
-        features: F_k of the largest stratum.
-        anchors: N.
         launched: Whether the device has its operators launched, and is no CPU.
     """
     return max(8, (LAUNCHED_SCORES if launched else BLOCK_SCORES) // max(features, anchors))
@@ -57,11 +55,5 @@ LATENTS_SIDE_BY_SIDE = 2**24
 
 
 def strata_side_by_side(threads: int, *, anchors: int, dim: int) -> int:
-    """Streamed strata that a CPU runs at the same time.
-
-    Args:
-        threads: That it computes with.
-        anchors: N.
-        dim: D.
-    """
+    """Streamed strata that a CPU runs at the same time."""
     return max(1, min(threads, LATENTS_SIDE_BY_SIDE // (anchors * dim)))

@@ -28,7 +28,6 @@ def with_sharding(plan: "Plan", asked: FullyShard | None, *, launches: bool) -> 
     """The same plan whose fsdp, if it has any, splits as was asked; None leaves it as it is.
 
     Args:
-        plan: With the data axis of the run.
         asked: By the options of a person, or by a plan's own rules.
         launches: Whether the device is another one than the host's processor.
 

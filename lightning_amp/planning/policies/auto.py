@@ -57,10 +57,7 @@ def candidates(
     """All legal plans, the chosen one first, then by what speaks for them; none where the model axis is too long.
 
     Args:
-        shape: A model with a decoder.
-        devices: Ranks in all.
         budget: Memory of one device in bytes, None when unknown.
-        rates: What a device reaches.
         own: Strategies that every plan has: S1 on several devices, and those from outside whose signal is raised.
         model_parallel_size: Ranks of the model axis, None for any number that a node has.
         node_devices: Devices of a node, None when all are on one.

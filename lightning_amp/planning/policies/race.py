@@ -38,12 +38,7 @@ class Result:
 
 
 def race(first: Strategies, entered: Collection[Strategies]) -> Generator[Strategies, float, Result]:
-    """Yields the strategies to take the next step with, is sent its seconds (inf: refused), and returns the result.
-
-    Args:
-        first: Strategies of the plan in force.
-        entered: Those of every plan that may run.
-    """
+    """Yields the strategies to take the next step with, is sent its seconds (inf: refused), and returns the result."""
     seconds: dict[Strategies, float] = {}
     best = first
     seconds[first] = yield from _lap(first, inf)

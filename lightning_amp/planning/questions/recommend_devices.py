@@ -103,11 +103,8 @@ def recommend_devices(
     """Compare numbers of devices.
 
     Args:
-        profile: The data.
         shape_of: Cells of a rank -> the model.
-        cells: B, of a step in all.
         budget: Memory of one device in bytes, None when unknown.
-        rates: What one device reaches.
 
     Raises:
         PlanError: Cells outside what is allowed, or a model without a decoder, of which no time is known.

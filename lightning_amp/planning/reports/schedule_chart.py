@@ -34,9 +34,7 @@ def schedule_chart(path: Path, *, panels: Sequence[Panel], title: str) -> None:
     """Draw what every rank of a pipeline computes when, one run below the other; what is left grey is its bubble.
 
     Args:
-        path: PNG to write
         panels: runs of one schedule, each with its own axis of time
-        title: what is run
     """
     ranks = len(panels[0].line.passes)
     figure = new_figure(10.0, 0.9 + len(panels) * (0.9 + 0.45 * ranks))

@@ -138,7 +138,6 @@ def run_sizes(window: int, *, launched: bool) -> RunSizes:
     """Buckets of a run, and rows of them at a time.
 
     Args:
-        window: w.
         launched: For a device that has its kernels launched: as few runs as its memory allows.
     """
     most, per_bucket = LAUNCHED_SCORES if launched else CACHED_SCORES, 3 * window**2

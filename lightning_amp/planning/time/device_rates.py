@@ -82,10 +82,6 @@ class Rates:
     def from_json(cls, text: str, *, source: str = "the text") -> "Rates":
         """Read what `to_json` wrote.
 
-        Args:
-            text: JSON.
-            source: Where it comes from, for the error.
-
         Raises:
             PlanError: Not JSON, another schema, fields that are missing or unknown, or numbers out of range.
         """
@@ -146,7 +142,6 @@ def nearest_rates(device_name: str, *, memory_bytes: int, tf32: bool = False) ->
     """The rates of a GPU, known or not, and a sentence that says whose they are where it is not; else "".
 
     Args:
-        device_name: As torch names it.
         memory_bytes: Memory of the device.
         tf32: Whether float32 products may run in TF32.
     """

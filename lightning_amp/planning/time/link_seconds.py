@@ -60,7 +60,6 @@ class Links:
         """Bytes per second between neighbours in a ring.
 
         Args:
-            ranks: Ranks of the group.
             inner: Ranks in the axes nested inside this group's.
         """
         if inner * ranks <= self.ranks_per_node:
@@ -72,10 +71,7 @@ def collective_seconds(kind: Kind, n_bytes: float, ranks: int, links: Links, *, 
     """Seconds until every rank of the group has its result.
 
     Args:
-        kind: Which collective.
         n_bytes: Contributed by each rank; to an exchange, for all of its neighbours.
-        ranks: Ranks of the group.
-        links: How they are connected.
         inner: Ranks in the axes nested inside this group's.
     """
     if ranks == 1:

@@ -30,13 +30,7 @@ from lightning_amp.planning.sizes.terms import Term
 
 
 class Pass(NamedTuple):
-    """One direction of one part.
-
-    Attributes:
-        flops: Operations of matrix products.
-        numbers: Numbers that all operators read and write.
-        kernels: Operators.
-    """
+    """One direction of one part."""
 
     flops: float = 0.0
     numbers: float = 0.0

@@ -83,11 +83,7 @@ def step_seconds(
     """Seconds of a training step of the decoder on the slowest rank.
 
     Args:
-        decoder: The decoder.
-        axes: Its choices.
         mesh: Ranks per axis.
-        cells: B, of one rank.
-        rates: What a device reaches.
         element_bytes: Bytes per number.
     """
     costs, passing = stratum_seconds(
