@@ -6,7 +6,6 @@ Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after str
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name, without_blocks
-from lightning_amp.quantities import is_number
 
 SCHEMA = 1
 
@@ -234,34 +232,15 @@ def _check_consistency(plan: Plan) -> None:
 
 
 def _kinds(plan: Plan) -> Iterator[str]:
-    counts = {name: getattr(plan, name) for name in ("predicted_base_bytes", "predicted_stratum_bytes")}
-    counts |= {"predicted_peak_bytes": plan.predicted_peak_bytes, "batch_size": plan.batch_size}
-    counts |= {f"strata_bytes[{k}]": n for k, n in enumerate(plan.strata_bytes)}
-    counts |= {f"candidates[{i}].peak_bytes": c.peak_bytes for i, c in enumerate(plan.candidates)}
+    """Of what a person may edit."""
+    counts = {"batch_size": plan.batch_size, "predicted_peak_bytes": plan.predicted_peak_bytes}
     if plan.budget_bytes is not None:
         counts["budget_bytes"] = plan.budget_bytes
     for name, value in counts.items():
         if type(value) is not int or value < 0:
             yield f"{name}={value!r} is not a whole number of 0 or more"
-    seconds = [c.step_seconds for c in plan.candidates] + [c.cell_seconds for c in plan.candidates]
-    known = [plan.predicted_step_seconds, plan.predicted_rest_seconds, plan.measured_step_seconds]
-    seconds += [n for n in (*known, *(c.measured_seconds for c in plan.candidates)) if n is not None]
-    yield from (f"a time of {n!r} is not a number above 0" for n in seconds if not _is_time(n))
     if type(plan.balance_cells) is not bool:
         yield f"balance_cells={plan.balance_cells!r} is neither true nor false"
-    for name in ("signals", "evidence", "strategies", "notes"):
-        if not all(isinstance(text, str) for text in getattr(plan, name)):
-            yield f"{name}={getattr(plan, name)!r} holds something other than text"
-    for name, texts in (
-        ("rates_device", [plan.rates_device]),
-        ("verdict", [c.verdict for c in plan.candidates]),
-    ):
-        yield from (f"{name}={text!r} is not text" for text in texts if not isinstance(text, str))
-    yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
-
-
-def _is_time(value: object) -> bool:
-    return is_number(value) and 0 < value < inf
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:

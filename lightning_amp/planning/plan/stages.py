@@ -4,10 +4,6 @@ Legend: seconds are predicted, of one micro-batch; stage s is on rank s mod the 
 """
 
 from dataclasses import dataclass
-from math import inf
-
-from lightning_amp.errors import PlanError
-from lightning_amp.quantities import is_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,9 +19,6 @@ class Stage:
         peak_bytes: Of its rank.
         idle: Share of the schedule in which its rank computes nothing (the bubble).
         rest_seconds: Of the last stage: what it computes once, for the whole batch, before its first backward pass.
-
-    Raises:
-        PlanError: A value that cannot be.
     """
 
     first: int
@@ -38,20 +31,3 @@ class Stage:
     peak_bytes: int
     idle: float
     rest_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        counts = (self.first, self.end, self.rank, self.peak_bytes)
-        seconds = (
-            *(self.forward_seconds, self.backward_seconds, self.rest_seconds),
-            *(self.send_forward_seconds, self.send_backward_seconds),
-        )
-        if (
-            not all(type(n) is int and n >= 0 for n in counts)
-            or self.end <= self.first
-            or not all(is_number(t) and 0 <= t < inf for t in seconds)
-            or not (is_number(self.idle) and 0 <= self.idle <= 1)
-        ):
-            raise PlanError(
-                f"a stage of a pipeline was asked for that is none: {self!r}; it has blocks, whole numbers of bytes,"
-                " seconds of 0 or more, and an idle share between 0 and 1"
-            )

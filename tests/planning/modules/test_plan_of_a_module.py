@@ -23,7 +23,6 @@ from lightning_amp.planning.modules.seen import WEIGHT_BYTES, Draft, Seen, Targe
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -320,11 +319,3 @@ def test_the_largest_batch_is_found_in_few_looks() -> None:
         found = largest_batch(peak, budget, 8)
         assert peak(found) <= budget < peak(found + 1) if found else peak(1) > budget
         assert len(looks) <= 14
-
-
-def test_a_diagnosis_that_is_none_is_refused() -> None:
-    found = diagnose_module(seen())
-    for wrong in ({"largest": "all"}, {"peak_bytes": -1}, {"helps": {"fsdp": 1}}, {"parts": {}}):
-        with pytest.raises(PlanError, match="a diagnosis was asked for that is none"):
-            replace(found, **wrong)
-    assert isinstance(found, ModuleDiagnosis)
