@@ -1,7 +1,4 @@
-"""Lightning's command line whose mistakes are told in one message, with the name that may have been meant.
-
-What Lightning shows while it trains fits a terminal of 80 columns, and leaves out what says nothing.
-"""
+"""Lightning's command line whose mistakes are told in one message, with the name that may have been meant."""
 
 import argparse
 import difflib
@@ -10,16 +7,13 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.reports.table import table
 
 RAISE = {"exit_on_error": False}
 """Of a parser that would print its usage, a screenful, and end the process."""
@@ -72,11 +66,9 @@ class CommandLine(LightningCLI):
             PlanError: A setting of the Trainer means nothing.
         """
         try:
-            trainer = super().instantiate_trainer(**kwargs)
+            return super().instantiate_trainer(**kwargs)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        fit_the_terminal(trainer)
-        return trainer
 
     def _told(self, message: str) -> str:
         if found := re.search(r"'(\w+)' does not accept option '([\w.]+)'", message):
@@ -117,45 +109,3 @@ def _takes(path: str) -> list[str]:
 
 def _names_in(module: str) -> list[str]:
     return dir(importlib.import_module(module))
-
-
-BAR_WIDTH = 12
-
-
-class NarrowBar(RichProgressBar):
-    """Lightning's bar without times and version: its line of losses stays one line."""
-
-    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Epoch, a short bar, and batches."""
-        return [TextColumn("{task.description}"), BarColumn(BAR_WIDTH), MofNCompleteColumn()]
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Only the losses."""
-        found = dict(super().get_metrics(trainer, pl_module))
-        found.pop("v_num", None)
-        return cast(dict[str, Any], found)
-
-
-def summarize(
-    summary_data: list[tuple[str, list[str]]],
-    total_parameters: int,
-    trainable_parameters: int,
-    model_size: float,
-    total_training_modes: dict[str, int],
-    total_flops: int,
-    **_: Any,
-) -> None:
-    """Print modules and parameters; FLOPs only where Lightning counted any, for which it needs an example input."""
-    columns = {name: values for name, values in summary_data if name != "FLOPs" or total_flops}
-    rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    print(f"\n{table(list(columns), rows)}")
-    print(f"{total_parameters:,} parameters, {trainable_parameters:,} of them trained, {model_size:.3g} MB\n")
-
-
-def fit_the_terminal(trainer: Trainer) -> None:
-    """Let Lightning's own callbacks show this; what a person has written stays as it is."""
-    for i, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
-        if type(callback) is RichProgressBar:
-            trainer.callbacks[i] = NarrowBar()  # type: ignore[attr-defined]
-        elif type(callback) in (ModelSummary, RichModelSummary):
-            callback.summarize = summarize

@@ -1,6 +1,5 @@
 """Claim: every command does its part of the flow, and a mistake ends with one message, status 2 and no traceback."""
 
-import io
 import json
 import subprocess
 import sys
@@ -9,17 +8,12 @@ from textwrap import fill
 
 import pytest
 import yaml
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary
-from rich.console import Console
-from rich.progress import Progress
 
 from lightning_amp.cli.demo import CONFIG, run_demo
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, DataError
-from lightning_amp.lightning.command_line import BAR_WIDTH, NarrowBar, fit_the_terminal
 from tests.paths import ROOT
 
 
@@ -187,22 +181,3 @@ def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path) -> None:
 def test_the_demo_stops_at_a_command_that_fails(tmp_path) -> None:
     with pytest.raises(AmpError, match="ended with status 2"):
         list(run_demo(tmp_path / "demo", devices=0))
-
-
-def test_what_training_shows_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    fit_the_terminal(trainer)
-    (bar,) = (callback for callback in trainer.callbacks if isinstance(callback, NarrowBar))
-    (summary,) = (callback for callback in trainer.callbacks if isinstance(callback, ModelSummary))
-    columns = bar.configure_columns(trainer)
-    with Progress(*columns, console=Console(width=80, file=io.StringIO())) as progress:
-        task = progress.add_task("Epoch 100/100", total=1000, completed=1000)
-        shown = "".join(str(column.render(progress.tasks[task])) for column in (columns[0], columns[2]))
-    assert len(shown) + BAR_WIDTH + 4 + len("loss: 12345.678 val_loss: 12345.678") <= 80
-    data = [("Name", ["encoders"]), ("Params", ["203 K"]), ("FLOPs", ["0"])]
-    summary.summarize(data, 203_000, 200_000, 0.8, {"train": 1, "eval": 0}, total_flops=0)
-    text = capsys.readouterr().out
-    assert "FLOPs" not in text
-    assert "203,000 parameters, 200,000 of them trained, 0.8 MB" in text
-    summary.summarize(data, 203_000, 200_000, 0.8, {"train": 1, "eval": 0}, total_flops=5)
-    assert "FLOPs" in capsys.readouterr().out
