@@ -9,7 +9,7 @@ from statistics import median
 from benchmarks.gpu.one_trainer import data, fit
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import OURS
-from benchmarks.loading import Waiting
+from benchmarks.training.loading import Waiting
 
 WARM_UP = 3
 TRIALS: tuple[tuple[int, bool], ...] = ((0, False), (0, True), (4, True), (4, False), (8, True))

@@ -17,7 +17,7 @@ from benchmarks.gpu.cells import CellsInMemory, decoder_batch
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import EAGER, OURS
 from benchmarks.side_by_side.cases import Size
-from benchmarks.whole_step import QUIET
+from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.page import paragraph, table, write_part
-from benchmarks.partition.dynamic_program import least_sum, one_pass, tables
-from benchmarks.partition.imd import imd
-from benchmarks.partition.instances import Instance, draw
+from benchmarks.pipeline.dynamic_program import least_sum, one_pass, tables
+from benchmarks.pipeline.imd import imd
+from benchmarks.pipeline.instances import Instance, draw
 from lightning_amp.planning.pipeline.micro_batches import (
     Devices,
     LayerTimes,

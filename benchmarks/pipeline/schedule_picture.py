@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipeline.schedule_picture [--schedule 1f1b] [--out docs/schedule.png]
 
-Two gloo ranks of one thread, started by Lightning; the blocks are those of `benchmarks.unequal_devices`. Half a minute.
+Two gloo ranks of one thread, started by Lightning; the blocks are those of `unequal_devices.py`. Half a minute.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from benchmarks.page import ROOT
-from benchmarks.unequal_devices import Tower
-from benchmarks.whole_step import QUIET
+from benchmarks.pipeline.unequal_devices import Tower
+from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy, StratumMemoryMonitor
 
 

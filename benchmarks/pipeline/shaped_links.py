@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
 from benchmarks.pipeline.models import VGG, measured
 from benchmarks.pipeline.training import PAGE, Watch, ends_of, recut
-from benchmarks.whole_step import QUIET
+from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.pipeline.cut import cut_pipeline
 from lightning_amp.quantities import format_bytes, format_seconds

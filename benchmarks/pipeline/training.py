@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, ChainedDecoder
-from benchmarks.whole_step import QUIET
+from benchmarks.training.whole_step import QUIET
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan

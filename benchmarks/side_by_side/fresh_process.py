@@ -107,7 +107,7 @@ def run_ranks(case: Case, plan: str) -> list[dict[str, Any]]:
 @contextmanager
 def _started(requests: Sequence[str], threads: int) -> Iterator[list[subprocess.Popen[str]]]:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "benchmarks.one_case"]
+    command = [sys.executable, "-m", "benchmarks.side_by_side.one_case"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, r], cwd=ROOT, env=environment, **pipes) for r in requests]
     try:

@@ -32,7 +32,7 @@ def document(results: Results, *, quick: bool) -> str:
 def _introduction(results: Results, *, quick: bool) -> Iterator[str]:
     yield "# One device against eight"
     yield ""
-    command = f"python -m benchmarks.run{' --quick' if quick else ''}"
+    command = f"python -m benchmarks.side_by_side{' --quick' if quick else ''}"
     yield from paragraph(
         f"""Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}. *Ours* is
         {" + ".join(OURS)}, with `strata` or `nodes` on several ranks: one stratum alive at a time, forward and

@@ -176,10 +176,9 @@ def test_header_counts_without_reading_the_matrix(tmp_path: Path) -> None:
     dense = np.array([[0, 1, 2], [3, 0, 0]], dtype=np.float32)
     header = read_header(write_table(tmp_path / "x.h5ad", sp.csr_matrix(dense), obs={"n_counts": [3, 3]}))
     assert (header.n_cells, header.n_features, header.n_nonzero, header.has_counts_layer) == (2, 3, 3, False)
-    assert header.depth_column == "n_counts"
     assert header.depth.tolist() == [3.0, 3.0]
     header = read_header(write_table(tmp_path / "layer.h5ad", dense - 0.5, layer=sp.csr_matrix(dense)))
-    assert (header.n_nonzero, header.has_counts_layer, header.depth_column, header.depth) == (
+    assert (header.n_nonzero, header.has_counts_layer, header.depth) == (
         3,
         True,
         None,
@@ -193,7 +192,7 @@ def test_header_prefers_contacts_kept_over_labels(tmp_path: Path) -> None:
     header = read_header(
         write_table(tmp_path / "x.h5ad", sp.csr_matrix(np.eye(2, dtype=np.float32)), obs=obs)
     )
-    assert (header.depth_column, header.depth.tolist()) == ("depth", [1.0, 2.0])
+    assert header.depth.tolist() == [1.0, 2.0]
 
 
 def test_nullable_text_columns_are_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.page import empty_part
-from benchmarks.run import show
+from benchmarks.side_by_side.__main__ import show
 from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_STRATA, SUBSAMPLE, Case, Size
 from benchmarks.side_by_side.fresh_process import CaseFailed, Measured, measure_all, median_of, run_ranks
 from benchmarks.side_by_side.goals import Results, goals

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from benchmarks.count_operators import OperatorCounter
-from benchmarks.kernel_count import count
+from benchmarks.kernels.count_operators import OperatorCounter
+from benchmarks.kernels.kernel_count import count
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts

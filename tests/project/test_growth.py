@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import growth, loading, whole_step
-from benchmarks.growth import QUICK, Results, all_runs, measure_all, write
-from benchmarks.growth_picture import Panel, crossings
 from benchmarks.page import empty_part, read_part, write_part
+from benchmarks.training import growth, loading, whole_step
+from benchmarks.training.growth import QUICK, Results, all_runs, measure_all, write
+from benchmarks.training.growth_picture import Panel, crossings
 
 HEAD = {"origin": "Written here.", "version": "1", "machine": "one", "quick": True, "cores": 2, "rounds": 1}
 

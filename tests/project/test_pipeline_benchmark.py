@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.partition.dynamic_program import least_sum
-from benchmarks.partition.imd import EPSILON, imd
-from benchmarks.partition.instances import draw
 from benchmarks.pipeline.__main__ import searches
+from benchmarks.pipeline.dynamic_program import least_sum
+from benchmarks.pipeline.imd import EPSILON, imd
+from benchmarks.pipeline.instances import draw
 from benchmarks.pipeline.shaped_links import refuse_without_root
 from benchmarks.pipeline.training import (
     TOLERANCE,

@@ -1,11 +1,11 @@
 """Claim: of the plans that were measured at a size the one that `auto` would choose is hardly slower than the fastest.
 
-The table was measured once, on one machine (benchmarks/time_grid.py): nothing is timed here.
+The table was measured once, on one machine (benchmarks/time_model/time_grid.py): nothing is timed here.
 """
 
 import json
 
-from benchmarks.time_grid import TABLE, judge
+from benchmarks.time_model.time_grid import TABLE, judge
 
 SIZES = 60
 NEAR = 1.05

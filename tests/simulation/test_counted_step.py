@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.count_operators import OperatorCounter
+from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention

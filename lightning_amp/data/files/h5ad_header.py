@@ -21,7 +21,6 @@ class ModalityHeader:
     Attributes:
         n_nonzero: Stored values of the raw counts, or None when they are stored densely.
         has_counts_layer: Whether raw counts lie in layers["counts"]; otherwise they are X.
-        depth_column: Name of the obs column of contacts per cell, or None.
         depth: Contacts per cell, float64 of shape [cell], or None.
         n_batches: Experimental batches among the cells, 1 without a column `batch`.
     """
@@ -31,7 +30,6 @@ class ModalityHeader:
     n_features: int
     n_nonzero: int | None
     has_counts_layer: bool
-    depth_column: str | None
     depth: NDArray[np.float64] | None
     n_batches: int
 
@@ -64,7 +62,6 @@ def read_header(h5ad_path: str | Path) -> ModalityHeader:
             n_features=n_features,
             n_nonzero=int(matrix["indptr"][-1]) if isinstance(matrix, h5py.Group) else None,
             has_counts_layer=has_layer,
-            depth_column=column,
             depth=None if column is None else file["obs"][column][:].astype(np.float64),
             n_batches=_count_batches(file["obs"].get("batch")),
         )

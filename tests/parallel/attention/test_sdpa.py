@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.count_operators import OperatorCounter
+from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes

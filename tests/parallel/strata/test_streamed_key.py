@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.count_operators import OperatorCounter
+from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.parallel.strata.streamed_key import StreamedKey, streamed_key

@@ -1,6 +1,6 @@
 """Stages and strata on two ranks of which one has half of the processor: dealt as to equals, and by measured speeds.
 
-    sudo python -m benchmarks.unequal_devices [--percent 40] [--rounds 2] [--only stages] [--write]
+    sudo python -m benchmarks.pipeline.unequal_devices [--percent 40] [--rounds 2] [--only stages] [--write]
 
 As root: each rank is in a control group of its own, whose CPU quota is some percent of a core for the first rank, half
 of that for the second. The models have alike blocks, or strata, and next to nothing beside them. The ideal is what the
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
 from benchmarks.pipeline.models import ChainedDecoder
 from benchmarks.pipeline.training import PAGE, Watch
-from benchmarks.whole_step import QUIET
+from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.specs import PipelineStages, StrataParallel
 from lightning_amp.quantities import format_seconds
@@ -176,7 +176,7 @@ def run(files: list[Path], rounds: int, kind: str) -> dict[str, Any]:
                 },
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29733", "TORCHELASTIC_RUN_ID": "unequal"},
             }
-            command = [sys.executable, "-m", "benchmarks.unequal_devices", "--rounds", str(rounds)]
+            command = [sys.executable, "-m", "benchmarks.pipeline.unequal_devices", "--rounds", str(rounds)]
             command += ["--rank", str(file), "--folder", folder, "--only", kind]
             ranks.append(
                 subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -266,8 +266,8 @@ def written(rows: list[list[str]], percent: int, rounds: int) -> list[str]:
     """The page's part, with as many rows as there are."""
     return [
         *paragraph(
-            f"""{origin(f"python -m benchmarks.unequal_devices --percent {percent} --write")} Two gloo ranks with
-            quotas of {percent} and {percent / 2:g} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
+            f"""{origin(f"python -m benchmarks.pipeline.unequal_devices --percent {percent} --write")} Two gloo
+            ranks with quotas of {percent} and {percent / 2:g} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
             micro-batches by gpipe, and {BLOCKS} alike strata; medians of {rounds} rounds in turn. The ideal is
             what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
             micro-batch more."""

@@ -1,9 +1,9 @@
 """Tables 6 to 9, Figure 4 and Section 4.3 of the AMP paper from `simulate`, written to docs/paper_tables.md.
 
-    python -m benchmarks.paper_tables [--out docs]
+    python -m benchmarks.paper.tables [--out docs]
 
 No GPU is needed: every row is one training step without values under a fake process group, every byte counted. About
-20 minutes on 2 cores. What the paper does not state is chosen once, in benchmarks/paper_runs.py, and said in the
+20 minutes on 2 cores. What the paper does not state is chosen once, in benchmarks/paper/runs.py, and said in the
 document.
 """
 
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.page import paragraph, table
-from benchmarks.paper_runs import (
+from benchmarks.paper.runs import (
     ALL,
     COARSE,
     FINE,
@@ -30,7 +30,7 @@ from benchmarks.paper_runs import (
     slope,
     without,
 )
-from benchmarks.paper_runs import run as simulate_once
+from benchmarks.paper.runs import run as simulate_once
 from lightning_amp.figures import simulated_memory
 from lightning_amp.simulation.measured_step import RankResult
 
@@ -44,7 +44,7 @@ def introduction() -> Iterator[str]:
     yield "# The paper's tables without a GPU"
     yield ""
     yield from paragraph(
-        """Written by `python -m benchmarks.paper_tables`. The paper is Zhang et al. 2026, AMP, Electronics 15,
+        """Written by `python -m benchmarks.paper.tables`. The paper is Zhang et al. 2026, AMP, Electronics 15,
         2769; its figures are beside ours. Ours are one training step of the decoder, batch 1, counted by
         `lightning-amp simulate` (every byte of tensors; no allocator, no CUDA context), with 24 GiB per device."""
     )
@@ -116,7 +116,7 @@ def ablation() -> Iterator[str]:
     yield from paragraph(
         """- *Without S3* the paper makes one matrix of all scores, 113,505 x 113,505. The reference model's
         attention never does: without chunks it still works on buckets, which is what ours shows. The matrix is
-        made by `benchmarks/full_matrix.py`, a technique registered from outside."""
+        made by `benchmarks/paper/full_matrix.py`, a technique registered from outside."""
     )
     yield from paragraph(
         f"""- *Without S5* fails some strata later than in the paper: the paper grows by 1.38 GB per stratum there,

@@ -1,9 +1,9 @@
-"""The AMP paper's configurations as decoders and plans, and one simulated step of each; for benchmarks/paper_tables."""
+"""The AMP paper's configurations as decoders and plans, and one simulated step of each; for benchmarks/paper/tables."""
 
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks.full_matrix import register
+from benchmarks.paper.full_matrix import register
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.decoder_only import profile_of_module

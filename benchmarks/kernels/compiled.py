@@ -1,6 +1,6 @@
 """What torch.compile makes of a decoder's strata on this machine: seconds of a step, and of the first one.
 
-    python -m benchmarks.compiled [--rounds 15] [--write]
+    python -m benchmarks.kernels.compiled [--rounds 15] [--write]
 
 The decoder with and without `compile`, in turns in one process, one thread: medians of steps, and of their ratios, in
 seconds of the processor, which others on the machine do not change much. The compiler starts with empty caches for
@@ -63,7 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [measure(chosen, arguments.rounds) for chosen in CHOICES]
     found = [
-        *paragraph(origin("python -m benchmarks.compiled --write")),
+        *paragraph(origin("python -m benchmarks.kernels.compiled --write")),
         *paragraph(
             f"The decoder alone, N {SIZE.anchors}, K {SIZE.strata}, w {SIZE.window}, B {SIZE.cells}, D {SIZE.dim}, one"
             f" thread, medians of {arguments.rounds} rounds in turns, in time of the processor:"

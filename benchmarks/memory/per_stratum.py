@@ -1,6 +1,6 @@
 """The picture of the documentation's first page: memory after each stratum, with nothing installed and with ours.
 
-    python -m benchmarks.memory_per_stratum --out docs
+    python -m benchmarks.memory.per_stratum --out docs
 
 Simulated, so no GPU is needed: the decoder of the AMP paper's ablation, batch 1, on one device. Takes about a minute.
 """

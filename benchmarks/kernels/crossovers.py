@@ -1,6 +1,6 @@
 """For which sizes a technique pays on a GPU, as the time model predicts it.
 
-    python -m benchmarks.crossovers [--write]
+    python -m benchmarks.kernels.crossovers [--write]
 
 Decoders of K 32, D 128 and w = min(640, N / 4) on one device with the memory and the rates of its data sheet
 (planning/time/device_rates.py), in float32 without TF32; kernels are counted as for a device that has them launched.

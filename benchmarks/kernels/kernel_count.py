@@ -1,12 +1,12 @@
 """How many operators and kernels one more stratum costs, forward and backward, with the settings of an accelerator.
 
-    python -m benchmarks.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda] [--write]
-    python -m benchmarks.kernel_count --lines S4,sdpa,sparse,stream [--cells 8]
+    python -m benchmarks.kernels.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda] [--write]
+    python -m benchmarks.kernels.kernel_count --lines S4,sdpa,sparse,stream [--cells 8]
 
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
-entries, as the data module hands them out. What the words mean: benchmarks/count_operators.py.
+entries, as the data module hands them out. What the words mean: benchmarks/kernels/count_operators.py.
 `--write` puts the counts into docs/gpu.md. `--lines` lists the operators of one plan by the line that asks for them.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.count_operators import OperatorCounter
+from benchmarks.kernels.count_operators import OperatorCounter
 from benchmarks.page import ROOT, write_part
 from benchmarks.page import table as markdown
 from benchmarks.side_by_side.cases import OURS, Case, Method, Size

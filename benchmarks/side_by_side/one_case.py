@@ -1,7 +1,7 @@
 """One rank of one case, or a product of matrices, in a process of its own; started by benchmarks/side_by_side.
 
-    python -m benchmarks.one_case '{"case": ..., "plan": ..., "rank": 0, "store": "file"}'
-    python -m benchmarks.one_case '{"matmul": threads}'
+    python -m benchmarks.side_by_side.one_case '{"case": ..., "plan": ..., "rank": 0, "store": "file"}'
+    python -m benchmarks.side_by_side.one_case '{"matmul": threads}'
 
 Prints one line of JSON. Memory counts from when the decoder, the latents and the batch are there, and a miniature of
 them has trained one step. Gradients and the optimiser's state are made after that, so that they count too.

@@ -1,6 +1,6 @@
 """Training in float32 and under autocast to bfloat16 beside float64: loss curve, embedding, seconds of a step.
 
-    python -m benchmarks.bf16 [--epochs 30] [--strategies S4,fused,sparse,stream] [--data DIR] [--write]
+    python -m benchmarks.training.bf16 [--epochs 30] [--strategies S4,fused,sparse,stream] [--data DIR] [--write]
 
 The reference model trains on synthetic cells, and on those of `--data`, a directory of `lightning-amp prepare`, from
 the same weights and with the same cells and noise in every step; only the precision differs. Given are the largest and
@@ -201,7 +201,7 @@ def main() -> None:
     lines = [*table(HEADER, found), *paragraph(text), *table(STEP_HEADER, steps)]
     if arguments.write:
         given = f" --data {arguments.data.name}" if arguments.data else ""
-        text = origin(f"python -m benchmarks.bf16 --epochs {arguments.epochs}{given} --write")
+        text = origin(f"python -m benchmarks.training.bf16 --epochs {arguments.epochs}{given} --write")
         write_part(ROOT / "docs" / "gpu.md", "bf16", [*paragraph(text), *lines])
     else:
         print("\n".join(lines))

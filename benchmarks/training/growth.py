@@ -1,11 +1,11 @@
 """How the time of a step and of an epoch grows with cells, bins, strata and ranks, written to docs/growth.md.
 
-    python -m benchmarks.growth [--quick] [--cores 2] [--rounds 3] [--seconds S]
-    python -m benchmarks.growth --redraw
+    python -m benchmarks.training.growth [--quick] [--cores 2] [--rounds 3] [--seconds S]
+    python -m benchmarks.training.growth --redraw
 
 The reference model under the Trainer on synthetic cells: plain Lightning, ddp, the plan of the paper's policy, and
 auto. One size grows at a time. Every method has the same cores: as threads of one process, or as ranks of one thread
-each. A run is one new process, as in benchmarks.whole_step; those of a size take turns, and all sizes are measured in a
+each. A run is one new process, as in whole_step.py; those of a size take turns, and all sizes are measured in a
 round before the next round begins. An epoch is `EPOCH_CELLS` cells, its time what the measured steps took in all.
 
 Numbers are kept in docs/growth.json after every run, and a command that was stopped (or has used up `--seconds`)
@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.growth_picture import Panel, draw
 from benchmarks.page import ROOT, machine, origin, paragraph, read_part, table, version, write_part
-from benchmarks.whole_step import STEPS, measure
+from benchmarks.training.growth_picture import Panel, draw
+from benchmarks.training.whole_step import STEPS, measure
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 
@@ -328,7 +328,7 @@ def main() -> None:
         arguments.out / "growth.md", PART
     )  # a page without markers is refused before anything is measured
     if not arguments.redraw:
-        command = "python -m benchmarks.growth" + " --quick" * arguments.quick
+        command = "python -m benchmarks.training.growth" + " --quick" * arguments.quick
         known = read(file)["head"]["origin"] if file.exists() else origin(command)
         head = {
             "origin": known,

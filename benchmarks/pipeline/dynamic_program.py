@@ -10,7 +10,7 @@ that is possible up to where no sum can be lower any more.
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.partition.instances import Instance
+from benchmarks.pipeline.instances import Instance
 
 Stages = NDArray[np.float64]
 """Time of every stage [a, e), at [a, e]; infinite where there is none."""

@@ -1,6 +1,6 @@
 """One device against eight: the decoder side by side with what people use today, written to docs/benchmarks.md.
 
-    python -m benchmarks.run [--quick] [--out docs]
+    python -m benchmarks.side_by_side [--quick] [--out docs]
 
 Compared are the eager decoder, DDP, FSDP2, HiGLUE's own answers, the paper's S1 to S5 and ours: memory, time and bytes
 communicated, how they grow with K, N, B and ranks, and whether goals are reached. Less than 25 minutes on two quiet

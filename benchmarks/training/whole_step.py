@@ -1,7 +1,7 @@
 """Whole training steps of the reference model under the Trainer: plain Lightning, ddp, and plans of `strategy="amp"`.
 
-    python -m benchmarks.whole_step [--quick] [--data DIR] [--ranks 1] [--threads 1]
-    python -m benchmarks.whole_step --write [--quick] [--data DIR]
+    python -m benchmarks.training.whole_step [--quick] [--data DIR] [--ranks 1] [--threads 1]
+    python -m benchmarks.training.whole_step --write [--quick] [--data DIR]
 
 A run is one process per method and round, rounds interleaved; a step is the time from the end of one batch to the end
 of the next, loading included, after `WARM_UP` batches. Printed are medians over all rounds, and their ratio to that of
@@ -144,7 +144,7 @@ def measure(method: dict[str, Any] | str, request: dict[str, Any]) -> dict[str, 
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = json.dumps({**request, "method": method, "out": file.name})
         environment = {**os.environ, "OMP_NUM_THREADS": str(request["threads"])}
-        command = [sys.executable, "-m", "benchmarks.whole_step", "--one", words]
+        command = [sys.executable, "-m", "benchmarks.training.whole_step", "--one", words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{method!r} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -196,7 +196,11 @@ def write(page: Path, data: dict[str, str], *, cells: int, quick: bool) -> None:
         cells: of a step, over all ranks
         quick: few methods, one round
     """
-    lines = [*paragraph(f"{origin('python -m benchmarks.whole_step --write' + ' --quick' * quick)} {ABOUT}")]
+    lines = [
+        *paragraph(
+            f"{origin('python -m benchmarks.training.whole_step --write' + ' --quick' * quick)} {ABOUT}"
+        )
+    ]
     for heading, directory in data.items():
         for ranks, threads in PLACES:
             count = "one process" if ranks == 1 else f"{ranks} ranks"

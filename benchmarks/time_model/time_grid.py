@@ -1,7 +1,7 @@
 """Decoder steps of many sizes under every plan, measured once: what the time model is judged by.
 
-    python -m benchmarks.time_grid measure [--threads 1] [--ranks 1] [--seconds 900] [--out benchmarks/time_grid.jsonl]
-    python -m benchmarks.time_grid judge
+    python -m benchmarks.time_model.time_grid measure [--threads 1] [--ranks 1] [--seconds 900] [--out FILE.jsonl]
+    python -m benchmarks.time_model.time_grid judge
 
 `measure` writes one line of JSON per size: the least seconds of every plan, rounds interleaved, of the slowest rank. A
 plan that took more than `APART` times the fastest in its first round is not timed again. Two ranks have one thread

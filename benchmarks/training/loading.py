@@ -1,6 +1,6 @@
 """How long a training step waits for its data, with the default workers of `SingleCellDataModule`.
 
-    python -m benchmarks.loading [--gigabytes 1.0] [--cells 64] [--threads 1] [--write]
+    python -m benchmarks.training.loading [--gigabytes 1.0] [--cells 64] [--threads 1] [--write]
 
 Writes a data directory to a temporary folder, whose h5ad of Hi-C is as large as asked and not compressed: contacts of
 a few synthetic cells, drawn again and again. Then trains the reference model under `strategy="amp"`. A step waits from
@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.gpu.device import wait
 from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
-from benchmarks.whole_step import RACE_STEPS, WARM_UP, prepared
+from benchmarks.training.whole_step import RACE_STEPS, WARM_UP, prepared
 from lightning_amp.quantities import format_bytes, format_seconds
 
 PAGE = ROOT / "docs" / "growth.md"
@@ -113,7 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.write:
         read_part(PAGE, "loading")  # a page without markers is refused before anything is measured
-    found = [*paragraph(origin("python -m benchmarks.loading --write"))]
+    found = [*paragraph(origin("python -m benchmarks.training.loading --write"))]
     for bins, strata in SIZES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "data"

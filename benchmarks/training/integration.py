@@ -1,7 +1,7 @@
 """Cells of Hi-C and of RNA embedded together: the reference model beside the package scglue's, on the same data.
 
     pip install 'lightning-amp[scglue]'
-    python -m benchmarks.integration [--out docs/integration.md] [--cortex FOLDER_WITH_THE_FILES] [--seeds 0 1 2]
+    python -m benchmarks.training.integration [--out docs/integration.md] [--cortex FOLDER] [--seeds 0 1 2]
 
 Writes docs/integration.md. The package's network is trained as in examples/scglue_lightning.py.
 """
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from benchmarks.page import machine
+from benchmarks.page import ROOT, machine
 from lightning_amp import GLUE, SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "scglue_lightning.py"
+EXAMPLE = ROOT / "examples" / "scglue_lightning.py"
 SIZES = {
     "small": {"cells": 240, "bins": 120, "strata": 12, "genes": 150, "depth": 6000},
     "middle": {"cells": 480, "bins": 240, "strata": 12, "genes": 300, "depth": 12000},
@@ -169,7 +169,7 @@ def _prepare_cortex(files: Path, folder: Path) -> None:
 def document(rows: dict[str, dict[str, list[Found]]], seeds: list[int]) -> Iterator[str]:
     """The lines of docs/integration.md."""
     yield "# Do the modalities meet?\n"
-    yield f"Written by `python -m benchmarks.integration`; {machine()}, one thread."
+    yield f"Written by `python -m benchmarks.training.integration`; {machine()}, one thread."
     of = ", ".join(map(str, seeds))
     yield f"Means over the seeds {of} of the synthetic data and of the models; in brackets the worst.\n"
     yield (

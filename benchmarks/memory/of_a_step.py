@@ -1,6 +1,6 @@
 """Memory over one measured training step of an unedited module, beside its prediction, drawn for the docs.
 
-    python -m benchmarks.memory_of_a_step [--strategies S1] [--out docs/memory_of_a_step.png]
+    python -m benchmarks.memory.of_a_step [--strategies S1] [--out docs/memory_of_a_step.png]
 
 The module is the gene transformer of examples/any_module/; the second of two steps is measured, on one CPU rank.
 """
