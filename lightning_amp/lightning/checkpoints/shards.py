@@ -4,7 +4,7 @@ They lie over the model axis, by S2 or nodes, or over the data axis, by fsdp, wh
 
     saved_state, saved_optimizer_state    a rank's state -> what one device would have, or this rank's `Part` of it
     own_state, own_optimizer_states       what one device would have -> a rank's state
-    clip_norm                             |g|^p = sum over replicated |g|^p + sum over ranks of sum over shards |g|^p
+    clip_norm                             |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
 
 A checkpoint therefore fits any number of ranks. Whole tensors are joined one after the other, by one all-gather each,
 and kept in the host's memory: the state of a wide layer is what no device should hold. Of a checkpoint in shards,
@@ -18,7 +18,6 @@ Known limit: an optimiser from elsewhere is noticed only when its state has neit
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -272,14 +271,11 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
 
 
 def clip_norm(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    sharded: Sequence[ShardedParameter],
-    norm_type: float = 2.0,
+    parameters: Iterable[nn.Parameter], max_norm: float, sharded: Sequence[ShardedParameter]
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` with all ranks' shards in the norm, which it returns; see `gradient_norm`."""
     parameters = list(parameters)
-    norm = gradient_norm(parameters, sharded, norm_type)
+    norm = gradient_norm(parameters, sharded)
     clip_grads_with_norm_([p for p in parameters if not is_split(p)], max_norm, norm)
     # as torch does for the others
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -288,10 +284,8 @@ def clip_norm(
     return norm
 
 
-def gradient_norm(
-    parameters: Iterable[nn.Parameter], sharded: Sequence[ShardedParameter], norm_type: float = 2.0
-) -> Tensor:
-    """The p-norm of gradients with all ranks' shards in it; of `sharded`, those that are among `parameters` count.
+def gradient_norm(parameters: Iterable[nn.Parameter], sharded: Sequence[ShardedParameter]) -> Tensor:
+    """The norm of gradients with all ranks' shards in it; of `sharded`, those that are among `parameters` count.
 
     One all-reduce if one is, else none. Every rank of the model axis must call it.
     """
@@ -300,12 +294,12 @@ def gradient_norm(
     among = [shards[id(p)] for p in parameters if id(p) in shards]
     rest = [p.grad for p in parameters if id(p) not in shards and p.grad is not None]
     # of no gradients the norm is in single precision
-    norms = [get_total_norm(rest, norm_type)] if rest or not among else []
+    norms = [get_total_norm(rest)] if rest or not among else []
     if among:
-        over_ranks = _norm_over_ranks(among, float(norm_type))
+        over_ranks = _norm_over_ranks(among)
         norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
     # an empty list of gradients has a norm on the host
-    return get_total_norm([value.to(norms[-1].device) for value in norms], norm_type)
+    return get_total_norm([value.to(norms[-1].device) for value in norms])
 
 
 def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
@@ -326,14 +320,12 @@ def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
         )
 
 
-def _norm_over_ranks(among: Sequence[ShardedParameter], norm_type: float) -> Tensor:
+def _norm_over_ranks(among: Sequence[ShardedParameter]) -> Tensor:
     first = among[0].shard
     grads = [local(p.shard.grad) for p in among if p.shard.grad is not None]
-    own = get_total_norm([grad for grad in grads if grad.numel()], norm_type)
+    own = get_total_norm([grad for grad in grads if grad.numel()])
     own = own.to(device=among[0].mesh.device_type, dtype=first.dtype)
-    if norm_type == inf:
-        return collectives.all_reduce(among[0].mesh, own, "max")
-    return collectives.all_reduce(among[0].mesh, own**norm_type) ** (1 / norm_type)
+    return collectives.all_reduce(among[0].mesh, own**2) ** 0.5
 
 
 def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tensor, name: str) -> None:

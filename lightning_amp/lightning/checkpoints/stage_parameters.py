@@ -18,7 +18,6 @@ blocks that is reached by another stage later on is not there any more, and the 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -192,20 +191,17 @@ class StageParameters(Shards):
         """Norm of the gradients of all stages; a collective."""
         return self._norm(self._module.parameters())
 
-    def _norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    def _norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         among = {id(parameter) for parameter in parameters}
         counted = [
             held.own.grad
             for held in self.held
             if id(held.own) in among and held.own.grad is not None and self._counts(held)
         ]
-        own = get_total_norm(counted, norm_type).to(self._like)
-        if norm_type == inf:
-            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._model.get_group())
-            return own
-        own = own**norm_type
+        own = get_total_norm(counted).to(self._like)
+        own = own**2
         dist.all_reduce(own, group=self._model.get_group())
-        return own ** (1 / norm_type)
+        return own**0.5
 
     def _counts(self, held: Held) -> bool:
         """Whether this rank is the first of those that hold it."""

@@ -355,13 +355,13 @@ def part_of(x: Tensor, rows: slice | None) -> Tensor:
     return x if rows is None else x[:, rows]
 
 
-def _rows(x: Tensor, first: int, last: int, *, fill: float = 0.0) -> Tensor:
-    """Rows [first, last), with others where there are none; a view where there are."""
+def _rows(x: Tensor, first: int, last: int) -> Tensor:
+    """Rows [first, last), zeros where there are none; a view where there are."""
     n = len(x)
     part = x if first <= 0 and last >= n else x[max(first, 0) : last]
     if first >= 0 and last <= n:
         return part
-    return F.pad(part, (0, 0, max(-first, 0), max(last - n, 0)), value=fill)
+    return F.pad(part, (0, 0, max(-first, 0), max(last - n, 0)))
 
 
 def _flat(x: Tensor, first: int, n: int, dim: int) -> Tensor:
