@@ -45,7 +45,6 @@ class LazyDistribution:
     """The distribution of a foreign decoder for some cells.
 
     Args:
-        decoder: Ours.
         eager: The foreign module's own forward.
         inputs: u, v, b and l as the module was called with.
         parameters: Those of the foreign module, by name.

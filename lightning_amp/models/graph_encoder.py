@@ -31,7 +31,6 @@ class GraphEncoder(nn.Module):
     """Latent of every vertex, and the likelihood of sampled edges.
 
     Args:
-        dim: channels D of embedding and latent.
         source: one end of each edge.
         target: the other end; each edge is listed in one direction and means both.
         weight: positive weight of each edge.

@@ -60,7 +60,6 @@ class Run:
     Attributes:
         precision: Of parameters, batch and arithmetic.
         ranks: Ranks in all that are compared with one process.
-        options: Of AMPStrategy.
         data_ranks: Ranks of the data axis; None until a run of the ranks has told.
     """
 

@@ -24,9 +24,6 @@ class AdaptedDecoder(StratifiedDecoder):
     """All strata of a foreign decoder.
 
     Args:
-        strata: The strata.
-        layout: Their anchors and columns.
-        dim: D.
         window: Anchors per attention bucket.
         variant: The form of the keys that the memory model is to take, "higlue" or "paper".
         strata_weights: Logits of the strata's weights; without any, all strata have the same.

@@ -64,7 +64,6 @@ class AdaptedConvolutionKey(nn.Module):
 
     Args:
         pairs: The convolution, of kernel 2.
-        activation: What follows it.
         padding: Zeros behind the last anchor; 0 where the layer pads by itself.
         rows: Of v, which the resolution has.
     """

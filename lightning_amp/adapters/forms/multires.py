@@ -96,7 +96,6 @@ class MultiResStratum(AdaptedStratum):
     """A stratum of one resolution, which has a library size of its own.
 
     Attributes:
-        resolution: Its number.
         places: Columns of the tables where they are no run: those of the anchors that a subset has drawn.
     """
 

@@ -41,7 +41,6 @@ class Sizes:
     Attributes:
         where: In words, for a message.
         large: Whether values are large, so that gradients of parameters are not compared, nor what is not finite.
-        cells: B.
         more: Anchors beyond the number of strata, at least.
         short: Anchors that the last bucket lacks.
     """

@@ -59,7 +59,6 @@ class FeatureLayout:
     the same name at two resolutions and is then two anchors.
 
     Attributes:
-        strata: One entry for each stratum.
         anchor_names: Names of the stratum-0 bins, of shape [anchor].
     """
 

@@ -20,7 +20,6 @@ class MatrixWriter:
     Args:
         file: The open h5py file.
         check: Raises the error of a write that has failed.
-        n_features: Number of features.
     """
 
     def __init__(self, file: Any, check: Callable[[], None], *, n_features: int) -> None:

@@ -19,7 +19,6 @@ class FeatureGrid:
         bins: Columns chrom, start, end of the kept bins; the row is the anchor.
         row_of_bin: Anchor of each bin of the file, -1 for one left out, of shape [bin of the file].
         column_of: Column of (stratum, anchor), -1 where the pair leaves its chromosome, [stratum, anchor].
-        n_features: Number of columns.
         cis_only: Whether pairs stay on one chromosome.
         left_out: Chromosomes of the file that are not kept.
     """

@@ -45,7 +45,6 @@ class _Population:
     Attributes:
         activity: Compartment of each bin, positive where active, of shape [type, bin].
         cumulative: Running sum of contact probabilities over the features, of shape [type, feature].
-        grid: Bins and features.
     """
 
     activity: NDArray[np.float64]

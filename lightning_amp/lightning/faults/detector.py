@@ -70,7 +70,6 @@ class Detector:
     """One rank's end of the failure detector, in a thread.
 
     Args:
-        rank: The rank.
         look: What the main thread is doing.
         limits: When a rank is lost or stuck.
         listener: Of rank 0, where the others connect.

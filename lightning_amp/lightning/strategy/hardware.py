@@ -23,7 +23,6 @@ class ThisRank:
     Attributes:
         rank, n_ranks: This one of all.
         node_ranks: Ranks on this node.
-        device: The rank's device.
         broadcast: Rank 0's picklable value on every rank.
         mesh_of: The mesh of all ranks for so many ranks of the model axis.
     """

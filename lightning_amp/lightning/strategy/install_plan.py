@@ -60,7 +60,6 @@ class InstalledPlan:
 
     Args:
         request, here, trainer: What is asked, by which rank, in which run.
-        model: The module to install in.
         changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`;
             with the steps of a pipeline as `pipelined_steps`.
         resumed: The plan that a race had ended with where the run goes on from a checkpoint.

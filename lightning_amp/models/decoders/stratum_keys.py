@@ -32,7 +32,6 @@ class AttentionKey(nn.Module):
     """Key by local attention and a gated feed-forward layer.
 
     Args:
-        dim: channels D.
         window: anchors per attention bucket.
         variant: "higlue" (values are the normalised anchors; residual, post-normalised feed-forward) or
             "paper" (values are the projected anchors; plain feed-forward, so `postnorm` has no parameters).
@@ -72,7 +71,6 @@ class ConvolutionKey(nn.Module):
     """Key in which anchor i meets anchor i + stratum, by a depthwise convolution padded at the end.
 
     Args:
-        dim: channels D.
         stratum: distance k in anchors, at least 1.
 
     Raises:

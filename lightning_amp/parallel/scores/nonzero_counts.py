@@ -32,9 +32,7 @@ class Entries:
     Attributes:
         row: Their cells.
         column: Their features.
-        value: The numbers.
         log_factorial: The logarithms of their factorials.
-        runs: Runs of columns.
         ends: One past the last entry of every run.
         flat: Where they lie in a flat [cell, feature], if that is known.
     """

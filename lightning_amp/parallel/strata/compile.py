@@ -75,7 +75,6 @@ class Compiled:
     """What a module runs, or a method of it, through torch.compile.
 
     Attributes:
-        mode: Of torch.compile.
         dynamic: Whether one graph is for all sizes.
         whole: Whether it is one graph, with nothing in between that runs as it is.
         graphs: Most of the same code, for other settings and sizes.

@@ -75,7 +75,6 @@ class Estimate:
 
     Attributes:
         base_bytes: M_base: weights, optimiser state, gradients and base activations.
-        strata: Every stratum.
         runs: Strata of every rank: one run, or under strata parallelism several.
         activations: What is kept of a stratum: "retain", "recompute" or "stream".
         other_decoder_bytes: The most that the decoders hold which come after the strata.

@@ -26,7 +26,6 @@ class StrategyInfo:
     """One strategy.
 
     Attributes:
-        title: What it does, in a few words.
         shrinks: The tensor that it makes smaller.
         specs: What its rules may ask for.
         targets: Shape of the model -> names or patterns of the modules to change, and what to install there; None

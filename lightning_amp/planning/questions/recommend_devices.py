@@ -43,7 +43,6 @@ class Scale:
     """The best plan on some number of devices.
 
     Attributes:
-        devices: Ranks in all.
         best: The fastest that fits, else the one that needs the least memory.
         cells: Cells of a rank.
         step_seconds: Predicted time of a step, that of the decoder and the rest.

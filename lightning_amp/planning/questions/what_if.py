@@ -49,7 +49,6 @@ class Source:
     Attributes:
         profile: The data, or what stands for a decoder by itself.
         decoder: The decoder by itself, None for the reference model of the data.
-        latent_dim: D of the reference model.
         window: Attention window in bins, None for 20 per stratum.
     """
 
@@ -72,8 +71,6 @@ class Answer:
 
     Attributes:
         bin_bases: Bin size in base pairs, None for a decoder by itself.
-        anchors: N.
-        strata: K.
         batch_size: Cells of a step.
         budget_bytes: Memory of one device.
         enough: The fewest techniques that fit on one device, None where none do.

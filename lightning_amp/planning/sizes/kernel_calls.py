@@ -34,7 +34,6 @@ class Calls(NamedTuple):
     Attributes:
         rows: Buckets of rows.
         keys: Buckets of keys.
-        window: w.
         before: Buckets of keys before the first row, 0 or 1.
     """
 

@@ -43,7 +43,6 @@ class OrderedRuns:
         backward: Backward costs, likewise.
         send_forward: Time of what is sent over the cut before every layer; 0 at either end, where nothing is.
         send_backward: Time of the gradients that are sent back over the cut, likewise.
-        devices: The devices, in their order.
         forward_ends: Forward costs of a run from the first layer to every place, where they are more than its layers',
             and never fall; none: `forward`. Of `turned` ones there are none.
     """

@@ -29,11 +29,8 @@ class RankSizes:
     """One stratum on one rank.
 
     Attributes:
-        decoder: The decoder.
         axes: Its choices.
         k: The stratum, 0 to K - 1; under strata parallelism it is a rank's own.
-        cells: B.
-        ranks: R.
         element: Bytes per number.
     """
 

@@ -42,7 +42,6 @@ class Strata(Generic[Sizes]):
 
     Args:
         kind: Type of the sizes that terms are counted from.
-        decoder: The decoder.
         sizes: The other fields of `kind`: cells, ranks, bytes per element, rates.
     """
 

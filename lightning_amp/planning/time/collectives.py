@@ -34,7 +34,6 @@ class Collective:
     """A collective over the model axis.
 
     Attributes:
-        kind: Which one.
         numbers: What a rank hands in, in all of its calls together.
         calls: How often it is called.
     """

@@ -34,7 +34,6 @@ class Links:
         intra_bandwidth: Bytes per second between two ranks of a node, one way.
         inter_bandwidth: Bytes per second between two nodes, one way.
         latency: Seconds to start a message.
-        ranks_per_node: Ranks of a node.
     """
 
     intra_bandwidth: float
