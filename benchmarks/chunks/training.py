@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.chunks.measure import Pass, allocated, count, seconds, step
-from benchmarks.chunks.models import Language, build_example
+from benchmarks.chunks.models import MODELS, Language, Model, build_example
 from benchmarks.page import table
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import find_blocks
@@ -27,15 +27,23 @@ Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 
 
 def models(*, quick: bool) -> dict[str, Build]:
-    """Modules that compute a loss."""
-    words = (2, 128) if quick else (2, 512)
+    """The kinds of model of AutoChunk's evaluation, at the lengths of the table of inference, and three examples."""
+    gpt, *others = MODELS
+    length = gpt.quick_length if quick else gpt.length
 
     def language() -> tuple[nn.Module, tuple[Any, ...]]:
         torch.manual_seed(0)
-        return Language(layers=2).eval(), (torch.randint(2000, words),)
+        return Language(dim=256, words=1000).eval(), (torch.randint(1000, (1, length)),)
 
-    names = () if quick else ("gene_transformer", "evoformer", "unet")
-    return {"GPT": language} | {name: partial(build_example, name, quick=quick) for name in names}
+    def of(model: Model) -> tuple[nn.Module, tuple[Any, ...]]:
+        return model.build(), model.args(model.length)
+
+    found: dict[str, Build] = {f"GPT, {length}": language}
+    if not quick:
+        found |= {f"{model.name}, {model.length}": partial(of, model) for model in others}
+        names = ("gene_transformer", "evoformer", "unet")
+        found |= {name: partial(build_example, name, quick=quick) for name in names}
+    return found
 
 
 def training(*, quick: bool) -> Iterator[str]:

@@ -1,13 +1,14 @@
-"""Stages and strata on two ranks of which one has half of the processor: dealt as to equals, and by measured speeds.
+"""Stages and strata on two ranks of which one has half of a core: dealt as to equals, and by measured speeds.
 
-    sudo python -m benchmarks.pipeline.unequal_devices [--percent 40] [--rounds 2] [--only stages] [--write]
+    python -m benchmarks.pipeline.unequal_devices [--rounds 3] [--only stages] [--write]
 
-As root: each rank is in a control group of its own, whose CPU quota is some percent of a core for the first rank, half
-of that for the second. The models have alike blocks, or strata, and next to nothing beside them. The ideal is what the
-first rank takes for the whole step alone, by what both can do together, 1 + 1/2; of stages, times (micro-batches + 1)
-by micro-batches, for no order of them is without that bubble. Two minutes and a half on two quiet cores.
-`AMPStrategy(device_speeds="measure")` and the plan without take turns; medians. Quotas have to be smaller than what
-else runs on the machine leaves, or they hold nobody back. `--write` puts the table into docs/pipeline.md.
+Each rank has a core of its own, and beside the second rank a process that never waits takes half of it. The models have
+alike blocks, or strata, and next to nothing beside them. The ideal is what the first rank takes for the whole step
+alone, by what both can do together, 1 + 1/2; of stages, times (micro-batches + 1) by micro-batches, for no order of
+them is without that bubble. `AMPStrategy(device_speeds="measure")` and the plan without take turns; medians. Two quiet
+cores are needed, and two minutes. `--write` puts the table into docs/pipeline.md.
+
+A quota of CPU time is no slower core: what passes of it unused, while a rank waits for the other, is lost.
 """
 
 import argparse
@@ -40,10 +41,8 @@ from lightning_amp.planning.plan.specs import PipelineStages, StrataParallel
 from lightning_amp.quantities import format_seconds
 
 PART = "unequal_devices"
-GROUPS = Path("/sys/fs/cgroup")
-PERIOD = 20_000
-"""Microseconds of a quota's period: short beside a micro-batch's pass."""
-BLOCKS, WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 18, 1024, 480, 12, 3
+CORES = tuple(sorted(os.sched_getaffinity(0)))[:2]
+BLOCKS, WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 18, 1024, 960, 24, 4
 ANCHORS, DIM, CELLS = 3_000, 64, 48
 """Of the strata."""
 
@@ -127,57 +126,38 @@ KINDS = {
 
 
 @contextmanager
-def held(names: dict[str, float]) -> Iterator[dict[str, Path]]:
-    """Control groups with so many cores each: files that take the ids of processes.
-
-    Raises:
-        SystemExit: No root, or no control groups of processors.
-    """
-    if os.geteuid() != 0:
-        raise SystemExit(f"CPU quotas need root, found user {os.geteuid()!r}: run this command by sudo")
-    first = (GROUPS / "cpu" / "cpu.cfs_quota_us").parent
-    v1 = first.is_dir()
-    parent = first if v1 else GROUPS
-    if not v1 and "cpu" not in (GROUPS / "cgroup.controllers").read_text().split():
-        raise SystemExit(f"{GROUPS}: no control groups of processors, neither of version 1 nor of version 2")
-    made = []
+def beside(core: int) -> Iterator[None]:
+    """A process that never waits, on a core that a rank has too: the system gives each of them half."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.sched_setaffinity(busy.pid, {core})
     try:
-        for name, cores in names.items():
-            group = parent / name
-            group.mkdir()
-            made.append(group)
-            if v1:
-                (group / "cpu.cfs_period_us").write_text(str(PERIOD))
-                (group / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD)))
-            else:
-                (group / "cpu.max").write_text(f"{int(cores * PERIOD)} {PERIOD}")
-        yield {group.name: group / "cgroup.procs" for group in made}
+        yield
     finally:
-        for group in made:
-            group.rmdir()
+        busy.kill()
+        busy.wait()
 
 
-def run(files: list[Path], rounds: int, kind: str) -> dict[str, Any]:
-    """A rank in each group; what rank 0 has found.
+def run(rounds: int, kind: str) -> dict[str, Any]:
+    """A rank on each of two cores; what rank 0 has found.
 
     Raises:
         SystemExit: A rank was lost.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
-        for rank, file in enumerate(files):
+        for rank in range(len(CORES)):
             environment = os.environ | {
                 **{"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
                 **{
                     "RANK": str(rank),
                     "LOCAL_RANK": "0",
                     "GROUP_RANK": str(rank),
-                    "WORLD_SIZE": str(len(files)),
+                    "WORLD_SIZE": str(len(CORES)),
                 },
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29733", "TORCHELASTIC_RUN_ID": "unequal"},
             }
             command = [sys.executable, "-m", "benchmarks.pipeline.unequal_devices", "--rounds", str(rounds)]
-            command += ["--rank", str(file), "--folder", folder, "--only", kind]
+            command += ["--rank", str(rank), "--folder", folder, "--only", kind]
             ranks.append(
                 subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
             )
@@ -188,12 +168,11 @@ def run(files: list[Path], rounds: int, kind: str) -> dict[str, Any]:
         return found
 
 
-def on_this_rank(group: Path, folder: Path, rounds: int, kind: Kind) -> None:
+def on_this_rank(rank: int, folder: Path, rounds: int, kind: Kind) -> None:
     """All fits; rank 0 writes what it has found."""
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {CORES[rank]})
     dist.init_process_group("gloo")
-    # imports are done by the whole processor, what is measured by its part
-    group.write_text(str(os.getpid()))
     found: dict[str, Any] = {"alone": [], "alike": [], "measured": [], "ends": {}}
     for _ in range(rounds):
         if dist.get_rank() == 0:
@@ -262,12 +241,12 @@ def fit(kind: Kind, strategy: AMPStrategy) -> float:
     return median(b - a for a, b in zip(watch.ends[1:], watch.ends[2:], strict=False))
 
 
-def written(rows: list[list[str]], percent: int, rounds: int) -> list[str]:
+def written(rows: list[list[str]], rounds: int) -> list[str]:
     """The page's part, with as many rows as there are."""
     return [
         *paragraph(
-            f"""{origin(f"python -m benchmarks.pipeline.unequal_devices --percent {percent} --write")} Two gloo
-            ranks with quotas of {percent} and {percent / 2:g} % of a core; {BLOCKS} alike blocks with {MICRO_BATCHES}
+            f"""{origin("python -m benchmarks.pipeline.unequal_devices --write")} Two gloo ranks, each on a core of its own, of
+            which a process that never waits takes half beside the second; {BLOCKS} alike blocks with {MICRO_BATCHES}
             micro-batches by gpipe, and {BLOCKS} alike strata; medians of {rounds} rounds in turn. The ideal is
             what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
             micro-batch more."""
@@ -281,22 +260,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--percent", type=int, default=40, help="of a core, for the first rank")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these alone")
     parser.add_argument("--write", action="store_true", help="put the table into docs/pipeline.md")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.rank:
+    if asked.rank is not None:
         on_this_rank(asked.rank, asked.folder, asked.rounds, KINDS[asked.only[0]])
         return
     if asked.write:
         read_part(PAGE, PART)  # a page without markers is refused before anything is measured
     rows = []
     for kind in asked.only:
-        with held({"amp-fast": asked.percent / 100, "amp-slow": asked.percent / 200}) as files:
-            found = run(list(files.values()), asked.rounds, kind)
+        with beside(CORES[1]):
+            found = run(asked.rounds, kind)
         ideal = median(found["alone"]) / 1.5
         bound = ideal * KINDS[kind].bound
         rows += [
@@ -308,7 +286,7 @@ def main() -> None:
             for name in ("alike", "measured")
             for seconds in (median(found[name]),)
         ]
-        lines = written(rows, asked.percent, asked.rounds)
+        lines = written(rows, asked.rounds)
         if asked.write:
             write_part(PAGE, PART, lines)
     print("\n".join(lines))
