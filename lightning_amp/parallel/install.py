@@ -156,11 +156,11 @@ class Installed:
         forwards: Modules that run something else than their class's `forward`, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: Any = None) -> None:
         self.swaps: list[Swap] = []
         self.forwards: dict[str, nn.Module] = {}
         self._runs: dict[str, Any] = {}
-        self._chunks: dict[Any, Any] = {}
+        self._chunks = {} if chunks is None else chunks
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
 
@@ -286,8 +286,13 @@ def install(
     return install_rules(module, rules, mesh)
 
 
-def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | None = None) -> Installed:
-    """Carry out rules that have techniques, as `install` does; the module is unchanged where one is refused."""
+def install_rules(
+    module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | None = None, chunks: Any = None
+) -> Installed:
+    """Carry out rules that have techniques, as `install` does; the module is unchanged where one is refused.
+
+    Plans of chunks are kept in the dictionary `chunks`, for who installs other rules in the module afterwards.
+    """
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
     claimed: set[tuple[str, type]] = set()
     decoders = list(find_decoders(module))
@@ -304,7 +309,7 @@ def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | N
                 f" {', '.join(map(repr, decoders))} or holds it: its strata have techniques of their own; name blocks"
                 " outside of it"
             )
-    installed = Installed()
+    installed = Installed(chunks)
     try:
         for rule, fqn in targets:
             change = change_of(part(module, fqn), rule.spec, mesh, strategy=rule.strategy, fqn=fqn)

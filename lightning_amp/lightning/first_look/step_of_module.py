@@ -68,6 +68,7 @@ class StepOfModule:
         self._passes: dict[int | None, Passes | str] = {}
         self._forms: dict[int, ChunkForms] = {}
         self._chunked: dict[tuple[int, frozenset[tuple[str, ChunkBlock]]], Passes | str] = {}
+        self._plans: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, decoder: bool = False, values: bool = True) -> "StepOfModule | None":
@@ -181,7 +182,7 @@ class StepOfModule:
 
     @contextmanager
     def _installed(self, rules: Sequence[Rule]) -> Iterator[None]:
-        installed = install_rules(self._module, rules)
+        installed = install_rules(self._module, rules, chunks=self._plans)
         try:
             yield
         finally:

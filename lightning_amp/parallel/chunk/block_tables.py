@@ -18,16 +18,19 @@ from lightning_amp.parallel.chunk.planned import plan_graph
 def block_tables(module: nn.Module, calls: Sequence[BlockCall]) -> list[Table | str]:
     """For every call the table that a rule of `chunk` would be planned by, or why there is none.
 
-    Calls of one class and signature share one table.
+    Calls of one class and signature share one table, and so do blocks that differ in nothing that a table has, such as
+    their number in a list.
     """
     known: dict[Any, Table | str] = {}
+    same: dict[Table | str, Table | str] = {}
     found: list[Table | str] = []
     for capture in _captured(module, calls):
         if isinstance(capture, str):
             found.append(capture)
             continue
         if capture.key not in known:
-            known[capture.key] = capture.reason or table_of(capture)
+            table = capture.reason or table_of(capture)
+            known[capture.key] = same.setdefault(table, table)
         found.append(known[capture.key])
     return found
 

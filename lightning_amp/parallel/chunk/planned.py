@@ -1,7 +1,6 @@
 """Regions for one graph under a budget, and the bytes that the generated forward then takes."""
 
 from dataclasses import replace
-from math import floor, log
 
 import torch
 from torch import Tensor
@@ -16,12 +15,15 @@ from lightning_amp.parallel.chunk.lower import Lowered, lower, table_of
 from lightning_amp.parallel.chunk.module_chunks import ModuleChunks, Planned
 from lightning_amp.parallel.chunk.nested import lower_nested, outermost
 from lightning_amp.parallel.chunk.two_steps import in_two_steps
-from lightning_amp.planning.chunks.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import (
+    CPU_SECONDS,
+    CostModel,
+    OverBudget,
+    choose_chunks,
+    rung,
+)
 from lightning_amp.planning.chunks.chunk_bytes import result_bytes
 from lightning_amp.planning.chunks.region import ChunkPlan, Region
-
-RATIO = 1.01
-"""Of two numbers of bytes that plans are made for."""
 
 
 def plan_graph(
@@ -104,7 +106,7 @@ def _within(
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
     fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
-    asked, is_least = budget_bytes if fits else _rung(budget_bytes), False
+    asked, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
         try:
             found = choose_chunks(table, asked, train=train, costs=costs)
@@ -123,12 +125,7 @@ def _within(
                 measured,
             )
         # a prediction that is too small costs other searches, never the promise
-        asked = _rung(min(asked, found.peak_bytes) - 1)
-
-
-def _rung(n_bytes: int) -> int:
-    """The largest number of bytes within this one that a plan is made for."""
-    return int(RATIO ** floor(log(n_bytes, RATIO))) if n_bytes > 1 else 1
+        asked = rung(min(asked, found.peak_bytes) - 1)
 
 
 def _nested(

@@ -19,7 +19,7 @@ def seed_draws(seed: int) -> None:
     """Begin anew."""
     # not torch.manual_seed: it writes down its stack for every kind of device that is not in use, 3 ms a micro-batch
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

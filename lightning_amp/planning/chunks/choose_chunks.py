@@ -9,6 +9,7 @@ backward pass, by chunk_bytes.py. The same table, budget and rates get the same 
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from math import floor, log
 
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
@@ -25,6 +26,8 @@ STEPS = 4
 """Searches in which a plan that is above the budget is made smaller by what it is above."""
 KNOWN = 4
 """Tables of which the search is kept."""
+RATIO = 1.01
+"""Of two numbers of bytes that plans are made for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +101,12 @@ def choose_chunks(
     )
 
 
+def rung(n_bytes: int) -> int:
+    """The largest number of bytes within this one that a plan is made for; of such a number it is the number."""
+    # a rung is the whole part of a power, which may have a logarithm a little below that of the power
+    return min(n_bytes, int(RATIO ** floor(log(n_bytes + 1, RATIO)))) if n_bytes > 1 else 1
+
+
 class _Search:
     """What is known of a table, for all budgets."""
 
@@ -106,9 +115,15 @@ class _Search:
         self._seconds = Seconds(table, costs.rates, train=train)
         cost: Cost = self._seconds.extra if costs.policy == "auto" else partial(paper_cost, table)
         self._candidates = Candidates(table, self._line.held(), cost, self._line.plain, train=train)
+        self._known: dict[int, ChunkPlan | None] = {}
 
     def within(self, budget_bytes: int) -> ChunkPlan | None:
         """The plan of the least cost; None if none is found."""
+        if budget_bytes not in self._known:
+            self._known[budget_bytes] = self._found(budget_bytes)
+        return self._known[budget_bytes]
+
+    def _found(self, budget_bytes: int) -> ChunkPlan | None:
         if self._line.plain.peak_bytes <= budget_bytes:
             return self._plan(Label())
         candidates, aim = self._above(budget_bytes), budget_bytes

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks, rung
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.region import ChunkPlan
 from lightning_amp.planning.modules.chain import (
@@ -37,7 +37,7 @@ from lightning_amp.planning.plan.group_reasons import group_reasons
 
 LEVELS = 5
 """Budgets that a block is planned for."""
-SPARE = 1.02
+SPARE = 1.03
 """Times the least bytes by a table: a rule's budget is held by a count, which may find a little more than the table."""
 NEVER = 2**60
 """More bytes than any step has."""
@@ -175,7 +175,8 @@ def _levels(table: Table) -> Iterator[_Level]:
         least = round(SPARE * error.least_bytes)
     known = list[object]()
     for k in range(LEVELS if least <= WORTH * whole else 0):
-        budget = round(least * (whole / least) ** (k / LEVELS))
+        # what is installed for this budget is then planned for the same number, and need not be looked for again
+        budget = rung(round(least * (whole / least) ** (k / LEVELS)))
         plan = choose_chunks(table, budget, train=True)
         if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
             known.append(plan.regions)

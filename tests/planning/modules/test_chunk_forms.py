@@ -11,6 +11,7 @@ from lightning_amp.footprint.chain.chain_of import chain_and_passes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.chunks.choose_chunks import RATIO, rung
 from lightning_amp.planning.modules.chain import CHUNKED, RECOMPUTED, peak_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.plan.plan import Rule
@@ -115,3 +116,22 @@ def test_blocks_that_run_the_same_code_are_shown_once() -> None:
     assert (first[0], names) == ("blocks.0", "blocks.1, blocks.2")
     assert "def region_0(put, size" in code
     assert "def forward(" in code
+
+
+def test_blocks_that_differ_in_their_number_are_planned_once() -> None:
+    module = Blocks(*(Attention(16) for _ in range(4)))
+    for number, block in enumerate(module.blocks):
+        block.number = number
+    _, _, calls = chain_and_passes(module, torch.randn(2, 64, 16), ())
+    first, *others = block_tables(module, calls)
+    # the first one's argument has no gradient
+    assert first is not others[0]
+    assert all(table is others[0] for table in others)
+
+
+def test_what_is_installed_is_what_was_chosen_from() -> None:
+    module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
+    forms = forms_of(module, batch)
+    budgets = forms.budgets("blocks.1")
+    assert budgets == tuple(map(rung, budgets)), "a plan for another number of bytes would be made for each"
+    assert all(rung(rung(n)) == rung(n) <= n < rung(n) * RATIO**2 for n in range(1000, 10_000_000, 7919))
