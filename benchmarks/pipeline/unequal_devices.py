@@ -248,8 +248,8 @@ def written(rows: list[list[str]], rounds: int) -> list[str]:
             f"""{origin("python -m benchmarks.pipeline.unequal_devices --write")} Two gloo ranks, each on a core of its
             own, of which a process that never waits takes half beside the second; {BLOCKS} alike blocks with
             {MICRO_BATCHES} micro-batches by gpipe, and {BLOCKS} alike strata; medians of {rounds} rounds in turn. The
-            ideal is what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's bubble, one
-            micro-batch more."""
+            ideal is what the first rank takes alone, by 1.5; the bound of stages is the ideal with the schedule's
+            bubble, one micro-batch more."""
         ),
         *table(["what", "ranks taken as", "ends", "a step", "ideal", "by the ideal", "by the bound"], rows),
     ]
