@@ -111,9 +111,9 @@ def test_a_part_of_the_decoder_is_no_block_outside(fqn: str) -> None:
 class Run(pl.LightningModule):
     """The model under a Trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: Case = CASE) -> None:
         super().__init__()
-        self.model = Encoded(CASE)
+        self.model = Encoded(case)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model()
