@@ -111,7 +111,7 @@ def three_steps(rank: tuple[int, int] | None, settings: dict[str, Any]) -> dict[
 
 
 def within_budgets(rank: int, ranks: int) -> dict[str, Any]:
-    """In less than with all blocks computed again, which is the least without chunks: those alone, chunks, the policy."""
+    """In less than all blocks computed again need, the least without chunks: these alone, chunks, and the policy."""
     me, settings = (rank, ranks), {"schedule": "1f1b", "micro_batches": 4}
     every: Any = {"strategies": "pipeline,recompute"} | settings
     least = three_steps(me, every)["plan"].predicted_peak_bytes

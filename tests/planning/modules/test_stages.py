@@ -213,7 +213,9 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
     assert ("S1", "pipeline") in compared, "stages have no gradients to average, and may be faster"
     named = plan_module(base(10_000, devices=2), replace(whole, rates=narrow, passes=passes), named=())
     assert named.diagnosis is not None
-    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), "nothing is compared"
+    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), (
+        "nothing is compared"
+    )
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
