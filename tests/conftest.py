@@ -16,13 +16,22 @@ from tests.paths import REAL_DATA
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers take files in the order below: by themselves they begin with those of most tests, and the longest
+    files have one or two.
+    """
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect (not skip) what this machine cannot run, and let files that start processes begin.
+    """Deselect (not skip) what this machine cannot run, and let files that start processes begin, then long ones.
 
     They take longest: begun last, one of them would be waited for by all workers.
     """
-    long = {item.path for item in items if item.get_closest_marker("ranks")}
-    items.sort(key=lambda item: item.path not in long)
+    ranks, long = (
+        {item.path for item in items if item.get_closest_marker(name)} for name in ("ranks", "long")
+    )
+    items.sort(key=lambda item: (item.path not in ranks, item.path not in long))
     absent = [
         item
         for item in items

@@ -237,11 +237,18 @@ def noted(kind: type, copy: Copy) -> list[str]:
     return found.notes
 
 
+def in_turn(kinds: tuple[type, ...]) -> list[Any]:
+    """One of them for every number of strata; of the two large ones, the odd one is for the exhaustive."""
+    return [
+        pytest.param(kinds[k % len(kinds)], k, marks=[pytest.mark.exhaustive] * (k == 31)) for k in STRATA
+    ]
+
+
 # every padding and everything beyond the small examples, in turn for every number of strata; all of them at K = 4
 TURNS = [
     *((kind, 4) for kind in (*PADDINGS, *BEYOND)),
-    *((PADDINGS[k % len(PADDINGS)], k) for k in STRATA),
-    *((BEYOND[k % len(BEYOND)], k) for k in STRATA),
+    *in_turn(PADDINGS),
+    *in_turn(BEYOND),
     *((kind, k) for kind in (MaskOfOnes, LastRow) for k in (7, 10)),
 ]
 
@@ -260,7 +267,9 @@ def test_a_copy_that_differs_in_what_a_small_example_does_not_reach_is_refused(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strata", STRATA)
+@pytest.mark.parametrize(
+    "strata", [pytest.param(k, marks=[pytest.mark.exhaustive] * (k == 31)) for k in STRATA]
+)
 def test_the_decoder_itself_is_recognised_for_every_number_of_strata(strata: int) -> None:
     assert noted(Decoder, base(strata)) == []
 

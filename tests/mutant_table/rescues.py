@@ -4,6 +4,7 @@ from tests.mutant_table.row import L, Mutant
 
 RESCUE = f"{L}/steps/rescue.py"
 SAVED = "tests/lightning/strategy/test_rescue.py"
+IN_CHUNKS = f"{SAVED} -m exhaustive"
 ENDED = "tests/lightning/strategy/test_end_of_memory.py"
 
 RESCUES = [
@@ -32,7 +33,7 @@ RESCUES = [
         f"{L}/strategy/install_plan.py",
         'for more in (("recompute",), ("recompute", "chunk")):',
         'for more in (("recompute",), ("recompute",)):',
-        SAVED,
+        IN_CHUNKS,
     ),
     Mutant(
         "rescue",
@@ -41,7 +42,7 @@ RESCUES = [
         "            # a step is counted of the module as it is, not of blocks that are computed again already\n"
         "            self._installed.undo()\n",
         "",
-        SAVED,
+        IN_CHUNKS,
     ),
     Mutant("rescue", "plans without number", RESCUE, "self._left -= 1", "self._left -= 0", SAVED),
     Mutant(

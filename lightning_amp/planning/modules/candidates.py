@@ -148,11 +148,17 @@ def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None
 
 
 def advice(
-    seen: Seen, *, ranks: int, budget: int | None = None, stages: Draft | None = None
+    seen: Seen,
+    *,
+    ranks: int,
+    budget: int | None = None,
+    stages: Draft | None = None,
+    compared: bool = True,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What each technique by itself would make of the peak, or why it would not help; those that help most first.
 
-    Of `stages` that are drafted already it is told what they make; those of others are looked for beyond a budget only.
+    Of `stages` that are drafted already it is told what they make; those of others are looked for beyond a budget only,
+    or where they may be faster and plans are `compared`.
     """
     helps: dict[str, tuple[int, str]] = {}
     does_not: dict[str, str] = {}
@@ -169,7 +175,7 @@ def advice(
         else:
             does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
     if ranks > 1:
-        if stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget):
+        if stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget, faster=compared):
             does_not["pipeline"] = NEEDLESS.format("pipeline")
         else:
             made = stages or best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
@@ -199,15 +205,16 @@ def _is_needless(seen: Seen, names: Collection[str], *, ranks: int, budget: int 
     return slow and _fits(seen, ranks=ranks, budget=budget)
 
 
-def _stages_are_needless(seen: Seen, *, ranks: int, budget: int | None) -> bool:
+def _stages_are_needless(seen: Seen, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
     """Likewise of stages, of which it is known that they can be: a step of fewer samples would be counted for them.
 
-    What stages save in time is the bytes of gradients that are averaged; their messages are not fewer.
+    What stages save in time, if it matters that they may be `faster`, is the bytes of gradients that are averaged;
+    their messages are not fewer.
     """
     whole = seen.no_stages if seen.passes is None else seen.passes(None)
     links = replace(seen.rates.links, latency=0.0)
     saved = collective_seconds("all_reduce", seen.profile.by_kind["gradients"], ranks, links)
-    needless = saved <= WORTH * seen.seconds and _fits(seen, ranks=ranks, budget=budget)
+    needless = (saved <= WORTH * seen.seconds or not faster) and _fits(seen, ranks=ranks, budget=budget)
     return needless and not isinstance(whole, str)
 
 

@@ -43,13 +43,18 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 
 
 def diagnose_module(
-    seen: Seen, *, ranks: int = 1, budget: int | None = None, stages: Draft | None = None
+    seen: Seen,
+    *,
+    ranks: int = 1,
+    budget: int | None = None,
+    stages: Draft | None = None,
+    compared: bool = False,
 ) -> ModuleDiagnosis:
     """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only, but
-    for `stages` that are drafted already.
+    for `stages` that are drafted already, or may be faster than plans that are `compared`.
     """
     profile = seen.profile
-    helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages)
+    helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages, compared=compared)
     return ModuleDiagnosis(
         largest=profile.largest,
         evidence=(*evidence(profile), *where(profile)),
@@ -386,6 +391,7 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
             ranks=best.ranks * best.model,
             budget=base.budget_bytes,
             stages=best if best.stages else None,
+            compared=bool(compared.candidates),
         ),
         stages=best.stages,
         notes=(*base.notes, *notes),

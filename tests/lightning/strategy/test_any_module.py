@@ -456,10 +456,12 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
     ("name", "shares", "strategies"),
     [
         ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
-        (
+        ("gene_transformer", (0.6,), (("S1", "recompute"),)),
+        pytest.param(
             "gene_transformer",
-            (1.1, 0.6, 0.32),
-            (("S1",), ("S1", "recompute"), ("S1", "recompute", "fsdp", "chunk")),
+            (1.1, 0.32),
+            (("S1",), ("S1", "recompute", "fsdp", "chunk")),
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

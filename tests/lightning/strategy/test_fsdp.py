@@ -16,14 +16,18 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 RTOL = 1e-10
+RANKS = (2, pytest.param(4, marks=pytest.mark.exhaustive))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Found]]]:
-    found = {}
-    for ranks in (1, 2, 4):
-        found[ranks] = run_ranks(any_modules, ranks, tmp_path_factory.mktemp("meet"), Path(), timeout=240)
-    return found
+    class Runs(dict[int, list[dict[str, Found]]]):
+        def __missing__(self, ranks: int) -> list[dict[str, Found]]:
+            meet = tmp_path_factory.mktemp("meet")
+            self[ranks] = run_ranks(any_modules, ranks, meet, Path(), timeout=240)
+            return self[ranks]
+
+    return Runs()
 
 
 def close(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
@@ -34,7 +38,7 @@ def close(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
         assert off <= RTOL * value.abs().max() + 1e-12, f"{where}, {name}: off by {float(off):.1e}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_trains_as_on_one_process(runs: Any, name: str, ranks: int) -> None:
     (one,) = runs[1]
@@ -47,13 +51,13 @@ def test_a_module_trains_as_on_one_process(runs: Any, name: str, ranks: int) -> 
         close(found[name]["state"], one[name]["state"], f"{where}, parameters")
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_mean_of_the_losses_by_cells_is_that_of_one_process(runs: Any, name: str) -> None:
-    for ranks in (2, 4):
-        for step, cells in enumerate(CELLS[ranks]):
-            losses = torch.stack([found[name]["losses"][step] for found in runs[ranks]])
-            mean = (losses * torch.tensor(cells)).sum() / sum(cells)
-            torch.testing.assert_close(mean, runs[1][0][name]["losses"][step], rtol=RTOL, atol=0)
+def test_the_mean_of_the_losses_by_cells_is_that_of_one_process(runs: Any, name: str, ranks: int) -> None:
+    for step, cells in enumerate(CELLS[ranks]):
+        losses = torch.stack([found[name]["losses"][step] for found in runs[ranks]])
+        mean = (losses * torch.tensor(cells)).sum() / sum(cells)
+        torch.testing.assert_close(mean, runs[1][0][name]["losses"][step], rtol=RTOL, atol=0)
 
 
 def test_what_is_compared_has_been_trained(runs: Any) -> None:
@@ -62,9 +66,10 @@ def test_what_is_compared_has_been_trained(runs: Any) -> None:
         assert len(set(map(float, one["losses"]))) == 3, name
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_module_is_as_it_was(runs: Any, name: str) -> None:
-    for found in (*runs[2], *runs[4]):
+def test_the_module_is_as_it_was(runs: Any, name: str, ranks: int) -> None:
+    for found in runs[ranks]:
         assert found[name]["restored"]
         assert found[name]["hooks"] == runs[1][0][name]["hooks"]
         assert not found[name]["attributes"]

@@ -38,7 +38,11 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
 
 
 @pytest.mark.parametrize(
-    ("share", "before", "after"), [(0.75, "S1", "recompute"), (0.35, "S1,recompute", "recompute,chunk")]
+    ("share", "before", "after"),
+    [
+        (0.75, "S1", "recompute"),
+        pytest.param(0.35, "S1,recompute", "recompute,chunk", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_budget_on_a_cpu_is_held_by_counting(share: float, before: str, after: str) -> None:
     eager, lean = Meter(), Meter()

@@ -111,9 +111,9 @@ def test_a_part_of_the_decoder_is_no_block_outside(fqn: str) -> None:
 class Run(pl.LightningModule):
     """The model under a Trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: Case = CASE) -> None:
         super().__init__()
-        self.model = Encoded(CASE)
+        self.model = Encoded(case)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model()
@@ -163,7 +163,11 @@ ENCODERS = [f"model.encoders.{k}" for k in range(4)]
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("asked", "ranks"),
-    [("S3,S4,recompute", 1), ("S4,stream,recompute", 1), ("S4,stream,strata,recompute", 2)],
+    [
+        ("S3,S4,recompute", 1),
+        pytest.param("S4,stream,recompute", 1, marks=pytest.mark.exhaustive),
+        ("S4,stream,strata,recompute", 2),
+    ],
 )
 def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks: int) -> None:
     for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):
@@ -175,7 +179,10 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("asked", "ranks"), [("S3,S4,chunk", 1), ("S4,stream,strata,chunk", 2)])
+@pytest.mark.parametrize(
+    ("asked", "ranks"),
+    [pytest.param("S3,S4,chunk", 1, marks=pytest.mark.exhaustive), ("S4,stream,strata,chunk", 2)],
+)
 def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path, asked: str, ranks: int) -> None:
     for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):
         plan = found["plan"]

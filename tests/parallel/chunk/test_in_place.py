@@ -128,14 +128,16 @@ def test_every_region_writes_over_nothing_that_is_read(name: str) -> None:
     right = block(*given)
     capture = Captures().of(block, given, {})
     table = table_of(capture)
-    for region in (None, *find_regions(table)):
+    for i, region in enumerate((None, *find_regions(table))):
         for n in (2, region.units) if region else (1,):
             regions = (replace(region, n_chunks=n),) if region else ()
             run = lower(capture, table, regions)
             close(run(block, *given), right)
             for now, before in zip((*given, *block.parameters()), kept, strict=True):
                 assert torch.equal(now, before), regions
-        assert forward_bytes(run) <= chunk_bytes(table, regions).peak_bytes
+        # counting takes ten times as long as running, and most regions of a block are alike
+        if name in TRAPS or i % 4 == 0:
+            assert forward_bytes(run) <= chunk_bytes(table, regions).peak_bytes
 
 
 @torch.no_grad()

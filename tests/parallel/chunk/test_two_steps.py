@@ -44,13 +44,14 @@ def test_every_region_of_rows_is_exact(name: str) -> None:
         found = Captures().of(block, (x,), {})
         capture = in_two_steps(found) or found
         table = table_of(capture, near=True)
-    for region in find_regions(table):
+    for i, region in enumerate(find_regions(table)):
         reached = max(reached, region.reach)
         for some in numbers(region):
             with torch.no_grad():
                 run = lower(capture, table, (some,))
                 close(run(block, x), right)
-            if some.n_chunks == 2:
+            # counting takes ten times as long as running, and most regions are alike
+            if some.n_chunks == 2 and (region.reach or i % 8 == 0):
                 with torch.no_grad():
                     assert forward_bytes(run) <= chunk_bytes(table, (some,)).peak_bytes
         if region.reach:

@@ -121,20 +121,19 @@ def within(rank: int, ranks: int) -> list[tuple[int, int, int]]:
     found, options = [], dict[str, Any](strategies="fsdp,recompute,chunk")
     for _ in range(2):
         meter, monitor = Meter(), StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
-        for callback in (meter, monitor):
-            torch.manual_seed(0)
-            strategy = AMPStrategy(**options)
-            trainer = Trainer(
-                accelerator="cpu",
-                devices=ranks,
-                strategy=strategy,
-                plugins=[RunningRanks(rank, ranks)],
-                use_distributed_sampler=False,
-                max_epochs=1,
-                callbacks=[callback],
-                **QUIET,
-            )
-            trainer.fit(Attentive(), DataLoader(torch.randn(6, 128, 32), batch_size=2))  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        strategy = AMPStrategy(**options)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            plugins=[RunningRanks(rank, ranks)],
+            use_distributed_sampler=False,
+            max_epochs=1,
+            callbacks=[meter, monitor],
+            **QUIET,
+        )
+        trainer.fit(Attentive(), DataLoader(torch.randn(6, 128, 32), batch_size=2))  # type: ignore[arg-type]
         assert monitor.measured_step is not None
         assert strategy.plan is not None
         assert {rule.strategy for rule in strategy.plan.rules} >= {"fsdp", "recompute", "chunk"}

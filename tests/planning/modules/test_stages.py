@@ -211,6 +211,11 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
     narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
     compared = [row.strategies for row in narrow_links.candidates]
     assert ("S1", "pipeline") in compared, "stages have no gradients to average, and may be faster"
+    named = plan_module(base(10_000, devices=2), replace(whole, rates=narrow, passes=passes), named=())
+    assert named.diagnosis is not None
+    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), (
+        "nothing is compared"
+    )
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
