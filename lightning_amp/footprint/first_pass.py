@@ -129,12 +129,16 @@ class FirstPass:
             self._random = None
         return ""
 
-    def stale(self, arguments: Sequence[Any]) -> str:
-        """What has been changed since the first pass and cannot be put back; "" if nothing."""
+    def stale(self, arguments: Sequence[Any], *, objects: bool = True) -> str:
+        """What has been changed since the first pass and cannot be put back; "" if nothing.
+
+        Without `objects` what lists and other objects hold may have been.
+        """
         given = _difference(self._arguments, _versions(arguments))
-        versions, (marks, _) = self._versions_now(), self._marks_now()
+        versions = self._versions_now()
         changed = [p for p, v in versions.items() if v != self._versions[p] and p not in self._before]
-        changed += [place for place, mark in marks.items() if mark != self._marks[place]]
+        if objects:
+            changed += [place for place, mark in self._marks_now()[0].items() if mark != self._marks[place]]
         return given or (_name(changed[0]) if changed else "")
 
     @contextmanager

@@ -5,6 +5,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -317,6 +318,48 @@ def test_what_is_changed_between_the_passes_is_refused() -> None:
     loss = (net.blocks[0](y) ** 2).mean()
     y.add_(1)
     with pytest.raises((RuntimeError, InstallError), match="inplace operation|argument 0 has been changed"):
+        loss.backward()
+
+
+class Configured(nasty.Plain):
+    """Holds an object that all blocks share, and reads one thing in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=1.0, kind=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.scale
+
+
+def test_what_the_first_step_writes_into_an_object_is_judged_by_the_results() -> None:
+    def classify(net: nn.Module, x: Tensor) -> Tensor:
+        loss = mean(net, x)
+        net.blocks[0].config.kind = "one label"
+        return loss
+
+    def rescale(net: nn.Module, x: Tensor) -> Tensor:
+        loss = mean(net, x)
+        net.blocks[0].config.scale *= 2
+        return loss
+
+    same(Net(Configured(), nasty.Plain()), classify)
+    net = Net(Configured(), nasty.Plain()).double()
+    recompute(net)
+    with pytest.raises(
+        InstallError, match=r"on blocks.0 \(Configured\), which cannot .*: its second pass gives other"
+    ):
+        train(net, rescale)
+
+
+def test_what_a_later_step_writes_into_an_object_is_refused() -> None:
+    net = Net(Configured(), nasty.Plain()).double()
+    recompute(net)
+    x = torch.randn(5, nasty.DIM, dtype=torch.float64)
+    mean(net, x).backward()
+    loss = mean(net, x)
+    net.blocks[0].config.scale = 2.0
+    with pytest.raises(InstallError, match="'config' has been changed in place since the first time"):
         loss.backward()
 
 
