@@ -244,6 +244,19 @@ def make_root(root: Any) -> None:
 def begin_gathered(root: Any) -> None:
     """Gather the root's parameters of `fully_shard`, as its forward does: a training step is no forward."""
     root._get_fsdp_state()._pre_forward(root, (), {})
+    _drop_received(root)
+
+
+def _drop_received(root: Any) -> None:
+    """Let go of what the last unit was received as, beside its parameters; torch does at the end of the root's forward.
+
+    A backward pass that is begun within a training step comes before that.
+    """
+    context = root._get_fsdp_state()._comm_ctx
+    if (received := context.all_gather_state) is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(received.event)
+        context.all_gather_state = None
 
 
 def end_gathered(root: Any) -> None:
@@ -253,6 +266,7 @@ def end_gathered(root: Any) -> None:
 
 def start_backward(root: Any, loss: torch.Tensor) -> None:
     """Let the backward pass of a loss begin and end as one through the root's forward: its gradients are reduced."""
+    _drop_received(root)
     loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
 
 

@@ -8,9 +8,9 @@ and how far losses, the last gradients and the parameters are from one plain pro
 the refusal says (budgets.py). `peers`: peak and time of the same modules, with more rows, on 2 ranks, for ddp, torch's
 `activation_memory_budget`, FSDP2 and recomputed blocks written by hand, and for amp (peers.py).
 
-A run is a new process, or one for each rank, of one thread. Bytes are exact; times are medians of steps, in rounds that
-take turns. `--write` puts the tables into docs/any_module.md as they grow. Modules whose packages are not there are
-left out, and named. About two hours on two quiet cores, with --quick 10 minutes.
+A run is a new process for each rank, a fork of one that has imported torch, of one thread. Bytes are exact; times are
+medians of steps, in rounds that take turns. `--write` puts the tables into docs/any_module.md as they grow. Modules
+whose packages are not there are left out, and named. About two hours on two quiet cores, with --quick 10 minutes.
 """
 
 import argparse

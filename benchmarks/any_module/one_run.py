@@ -6,18 +6,18 @@ step's gradients and the parameters are kept, to be compared.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.any_module.by_hand import change_by_hand
-from benchmarks.page import ROOT
 
+LONGEST = 3600.0
+"""Seconds of a run."""
 UNTIMED = 3
 """Steps before those that are timed; the second of them is counted."""
 
@@ -72,39 +72,40 @@ class Found:
 
 
 def run(wanted: Wanted, folder: Path) -> Found:
-    """Start the processes, and wait."""
-    out = Path(tempfile.mkdtemp(dir=folder)) / "found"
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    request = json.dumps(asdict(wanted) | {"out": str(out)})
-    command = [sys.executable, "-m", "benchmarks.any_module.one_run", request]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    files = [Path(f"{out}.{rank}") for rank in range(wanted.ranks)]
-    if done.returncode or not all(file.exists() for file in files):
+    """Start the ranks, which are forks of a process that has imported torch, and wait."""
+    import pytest
+
+    from tests.ranks import run_ranks
+
+    own = Path(tempfile.mkdtemp(dir=folder))
+    # read by that process, which the first run starts
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        found = run_ranks(fit, wanted.ranks, own, wanted, own, timeout=LONGEST)
+    except pytest.fail.Exception as error:
         # a row that failed is in the table, and the others are measured
-        print(f"{wanted!r} ended with {done.returncode}:\n{done.stderr[-3000:]}", file=sys.stderr)
-        last = done.stderr.strip().splitlines()[-1:] or ["nothing printed"]
-        return Found(refused=f"FAILED: {last[0]}")
-    found = [json.loads(file.read_text()) for file in files]
+        printed = "".join(file.read_text()[-3000:] for file in sorted(own.glob("printed*")))
+        print(f"{wanted!r} failed:\n{printed}\n{error}", file=sys.stderr)
+        return Found(refused=f"FAILED: {str(error).strip().splitlines()[-1]}")
     return Found(
         peak=max(one["peak"] for one in found),
         step=found[0]["step"],
         refused=found[0]["refused"],
         plan=found[0]["plan"],
-        numbers=tuple(file.with_suffix(f"{file.suffix}.pt") for file in files) if wanted.double else (),
+        numbers=tuple(own / f"{rank}.pt" for rank in range(wanted.ranks)) if wanted.double else (),
     )
 
 
-def fit(request: dict[str, Any]) -> None:
-    """Train in this process, or begin the other ranks' too; every rank writes what it has found."""
+def fit(rank: int, ranks: int, wanted: Wanted, folder: Path) -> dict[str, Any]:
+    """Train as one of the ranks; what is printed goes to a file."""
+    with (folder / f"printed{rank}").open("w") as printed:
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
     import torch
     from lightning.pytorch import seed_everything
 
     from tests.any_module import load, make
 
-    out = request.pop("out")
-    wanted = Wanted(**request)
-    torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     # the same weights in every run: `make` sets the seed
     module: Any = make(wanted.name)[0]
@@ -116,7 +117,7 @@ def fit(request: dict[str, Any]) -> None:
         _draw_alike(module, wanted.name)
     rows = rows_of(load(wanted.name).make_batch(**wanted.sizes), double=wanted.double)
     torch.manual_seed(1)
-    trainer, probe = _trainer(wanted)
+    trainer, probe = _trainer(wanted, rank)
     loader = torch.utils.data.DataLoader(
         rows * (wanted.steps + 1), batch_size=wanted.rows or len(rows) // wanted.ranks, shuffle=False
     )
@@ -125,7 +126,7 @@ def fit(request: dict[str, Any]) -> None:
         trainer.fit(module, loader)
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
-    _write(out, trainer, module, probe, refused)
+    return _found(folder, trainer, module, probe, refused)
 
 
 def rows_of(batch: Any, *, double: bool) -> list[Any]:
@@ -154,7 +155,7 @@ def _draw_alike(module: Any, name: str) -> None:
             child.p = 0.0
 
 
-def _trainer(wanted: Wanted) -> tuple[Any, Any]:
+def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -162,6 +163,7 @@ def _trainer(wanted: Wanted) -> tuple[Any, Any]:
     from benchmarks.chunks.measure import memory_profile, most_allocated
     from tests.any_module import Meter
     from tests.lightning.strategy.fsdp_cases import whole
+    from tests.lightning.strategy.strategy_cases import RunningRanks
 
     class Probe(Meter):
         """Counts the second step, notes when batches end, and keeps their numbers."""
@@ -208,6 +210,7 @@ def _trainer(wanted: Wanted) -> tuple[Any, Any]:
     trainer = Trainer(
         strategy=strategy,
         devices=wanted.ranks,
+        plugins=[] if strategy == "auto" else [RunningRanks(rank, wanted.ranks)],
         accelerator="cpu",
         max_steps=-1,
         max_epochs=1,
@@ -222,7 +225,7 @@ def _trainer(wanted: Wanted) -> tuple[Any, Any]:
     return trainer, probe
 
 
-def _write(out: str, trainer: Any, module: Any, probe: Any, refused: str) -> None:
+def _found(folder: Path, trainer: Any, module: Any, probe: Any, refused: str) -> dict[str, Any]:
     import torch
 
     plan, rank = getattr(trainer.strategy, "plan", None), trainer.global_rank
@@ -231,16 +234,11 @@ def _write(out: str, trainer: Any, module: Any, probe: Any, refused: str) -> Non
         parameters = {name: p.detach() for name, p in module.named_parameters() if not p.is_meta}
         torch.save(
             {"losses": probe.losses, "gradients": probe.gradients, "parameters": parameters},
-            f"{out}.{rank}.pt",
+            folder / f"{rank}.pt",
         )
-    found = {
+    return {
         "peak": probe.peak,
         "step": median(steps) if steps else None,
         "refused": refused,
         "plan": {} if plan is None else json.loads(plan.to_json()),
     }
-    Path(f"{out}.{rank}").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    fit(json.loads(sys.argv[1]))

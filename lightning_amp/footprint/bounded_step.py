@@ -1,15 +1,20 @@
 """A training step that is counted while it runs, and refused where it needs more bytes than it may."""
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARIES
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import FORWARD
 from lightning_amp.quantities import format_bytes
+
+PATIENCE = 50
+"""Milliseconds in which another thread lets go of a tensor that it is done with."""
 
 
 class OverBudget(MemoryError):
@@ -40,16 +45,29 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         """Refuse nothing from here on."""
         self._bounded = False
 
+    def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
+        # DTensor asks fake ones for the shape of a result when it meets an operator first; of a stage's
+        # placeholders there are only shapes too
+        super()._count((tensor for tensor in tensors if not _is_empty(tensor)), given)
+
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         super()._born(key, n_bytes, tensor)
         life = self._of_key[key]
-        if self._bounded and self.current + n_bytes > self._budget:
+        if self._bounded and self._exceeds(n_bytes):
             # one refusal: what follows it is the caller's
             self.unbound()
             raise OverBudget(
                 f"{life.name} in {life.fqn or 'the module itself'} made a tensor {list(life.shape)} {life.dtype} of"
                 f" {format_bytes(n_bytes)} beside {self._held(key)}; allowed are {format_bytes(self._budget)}"
             )
+
+    def _exceeds(self, n_bytes: int) -> bool:
+        """Whether so many bytes more are too many; what the thread of a collective that has ended holds, is none."""
+        for _ in range(PATIENCE):
+            if self.current + n_bytes <= self._budget:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _held(self, but: int) -> str:
         """What is alive, by kind."""
@@ -59,3 +77,8 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
                 made = ACTIVATIONS if self.work[life.birth][0] == FORWARD else TEMPORARIES
                 held[life.kind or made] += life.n_bytes
         return ", ".join(f"{format_bytes(n)} of {kind}" for kind, n in held.items() if n)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether there is no memory behind a tensor."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta

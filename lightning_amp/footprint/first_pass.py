@@ -39,6 +39,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
 """Attributes that every module has, or that are none of the user's."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+STATISTICS = ("running_mean", "running_var")
+"""Buffers that kernels change without a new version; where there are no values, a layer that trains changes them."""
 DEPTH = 5
 """How many objects deep a change of an object is looked for."""
 CACHE = (
@@ -176,7 +178,13 @@ class FirstPass:
         return f"it changes what its argument {named!r}, a {kind}, holds, which cannot be put back{hint}"
 
     def _compared(self) -> set[Place]:
-        return {p for p, values in self._before.items() if _differ(values, self._tensors[p])}
+        return {p for p, values in self._before.items() if self._differs(p, values)}
+
+    def _differs(self, place: Place, before: Tensor) -> bool:
+        now = self._tensors[place]
+        if isinstance(now, FakeTensor) or now.is_meta:
+            return place[1] in STATISTICS and self._modules[place[0]].training
+        return not torch.equal(before, now)
 
     def _versions_now(self) -> dict[Place, int]:
         return {place: _version(tensor) for place, tensor in self._tensors.items()}
@@ -207,11 +215,6 @@ def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
 def _version(tensor: Tensor) -> int:
     # a tensor made in inference mode has none
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have values, and other ones."""
-    return not (isinstance(one, FakeTensor) or one.is_meta) and not torch.equal(one, other)
 
 
 def _versions(arguments: Sequence[Any]) -> dict[str, int]:

@@ -79,6 +79,9 @@ class ModuleProfile:
         reason: Why the step could not run on fake tensors, "" where it could.
         batch_size: Length of the batch's first dimension, None where its tensors have none in common.
         added_bytes: Gradients that are there when the backward pass begins, to which it adds its own.
+        first_bytes: Most bytes alive at once in the first step.
+        left_bytes: Made by that step and kept for others, beside gradients and optimiser state, such as what is logged;
+            it is none of the second step's bytes.
     """
 
     peak_bytes: int
@@ -94,6 +97,8 @@ class ModuleProfile:
     reason: str = ""
     batch_size: int | None = None
     added_bytes: int = 0
+    first_bytes: int = 0
+    left_bytes: int = 0
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,8 +10,6 @@ module's hooks are called on the copy; callbacks are not part of the step; loss 
 torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other temporaries.
 """
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -38,7 +36,9 @@ from lightning_amp.footprint.fake_copy import (
     make_fake,
     resize,
 )
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.quiet import quiet
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
 from lightning_amp.random_streams import isolated_random_streams
@@ -119,6 +119,8 @@ def profile_module(
         measured=REAL if reason else FAKE,
         reason=reason,
         batch_size=length_of(batch) if batch_size is None else batch_size,
+        first_bytes=found.first_bytes,
+        left_bytes=found.left_bytes,
     )
 
 
@@ -246,7 +248,7 @@ def aside(module: torch.nn.Module) -> Iterator[None]:
     # where the step needs values, the profile itself says so
     with (
         failures_unlogged(),
-        _quiet(),
+        quiet(),
         isolated_random_streams(),
         files_as_they_were(module),
         _as_written(module),
@@ -338,6 +340,8 @@ class _Count(Callback):
         self.recorder = recorder
         self._fake, self._entered, self._counting = fake, ExitStack(), False
         self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
+        self._first, self._counting_first = LiveBytes(), ExitStack()
+        self._counted_first = around.batches - 1
 
     def __enter__(self) -> None:
         """Nothing has begun."""
@@ -347,6 +351,7 @@ class _Count(Callback):
         if self._counting:
             self.recorder.stop()
         self._counting = False
+        self._counting_first.close()
         self._entered.close()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -368,9 +373,14 @@ class _Count(Callback):
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)
             self._entered.enter_context(CopyFakes())
+        if batch_idx == self._counted_first:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
+            self._counting_first.enter_context(self._first)
         if batch_idx == self._counted:
             self.recorder.start(batch, trainer.optimizers)
             self._counting = True
+            self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Gradients are whole."""
@@ -381,23 +391,9 @@ class _Count(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Go on to the second step, or stop."""
+        if batch_idx == self._counted_first:
+            self._counting_first.close()
+            self.recorder.first_bytes = self._first.peak
         if self._counting:
             self.recorder.hold_gradients()
             raise _Done
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Say nothing of a Trainer that the user has not made."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    children = [logging.getLogger(f"lightning.{name}.utilities.rank_zero") for name in ("pytorch", "fabric")]
-    levels = [(logger, logger.level) for logger in loggers + children]
-    for logger, _ in levels:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels:
-            logger.setLevel(level)

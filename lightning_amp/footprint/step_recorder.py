@@ -38,6 +38,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         work: Phase and module of every operator so far.
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
+        first_bytes, left_bytes: As of ModuleProfile, of the step before.
 
     Args:
         module: Whose submodules own what is made.
@@ -50,6 +51,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
         self.optimising = False
+        self.first_bytes = self.left_bytes = 0
         self._module = module
         self._names = {id(child): fqn for fqn, child in module.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -24,8 +24,8 @@ def test_the_peak_of_every_choice_in_eight_modules(name: str) -> None:
         found = peak_bytes(chain, names)
         assert found == pytest.approx(real_peak(module, batch, names), rel=0.01), names
         recompute(module, names)
-        # 1 kB: what batch norm's statistics need to be put back
-        assert found == pytest.approx(profile_module(module, batch).peak_bytes, abs=1000), names
+        # 2 kB: what batch norm's statistics need to be put back
+        assert found == pytest.approx(profile_module(module, batch).peak_bytes, abs=2000), names
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ FIRST = "lightning_amp/footprint/first_pass.py"
 BUILD = "lightning_amp/footprint/chain/build_chain.py"
 OF_A_MODULE = "tests/planning/modules/test_plan_of_a_module.py"
 LOOK = "tests/lightning/strategy/test_any_module.py"
+PROMISES = "tests/lightning/strategy/test_promises.py"
 
 BLOCKS = [
     Mutant(
@@ -336,9 +337,41 @@ BLOCKS = [
         "module",
         "forgotten: small gradients that are copied",
         f"{MODULES}/seen.py",
-        "return max(self.profile.peak_bytes, self.held_bytes + small)",
-        "return self.profile.peak_bytes",
+        "return max(alone, self._averaging_bytes)",
+        "return alone",
         OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "forgotten: the first step",
+        f"{MODULES}/seen.py",
+        "alone = max(self.profile.peak_bytes, self.profile.first_bytes)",
+        "alone = self.profile.peak_bytes",
+        PROMISES,
+    ),
+    Mutant(
+        "module",
+        "forgotten: what is logged, where gradients are averaged",
+        f"{MODULES}/seen.py",
+        "there + self.profile.left_bytes",
+        "there",
+        OF_A_MODULE,
+    ),
+    Mutant(
+        "module",
+        "forgotten: statistics that a second pass puts back",
+        FIRST,
+        "return place[1] in STATISTICS and self._modules[place[0]].training",
+        "return False",
+        PROMISES,
+    ),
+    Mutant(
+        "module",
+        "what a unit was received as stays in a backward pass by hand",
+        "lightning_amp/_torch.py",
+        "    _drop_received(root)\n    loss.register_hook",
+        "    loss.register_hook",
+        PROMISES,
     ),
     Mutant(
         "module",

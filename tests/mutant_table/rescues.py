@@ -49,7 +49,7 @@ RESCUES = [
         "rescue",
         "budget not checked",
         "lightning_amp/footprint/bounded_step.py",
-        "if self._bounded and self.current + n_bytes > self._budget:",
+        "if self._bounded and self._exceeds(n_bytes):",
         "if False:",
         SAVED,
     ),

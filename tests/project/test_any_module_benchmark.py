@@ -34,7 +34,7 @@ def test_one_run_is_counted_and_its_numbers_are_compared(tmp_path: Path) -> None
         assert [i for i, share in enumerate(away) if share > 1e-3] == [place]
 
 
-@pytest.mark.long
+@pytest.mark.ranks
 def test_a_refusal_is_a_result(tmp_path: Path) -> None:
     assert "S2" in run(wanted(strategy={"strategies": "S2"}), tmp_path).refused
 

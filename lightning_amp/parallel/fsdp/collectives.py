@@ -79,6 +79,8 @@ class AddUp(_Comm):
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
+        # gloo's thread may still hold it when the collective has ended
+        received.untyped_storage().resize_(0)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
         return None

@@ -100,7 +100,7 @@ def fsdp_peak_bytes(
     """
     assert ranks >= 2, f"parameters are split over 2 ranks or more, got {ranks!r}"
     walk = _Walk(profile, units, ranks, offload=offload)
-    return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0)
+    return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0) + profile.left_bytes
 
 
 def fsdp_held_bytes(
@@ -141,8 +141,8 @@ class _Walk:
 
     def forward(self) -> Iterator[int]:
         """The forward pass, with the last step's gradients until they are dropped."""
-        received, last = self._padded[""], ""
-        yield self._buffers + self._padded[""] + received + self._on_its_way("")
+        received, last = 0, ""
+        yield self._buffers + 2 * self._padded[""] + self._on_its_way("")
         for moment in self._of(FORWARD):
             unit = self._unit_of(moment)
             held = (

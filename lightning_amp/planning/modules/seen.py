@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.footprint.module_profile import (
+    ACTIVATIONS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    ModuleProfile,
+)
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
-from lightning_amp.planning.modules.fsdp_bytes import Unit
+from lightning_amp.planning.modules.fsdp_bytes import OPTIMISER, Unit
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
@@ -20,6 +26,8 @@ LEAST_SECONDS = 1e-9
 ALONE = 2**20
 """Bytes of a gradient from which on it is averaged where it is; smaller ones are put together
 (parallel/s1_data/gradient_sync.py)."""
+COPIED = 2 * 25 * 2**20
+"""Of these there are two buckets at a time."""
 WEIGHT_BYTES = 16
 """Of the two integers by which ranks agree on how many cells a step has (lightning/steps/cell_weight.py)."""
 
@@ -82,12 +90,20 @@ class Seen:
 
     def peak_bytes(self, ranks: int) -> int:
         """The peak on D ranks that average gradients: small ones are copied into one buffer when backward ends."""
+        alone = max(self.profile.peak_bytes, self.profile.first_bytes)
         if ranks == 1:
-            return self.profile.peak_bytes
-        small = sum(
-            row.n_bytes for row in self.profile.tensors if row.kind == GRADIENTS and row.n_bytes < ALONE
-        )
-        return max(self.profile.peak_bytes, self.held_bytes + small) + self.agreed_bytes
+            return alone
+        return max(alone, self._averaging_bytes) + self.agreed_bytes
+
+    @property
+    def _averaging_bytes(self) -> int:
+        """What is there when gradients are whole, beside it a byte for each of them, and the small ones' copies."""
+        kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
+        after = [moment for moment in timeline if moment.phase == OPTIMISER] or timeline[-1:]
+        there = max(sum(moment.by_kind[kind] for kind in kinds) for moment in after)
+        sizes = [p.whole_bytes for unit in self.units for p in unit.parameters if p.trained]
+        small = min(sum(n_bytes for n_bytes in sizes if n_bytes < ALONE), COPIED)
+        return there + self.profile.left_bytes + small + len(sizes)
 
     @property
     def agreed_bytes(self) -> int:

@@ -285,13 +285,19 @@ def test_every_plan_is_compared_on_several_ranks() -> None:
 
 
 def test_small_gradients_are_copied_on_several_ranks() -> None:
-    grads = tuple(
-        TensorBytes(name=f"{k}.grad", fqn="", kind="gradients", shape=(1,), dtype="float32", n_bytes=n)
-        for k, n in enumerate((300, 2**21))
+    sizes = {"weight": 2**21, "bias": 300, "frozen": 500}
+    own = tuple(
+        ParameterShape(name=name, shape=(n,), item_bytes=1, trained=name != "frozen")
+        for name, n in sizes.items()
     )
-    step = seen(profiled(held=2**22, saved=100, tensors=grads))
-    assert step.peak_bytes(1) == 2**22 + 100
-    assert step.peak_bytes(2) == 2**22 + 300 + WEIGHT_BYTES
+    profile = profiled(held=2**22, saved=100)
+    # at the peak, of which the tensors are known, there are no gradients yet
+    kinds = {**profile.by_kind, "activations": profile.by_kind["activations"] + profile.by_kind["gradients"]}
+    early = replace(profile, by_kind={**kinds, "gradients": 0}, first_bytes=2**22 + 101, left_bytes=20)
+    step = replace(seen(early), units=(Unit(fqn="", parameters=own),))
+    assert step.peak_bytes(1) == 2**22 + 101
+    # beside what is held and the batch: what the first step logs, which parameters were reached, and the copies
+    assert step.peak_bytes(2) == 2**22 + 100 + 20 + 2 + 300 + WEIGHT_BYTES
 
 
 def test_a_plan_that_was_given_is_predicted_anew() -> None:
