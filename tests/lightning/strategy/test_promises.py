@@ -97,19 +97,22 @@ BY_RANKS = {
     2: ("S1", "S1,recompute", "S1,fsdp", "S1,fsdp,recompute"),
 }
 IN_CHUNKS = ("gene_transformer", "unet", "evoformer")
-QUICK = {("cnn", 1), ("wide_mlp", 1), ("chain", 2), ("chain by hand", 2)}
+QUICK = {("cnn", 1), ("wide_mlp", 1), ("chain by hand", 2)}
 """Each of which has failed."""
 NAMES = ("cnn", "wide_mlp", "gene_transformer", "unet", "evoformer", "chain", "chain by hand")
+
+
+def _marks(name: str, ranks: int) -> tuple[pytest.MarkDecorator, ...]:
+    exhaustive, release = pytest.mark.exhaustive, pytest.mark.release
+    if name in IN_CHUNKS:
+        return exhaustive, release
+    return () if (name, ranks) in QUICK else (exhaustive,)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        *(
-            pytest.param(name, ranks, {}, marks=() if (name, ranks) in QUICK else pytest.mark.exhaustive)
-            for name in NAMES
-            for ranks in BY_RANKS
-        ),
+        *(pytest.param(name, ranks, {}, marks=_marks(name, ranks)) for name in NAMES for ranks in BY_RANKS),
         pytest.param("chain", 2, {"accumulate_grad_batches": 2}, marks=pytest.mark.exhaustive),
         pytest.param("chain", 2, {"gradient_clip_val": 0.1}, marks=pytest.mark.exhaustive),
     ],
@@ -118,7 +121,7 @@ def test_what_is_predicted_to_fit_is_trained(
     name: str, ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     sets = (*BY_RANKS[ranks], *(["S1,chunk"] if name in IN_CHUNKS else []))
-    found = run_ranks(kept, ranks, tmp_path, name, sets, options, timeout=200)
+    found = run_ranks(kept, ranks, tmp_path, name, sets, options, timeout=400)
     for strategies in sets:
         rows = [one[strategies] for one in found]
         for k in (0, 1):
