@@ -23,7 +23,7 @@ from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute
 from lightning_amp.parallel.chunk.chunk_module import chunk_block
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.hooks import hooks_within
+from lightning_amp.parallel.contract.check_replacement import check_hooks, check_parameters
 from lightning_amp.parallel.contract.protocol import find_decoders, is_decomposed
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.contract.stand_in import named_parts, part
@@ -218,8 +218,8 @@ class Installed:
             path = ".".join(part for part in (fqn, relative) if part)
             parent_name, _, name = path.rpartition(".")
             parent = part(module, parent_name)
-            _check_parameters(path, parent._modules.get(name), new, change.sharded)
-            _check_hooks(path, parent._modules[name])
+            check_parameters(path, parent._modules.get(name), new, change.sharded)
+            check_hooks(path, parent._modules[name])
             self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
             parent._modules[name] = new
         for relative, forward in change.forwards.items():
@@ -348,36 +348,6 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
                 " take the layer's rule out of the plan"
             )
         uses[id(parameter.whole)] = "another layer that is to be split has it too"
-
-
-def _check_parameters(
-    fqn: str, old: nn.Module | None, new: nn.Module, sharded: Sequence[ShardedParameter]
-) -> None:
-    """Optimisers and checkpoints find parameters by object and by name: a replacement keeps both."""
-    if old is None:
-        raise InstallError(
-            f"a technique is to replace {fqn!r}, which is no module; allowed are the rule's module and its children"
-        )
-    shards = {id(parameter.whole): parameter.shard for parameter in sharded}
-    named = old.named_parameters(remove_duplicate=False)
-    before = {name: id(shards.get(id(parameter), parameter)) for name, parameter in named}
-    after = {name: id(parameter) for name, parameter in new.named_parameters(remove_duplicate=False)}
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    if changed:
-        raise InstallError(
-            f"{type(new).__name__!r} was to replace {fqn!r} and does not own the same parameters: {changed!r} differ;"
-            " a replacement keeps the parameter objects and their names, or lists a shard in Change.sharded"
-        )
-
-
-def _check_hooks(fqn: str, old: nn.Module | None) -> None:
-    """A replacement may not call the module at all, or with a part of what it would see."""
-    found = hooks_within(old) if old is not None else []
-    if found:
-        raise InstallError(
-            f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"
-            " register hooks on the decoder or its strata instead, or take the rule out of the plan"
-        )
 
 
 def _matches(rule: Rule, module: nn.Module) -> list[str]:
