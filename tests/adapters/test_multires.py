@@ -44,7 +44,7 @@ KINDS = {
     "binary": replace(BASE, binarize=True),
     "one experiment": replace(BASE, experiments=1),
 }
-CORNERS = ("two resolutions", "checkpointed", "a subset, features missing", "convolution", "binary")
+CORNERS = ("two resolutions", "a subset, features missing", "convolution")
 ON_ONE = ("S1,stream", "S1,S4,fused,sparse,stream", "S1,S3,S4", "S1,fused,recompute")
 ON_TWO = ("S1,strata", "S1,S2,S4,stream", "S1,S4,fused,sparse,stream,strata", "S1,recompute,strata")
 
@@ -86,7 +86,11 @@ def possible(strategies: str, kind: Bands) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [name if name in CORNERS else pytest.param(name, marks=pytest.mark.exhaustive) for name in KINDS]
+    "name",
+    [
+        name if name in CORNERS else pytest.param(name, marks=(pytest.mark.exhaustive, pytest.mark.release))
+        for name in KINDS
+    ],
 )
 def test_trains_the_same_under_every_plan(name: str) -> None:
     kind = KINDS[name]

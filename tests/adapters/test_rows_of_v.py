@@ -148,6 +148,8 @@ def raced(budget: int | None, *, race: bool) -> tuple[Plan, Longer]:
     return planned(strategy), module
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_a_race_begins_anew_for_the_rows_that_v_has() -> None:
     """Its peaks are those of these rows, and it trains what one plan trains."""
     free, _ = raced(None, race=False)

@@ -84,7 +84,15 @@ def file_limit(n_bytes: int) -> Iterator[None]:
 # from the first byte to the last ones of the largest file, which has 119 kB
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "limit", [100, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3000, 20_000, 60_000)), 110_000]
+    "limit",
+    [
+        100,
+        *(
+            pytest.param(n, marks=(pytest.mark.exhaustive, pytest.mark.release))
+            for n in (3000, 20_000, 60_000)
+        ),
+        110_000,
+    ],
 )
 def test_prepare_leaves_nothing_and_does_not_crash(files: Files, limit: int) -> None:
     bins = make_bins({"chr1": 60, "chr2": 40})

@@ -2,7 +2,7 @@
 
 from tests.mutant_table.row import MODULES, L, Mutant, P
 
-RUNS = "tests/lightning/strategy/test_hsdp.py"
+RUNS = "tests/lightning/strategy/test_hsdp.py -m exhaustive"
 PLANS = "tests/planning/modules/test_fsdp_groups.py"
 
 FSDP_GROUPS = [

@@ -404,7 +404,7 @@ PIPELINES = [
         f"{P}/install.py",
         "forward = before.around(forward)",
         "return",
-        "tests/lightning/pipeline/test_chunks_in_stages.py",
+        "tests/lightning/pipeline/test_chunks_in_stages.py -m exhaustive",
     ),
     Mutant(
         "staged chunks",

@@ -106,7 +106,8 @@ def seconds(run) -> float:
     return min(found)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_planning_ends() -> None:
     """Bounds on a hang, not targets: it takes a tenth of them."""
     data = profile(hic(), rna())

@@ -185,6 +185,8 @@ def test_ranks_share_the_cells():
         assert sorted(torch.cat([own[name] for own in shares]).tolist()) == rows.tolist()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_a_process_that_fails_says_why():
     with pytest.raises(CaseFailed, match="PlanError: a plan of schema"):

@@ -121,6 +121,8 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     assert "nothing to do here" in text
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_an_interrupt_keeps_what_was_written(tmp_path):
     words = ("--out", tmp_path, "--tiny", "--device", "cpu", "--only", "exactness,memory")

@@ -234,7 +234,8 @@ def test_what_cannot_be_verified_is_refused_and_the_next_one_is_not(workers: Wor
     assert verified(workers, cases.Inline(), torch.ones(4, 3)).ok
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_the_command_reads_the_configuration_of_fit(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

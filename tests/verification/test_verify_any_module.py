@@ -52,6 +52,8 @@ def test_an_example_is_equal(workers: Workers, strategies: str) -> None:
     assert {"forward, step 1", "gradients, step 1", "parameters after 2 steps"} <= quantities
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_masks_of_the_ranks_own_are_named(workers: Workers) -> None:
     """A block that is computed again draws its masks again, and a sharded one has another class."""
     found = verified(workers, "gene_transformer", "S1,recompute,fsdp", dropout=True)

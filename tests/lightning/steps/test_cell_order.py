@@ -110,7 +110,9 @@ def test_items_that_are_batches_are_dealt_one_by_one(ranks: list[dict[str, Any]]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategies", [WIDE, STRATA])
+@pytest.mark.parametrize(
+    "strategies", [pytest.param(WIDE, marks=[pytest.mark.exhaustive, pytest.mark.release]), STRATA]
+)
 def test_a_model_group_reads_what_one_device_reads(
     plain: dict[str, Any], tmp_path: Path, strategies: str
 ) -> None:

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 RTOL = 1e-10
-RANKS = (2, pytest.param(4, marks=pytest.mark.exhaustive))
+RANKS = (2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release]))
 
 
 @pytest.fixture(scope="module")

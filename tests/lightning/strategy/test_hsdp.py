@@ -23,7 +23,7 @@ from tests.lightning.strategy.test_fsdp import RTOL, close
 from tests.parallel.fsdp.test_fsdp_bytes import module_and_batch
 from tests.ranks import run_all
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.lightning.strategy.hsdp_cases import four_resumed, one_resumed, plain
 from tests.lightning.strategy.test_fsdp import close
 from tests.ranks import run_all
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.release]
 JOBS = [
     *(("four_resumed", f"from {name}") for name in ("plain", "parts", "all")),
     ("four_resumed", "in parts"),

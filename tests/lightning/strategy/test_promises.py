@@ -99,22 +99,20 @@ BY_RANKS = {
 IN_CHUNKS = ("gene_transformer", "unet", "evoformer")
 QUICK = {("cnn", 1), ("wide_mlp", 1), ("chain by hand", 2)}
 """Each of which has failed."""
+LONG = pytest.mark.exhaustive, pytest.mark.release
 NAMES = ("cnn", "wide_mlp", "gene_transformer", "unet", "evoformer", "chain", "chain by hand")
 
 
 def _marks(name: str, ranks: int) -> tuple[pytest.MarkDecorator, ...]:
-    exhaustive, release = pytest.mark.exhaustive, pytest.mark.release
-    if name in IN_CHUNKS:
-        return exhaustive, release
-    return () if (name, ranks) in QUICK else (exhaustive,)
+    return () if (name, ranks) in QUICK else LONG
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
         *(pytest.param(name, ranks, {}, marks=_marks(name, ranks)) for name in NAMES for ranks in BY_RANKS),
-        pytest.param("chain", 2, {"accumulate_grad_batches": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("chain", 2, {"gradient_clip_val": 0.1}, marks=pytest.mark.exhaustive),
+        pytest.param("chain", 2, {"accumulate_grad_batches": 2}, marks=LONG),
+        pytest.param("chain", 2, {"gradient_clip_val": 0.1}, marks=LONG),
     ],
 )
 def test_what_is_predicted_to_fit_is_trained(

@@ -78,7 +78,7 @@ def graphs(run: Callable[[], object]) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_equals_the_eager_decoder(compiler: None) -> None:
     model = installed(TWO, ("S4", "fused", "sparse"))
     found = {}
