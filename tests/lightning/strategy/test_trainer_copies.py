@@ -79,6 +79,7 @@ def test_a_trainer_can_be_copied_during_a_fit_which_does_not_notice(ranks: int, 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_a_checkpoint_can_be_saved_where_the_ranks_were_processes_of_the_fit(tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(SAVES)
