@@ -187,6 +187,8 @@ EDITS = [
     (lambda p: p.update(predicted_peak_bytes="lots"), "predicted_peak_bytes='lots' is not a whole number"),
     (lambda p: p.update(batch_size=-1), "batch_size=-1 is not a whole number"),
     (lambda p: p.update(budget_bytes=float("nan")), "budget_bytes=nan is not a whole number"),
+    (lambda p: p["rules"][-1].update(fqn=5), "fqn=5 is not text"),
+    (lambda p: p.update(notes=[1]), "holds something other than text"),
     (lambda p: p["mesh"].update(data=2.0), "a mesh of 2.0 x 1 was asked for"),
     (
         lambda p: (p["strategies"].append("S7"), p["rules"][0].update(strategy="S7")),

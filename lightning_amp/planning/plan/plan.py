@@ -241,6 +241,10 @@ def _kinds(plan: Plan) -> Iterator[str]:
             yield f"{name}={value!r} is not a whole number of 0 or more"
     if type(plan.balance_cells) is not bool:
         yield f"balance_cells={plan.balance_cells!r} is neither true nor false"
+    for name in ("signals", "evidence", "strategies", "notes"):
+        if not all(isinstance(text, str) for text in getattr(plan, name)):
+            yield f"{name}={getattr(plan, name)!r} holds something other than text"
+    yield from (f"fqn={rule.fqn!r} is not text" for rule in plan.rules if not isinstance(rule.fqn, str))
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:
