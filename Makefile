@@ -29,7 +29,7 @@ test: $(STAMP)
 full: test
 	$(BIN)/python -m pytest $(PYTEST) -m "exhaustive and not (slow or release)" tests
 
-# before a release, and before an issue is called resolved: the rows of matrices that CI leaves out, about ten minutes
+# before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
 

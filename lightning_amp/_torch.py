@@ -110,6 +110,7 @@ __all__ = [
     "functional_collectives",
     "gelu_backward",
     "has_kernel",
+    "has_no_values",
     "is_compiled",
     "is_watched",
     "make_fx",
@@ -159,6 +160,11 @@ def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
     # torch writes one number after the other, whatever the strides of the output are
     assert out.is_contiguous(), "the output of a softmax's backward pass is contiguous"
     torch._softmax_backward_data(grad, weights, -1, out.dtype, grad_input=out)
+
+
+def has_no_values(value: object) -> bool:
+    """Whether it is a tensor without memory: one of a fake mode (a placeholder too), or on the device "meta"."""
+    return isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
 
 
 def is_watched() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensor
+from lightning_amp._torch import has_no_values
 from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARIES
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import FORWARD
@@ -48,7 +48,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
     def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
         # DTensor asks fake ones for the shape of a result when it meets an operator first; of a stage's
         # placeholders there are only shapes too
-        super()._count((tensor for tensor in tensors if not _is_empty(tensor)), given)
+        super()._count((tensor for tensor in tensors if not has_no_values(tensor)), given)
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         super()._born(key, n_bytes, tensor)
@@ -77,8 +77,3 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
                 made = ACTIVATIONS if self.work[life.birth][0] == FORWARD else TEMPORARIES
                 held[life.kind or made] += life.n_bytes
         return ", ".join(f"{format_bytes(n)} of {kind}" for kind, n in held.items() if n)
-
-
-def _is_empty(tensor: Tensor) -> bool:
-    """Whether there is no memory behind a tensor."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode
+from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
 
@@ -224,7 +224,7 @@ class CopyFakes(TorchFunctionMode):
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     """A fake tensor on the same device; on the CPU where this one is on the device "meta"."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if has_no_values(tensor):
         device = "cpu" if tensor.is_meta else tensor.device
         with fake:
             found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

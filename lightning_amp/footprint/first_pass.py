@@ -28,7 +28,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
-    FakeTensor,
+    has_no_values,
     is_compiled,
     tree_flatten,
     tree_flatten_with_path,
@@ -182,7 +182,7 @@ class FirstPass:
 
     def _differs(self, place: Place, before: Tensor) -> bool:
         now = self._tensors[place]
-        if isinstance(now, FakeTensor) or now.is_meta:
+        if has_no_values(now):
             return place[1] in STATISTICS and self._modules[place[0]].training
         return not torch.equal(before, now)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp._torch import FakeTensor, tree_leaves, tree_unflatten
+from lightning_amp._torch import has_no_values, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
 from lightning_amp.parallel.contract.change import Change
@@ -121,7 +121,7 @@ def _digests(result: Any) -> list[tuple[str, float, float]]:
         return [
             (t.device.type, float(t.sum(dtype=torch.float64)), float(t.norm(dtype=torch.float64)))
             for t in tensors
-            if t.is_floating_point() and not isinstance(t, FakeTensor) and not t.is_meta
+            if t.is_floating_point() and not has_no_values(t)
         ]
 
 

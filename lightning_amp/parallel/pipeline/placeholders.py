@@ -23,17 +23,13 @@ from lightning_amp._torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    has_no_values,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.pipeline.absent import placeholders_are_made
-
-
-def has_no_values(value: object) -> bool:
-    """Whether it is a placeholder, or a parameter that another rank holds."""
-    return isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
 
 
 def without_values(values: Any) -> Iterator[Tensor]:

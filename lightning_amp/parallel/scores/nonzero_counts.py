@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int, Num
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor
+from lightning_amp._torch import has_no_values
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.parallel.scores.dense_entries import known_entries
 
@@ -71,7 +71,7 @@ def entries(
         runs: Runs of columns, one after the other, that cover all of them.
     """
     numbers = x if isinstance(x, Tensor) else x.value
-    if numbers.is_meta or isinstance(numbers, FakeTensor):
+    if has_no_values(numbers):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
         return _without_values(numbers, n, x.shape[1], runs, dtype=dtype)
     if isinstance(x, SparseCounts):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensor
+from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.decode import decode_problem
 from lightning_amp.shapes import Counts, FeatureAnchor, PerAnchor, PerCell
@@ -68,7 +68,7 @@ def _select(key: Tensor, feature_anchor: Tensor, start: int | None) -> Tensor:
 
 
 def _start_of_run(feature_anchor: Tensor) -> int | None:
-    if feature_anchor.is_meta or isinstance(feature_anchor, FakeTensor) or not len(feature_anchor):
+    if has_no_values(feature_anchor) or not len(feature_anchor):
         return None
     start = int(feature_anchor[0])
     run = torch.arange(

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensor, compile_settings
+from lightning_amp._torch import compile_settings, has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
@@ -91,7 +91,7 @@ class Compiled:
 
     def run(self, function: Any, module: nn.Module, first: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What a function of the module and of tensors, the first of which is `first`, returns."""
-        if first.is_meta or isinstance(first, FakeTensor):
+        if has_no_values(first):
             return function(module, first, *args, **kwargs)
         with compile_settings(graphs=self.graphs):
             return _compiled(function, self)(module, first, *args, **kwargs)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.pipeline.absent import Absent, AbsentParameter, absent_parameter
-from lightning_amp.parallel.pipeline.placeholders import Placeholders, has_no_values
+from lightning_amp.parallel.pipeline.placeholders import Placeholders
 
 X = torch.randn(3, 3)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, BlockWalk, Span, spans
-from lightning_amp.parallel.pipeline.placeholders import Placeholders, has_no_values
+from lightning_amp.parallel.pipeline.placeholders import Placeholders
 from lightning_amp.parallel.pipeline.run_stages import joined
 
 CPU = torch.device("cpu")

@@ -21,10 +21,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_amp._torch import tree_map
+from lightning_amp._torch import has_no_values, tree_map
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.lightning.steps.pipelined.step_attributes import Attributes, Change, apply
-from lightning_amp.parallel.pipeline.placeholders import has_no_values
 
 MUTED = ("update", "forward", "compute")
 
