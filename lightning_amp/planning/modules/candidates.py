@@ -153,7 +153,7 @@ def advice(
     ranks: int,
     budget: int | None = None,
     stages: Draft | None = None,
-    compared: bool = True,
+    compared: bool,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What each technique by itself would make of the peak, or why it would not help; those that help most first.
 
