@@ -3,6 +3,7 @@
 Nothing here imports torch: the tests of planning run without it.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,13 @@ from tests.paths import REAL_DATA
 
 # torch reads it when it is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+LOGS = {
+    "lightning": logging.NOTSET,
+    "lightning.pytorch": logging.INFO,
+    "lightning.fabric": logging.INFO,
+    "lightning.pytorch.utilities.rank_zero": logging.NOTSET,
+    "lightning.fabric.utilities.rank_zero": logging.NOTSET,
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tell the helper that starts ranks whether this test says that it does; before any fixture."""
+    """Tell the helper that starts ranks whether this test says that it does, and let Lightning log as it does by
+    itself: a run that was to be quiet may have been of this process. Before any fixture, for those of a module train
+    too.
+    """
+    for name, level in LOGS.items():
+        logging.getLogger(name).setLevel(level)
     ranks = sys.modules.get("tests.ranks")
     if ranks is not None:
         marks = {mark.name for mark in item.iter_markers()}
