@@ -10,7 +10,7 @@ module's hooks are called on the copy; callbacks are not part of the step; loss 
 torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other temporaries.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import MethodType
@@ -40,7 +40,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.quiet import quiet
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.summarize import summarize
+from lightning_amp.footprint.summarize import Life, summarize
 from lightning_amp.random_streams import isolated_random_streams
 
 R = TypeVar("R", bound=StepRecorder)
@@ -112,13 +112,24 @@ def profile_module(
         ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
     """
     found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
+    return profile_of(found, found.lives, reason, length_of(batch) if batch_size is None else batch_size)
+
+
+def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: int | None) -> ModuleProfile:
+    """The profile of a counted step.
+
+    Args:
+        found, reason: As of `counted_step`.
+        lives: Every storage that was alive in it.
+        rows: Length of its batch.
+    """
     return summarize(
-        found.lives,
+        lives,
         found.work,
         found.head,
         measured=REAL if reason else FAKE,
         reason=reason,
-        batch_size=length_of(batch) if batch_size is None else batch_size,
+        batch_size=rows,
         first_bytes=found.first_bytes,
         left_bytes=found.left_bytes,
     )

@@ -3,6 +3,7 @@ of the module with that choice installed."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_of import chain_of
+from lightning_amp.footprint.chain.chain_of import chain_of, count_step
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.planning.modules.chain import peak_bytes, peak_moment
 from tests.footprint.test_profile_module import Small, measured
 from tests.parallel.blocks import nasty
@@ -138,6 +141,45 @@ def test_a_step_that_needs_values_is_counted_with_values() -> None:
     assert "DataDependent" in chain.reason
     for names in choices(chain):
         assert peak_bytes(chain, names) == pytest.approx(real_peak(make_one(), batch_of(), names), rel=0.05)
+
+
+class Given(torch.autograd.Function):
+    """Its gradient is what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x * 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+class Gives(nn.Module):
+    """Its gradient is no tensor of the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(Given.apply(x))
+
+
+def bytes_of(profile: ModuleProfile) -> ModuleProfile:
+    """Without the number of operators, of which some make no tensor."""
+    return replace(profile, timeline=tuple(replace(moment, n_operators=1) for moment in profile.timeline))
+
+
+@pytest.mark.parametrize("name", [*ways(), "two optimisers", "a real step", "a saved gradient"])
+def test_a_step_counted_for_its_blocks_tells_all_that_a_profile_does(name: str) -> None:
+    def make_one() -> Any:
+        others = {
+            "two optimisers": Manual,
+            "a real step": lambda: Looks(nn.ModuleList(nasty.Plain() for _ in range(4))),
+            "a saved gradient": lambda: chained(nasty.Plain(), Gives(), nasty.Plain()),
+        }
+        return others[name]() if name in others else ways()[name]
+
+    found = count_step(make_one(), batch_of(), ()).profile
+    assert bytes_of(found) == bytes_of(profile_module(make_one(), batch_of()))
 
 
 def test_what_cannot_run_twice_stays_and_says_why() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.footprint.chain.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.standing_for import standing_for, times_now
@@ -115,7 +115,7 @@ class Wide(Tied):
 
 def passes(kind: type[Small], rows: int = 8) -> Passes | str:
     torch.manual_seed(0)
-    return chain_and_passes(kind(), torch.randn(rows, WIDTH), NAMES)[1]
+    return count_step(kind(), torch.randn(rows, WIDTH), NAMES).passes
 
 
 def found(kind: type[Small], rows: int = 8) -> Passes:
@@ -192,9 +192,9 @@ def test_all_chunks_count_where_some_are_run() -> None:
     torch.manual_seed(0)
     module, batch = Wide(), torch.randn(64, WIDTH)
     rules = [Rule(fqn="net.*", spec=ChunkBlock(budget_bytes=12_000), strategy="chunk", why="")]
-    whole = chain_and_passes(module, batch, NAMES, rates=products)[1]
+    whole = count_step(module, batch, NAMES, rates=products).passes
     installed = install_rules(module, rules)
-    chunked = chain_and_passes(module, batch, NAMES, rates=products)[1]
+    chunked = count_step(module, batch, NAMES, rates=products).passes
     installed.undo()
     assert isinstance(whole, Passes)
     assert isinstance(chunked, Passes)

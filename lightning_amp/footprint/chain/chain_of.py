@@ -6,7 +6,7 @@ block, which is recomputed as a whole. A block is left as it is where it cannot 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -17,7 +17,8 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
 from lightning_amp.footprint.chain.passes import Passes, passes_of
 from lightning_amp.footprint.fake_copy import length_of
-from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (planning/time/device_rates.py)."""
@@ -44,10 +45,27 @@ def chain_of(
     Raises:
         ModelError: As `profile_module`.
     """
-    return chain_and_passes(module, batch, (), batch_size=batch_size, rates=rates, around=around)[0]
+    return count_step(module, batch, (), batch_size=batch_size, rates=rates, around=around).chain
 
 
-def chain_and_passes(
+@dataclass(frozen=True, slots=True)
+class CountedStep:
+    """What one counted step tells.
+
+    Attributes:
+        profile: Its bytes, as `profile_module` counts them.
+        chain: Its blocks.
+        passes: Its passes through the blocks as stages of a pipeline, or why there are none.
+        calls: How each of its blocks was called.
+    """
+
+    profile: ModuleProfile
+    chain: Chain
+    passes: Passes | str
+    calls: tuple[BlockCall, ...]
+
+
+def count_step(
     module: LightningModule,
     batch: Any,
     names: Sequence[str],
@@ -55,17 +73,19 @@ def chain_and_passes(
     batch_size: int | None = None,
     rates: OperatorRates = CPU_CORE,
     around: Around = BY_ITSELF,
-) -> tuple[Chain, Passes | str, tuple[BlockCall, ...]]:
-    """The chain of a step, and its passes through the named blocks as stages of a pipeline, or why there are none,
-    and how each of its blocks was called.
+) -> CountedStep:
+    """Count a step once for all that is to be known of it.
 
-    Arguments and errors as for `chain_of`; `names` are those of the blocks, in order.
+    Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
     """
     step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
     chain = build_chain(step, values=bool(reason))
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
-    calls = tuple(call.given for call in step.calls)
     rows = length_of(batch) if batch_size is None else batch_size
-    if not names or rows is None:
-        return chain, "the tensors of its batch have no length in common" if names else NO_BLOCKS, calls
-    return chain, passes_of(step, names, rows=rows, values=bool(reason)), calls
+    passes: Passes | str = NO_BLOCKS
+    if names:
+        passes = "the tensors of its batch have no length in common"
+        if rows is not None:
+            passes = passes_of(step, names, rows=rows, values=bool(reason))
+    calls = tuple(call.given for call in step.calls)
+    return CountedStep(profile_of(step, step.whole_lives, reason, rows), chain, passes, calls)

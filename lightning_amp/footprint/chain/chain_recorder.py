@@ -143,6 +143,14 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Of all operators."""
         return sum(self.took)
 
+    @property
+    def whole_lives(self) -> list[Life]:
+        """Every storage with a death that autograd puts off: as in a step of which nothing is let go of early."""
+        ends: dict[int, int | None] = {}
+        for use in self.uses:
+            ends[id(use.life)] = _later(ends.get(id(use.life), use.life.death), use.end)
+        return [replace(life, death=ends.get(id(life), life.death)) for life in self.lives]
+
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
         super().start(batch, optimizers)
@@ -284,14 +292,21 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         use.end = len(self.work) - 1
 
     def _give(self, kept: _Kept) -> Tensor:
-        """A backward pass asks for it."""
-        if kept.use is not None and kept.use.read is None:
-            kept.use.read = len(self.work)
+        """A backward pass asks for it, and may hold what it gets for longer than the graph: as a gradient."""
         self._aside = True
         try:
-            return kept.make()
+            given = kept.make()
         finally:
             self._aside = False
+        if kept.use is not None:
+            kept.use.read = len(self.work) if kept.use.read is None else kept.use.read
+            if self._life_of(given) is None:  # it stands for what was let go of
+                weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
+        return given
+
+
+def _later(death: int | None, other: int | None) -> int | None:
+    return None if death is None or other is None else max(death, other)
 
 
 def _apart(result: Any) -> Any:

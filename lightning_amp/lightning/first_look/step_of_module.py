@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_amp.errors import AmpError, DataError, InstallError, ModelError
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_of import chain_and_passes, chain_of
+from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -96,9 +96,10 @@ class StepOfModule:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
         """
         self.take()
-        chain = self._chain(None, rates)
+        step = self._count_step(None, rates)
+        self._profiles[_places(())], chain = step.profile, step.chain
         return Seen(
-            profile=self._profiled(()),
+            profile=step.profile,
             chain=chain,
             units=units_of(self._module),
             rates=rates,
@@ -129,22 +130,22 @@ class StepOfModule:
         counted = next((one for one in self._passes.values() if one is not whole), None)
         between = whole.at(counted, rows) if isinstance(counted, Passes) else None
         if between is None and rows not in self._passes:
-            self._chain(rows, rates)
+            self._count_step(rows, rates)
         return self._passes[rows] if between is None else between
 
-    def _chain(self, rows: int | None, rates: Rates) -> Chain:
-        """Of a batch of some length, with its passes kept."""
-        chain, self._passes[rows], self._calls[rows] = self._recorded(rows, rates)
-        return chain
+    def _count_step(self, rows: int | None, rates: Rates) -> CountedStep:
+        """Of a batch of some length, with its passes and calls kept."""
+        step = self._recorded(rows, rates)
+        self._passes[rows], self._calls[rows] = step.passes, step.calls
+        return step
 
-    def _recorded(self, rows: int | None, rates: Rates) -> tuple[Chain, Passes | str, tuple[BlockCall, ...]]:
-        count = partial(chain_and_passes, names=self._blocks, rates=operator_rates(rates))
-        return self._counted(count, rows)
+    def _recorded(self, rows: int | None, rates: Rates) -> CountedStep:
+        return self._counted(partial(count_step, names=self._blocks, rates=operator_rates(rates)), rows)
 
     def _forms_of(self, rows: int, *, rates: Rates) -> ChunkForms:
         """The forms in chunks of the blocks of a micro-batch."""
         if rows not in self._forms:
-            chain = self._chain(rows, rates)
+            chain = self._count_step(rows, rates).chain
             self._forms[rows] = ChunkForms(chain, partial(block_tables, self._module, self._calls[rows]))
         return self._forms[rows]
 
@@ -157,7 +158,7 @@ class StepOfModule:
             ]
             try:
                 with self._installed(rules):
-                    self._chunked[key] = self._recorded(rows, rates)[1]
+                    self._chunked[key] = self._recorded(rows, rates).passes
             except AmpError as error:
                 self._chunked[key] = str(error)
         return self._chunked[key]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.footprint.chain.chain_of import chain_and_passes
+from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.install import install_rules
@@ -37,7 +37,8 @@ class Blocks(pl.LightningModule):
 
 
 def forms_of(module: Blocks, batch: Tensor) -> ChunkForms:
-    chain, _, calls = chain_and_passes(module, batch, ())
+    step = count_step(module, batch, ())
+    chain, calls = step.chain, step.calls
     return ChunkForms(chain, lambda: block_tables(module, calls))
 
 
@@ -107,7 +108,7 @@ def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
 
 def test_blocks_that_run_the_same_code_are_shown_once() -> None:
     module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
-    _, _, calls = chain_and_passes(module, batch, ())
+    calls = count_step(module, batch, ()).calls
     # the first one's argument has no gradient, which is another graph
     first, second = block_code(
         module, calls, dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), 200_000)
@@ -122,7 +123,7 @@ def test_blocks_that_differ_in_their_number_are_planned_once() -> None:
     module = Blocks(*(Attention(16) for _ in range(4)))
     for number, block in enumerate(module.blocks):
         block.number = number
-    _, _, calls = chain_and_passes(module, torch.randn(2, 64, 16), ())
+    calls = count_step(module, torch.randn(2, 64, 16), ()).calls
     first, *others = block_tables(module, calls)
     # the first one's argument has no gradient
     assert first is not others[0]
