@@ -37,7 +37,6 @@ class Adapted:
     """The decoders of a module that ours stand in for.
 
     Attributes:
-        decoders: The foreign decoders, by name.
         notes: Why others that look like them are not among them, and what is not predicted of those that are, one
             sentence each.
     """

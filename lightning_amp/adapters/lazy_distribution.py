@@ -47,7 +47,6 @@ class LazyDistribution:
     Args:
         eager: The foreign module's own forward.
         inputs: u, v, b and l as the module was called with.
-        parameters: Those of the foreign module, by name.
         look: Called with the counts (None: any) before ours computes in the module's place; refuses by raising.
     """
 

@@ -31,11 +31,9 @@ class RankResult:
 
     Attributes:
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
-        breakdown: The same by kind.
         strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
         comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
-        requested_bytes: The request that exceeded the budget.
     """
 
     rank: int

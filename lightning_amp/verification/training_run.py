@@ -58,7 +58,6 @@ class Run:
     """A run.
 
     Attributes:
-        precision: Of parameters, batch and arithmetic.
         ranks: Ranks in all that are compared with one process.
         data_ranks: Ranks of the data axis; None until a run of the ranks has told.
     """
@@ -85,7 +84,6 @@ class Report:
         elsewhere: Generators other than torch's that the rank's steps have drawn from.
         origins: Modules that differ though what they read agrees.
         apart: Buffers that differ between the ranks.
-        norms: Names of BatchNorm layers.
         uneven: Whether the cells do not divide by the data ranks.
     """
 

@@ -93,7 +93,6 @@ class PairedAttentionKey(nn.Module):
     """Key by a convolution, local attention and a gated feed-forward layer.
 
     Args:
-        paired: The convolution.
         layers: Modules prenorm, qk, attention, postnorm and ff.
         checkpointed: Whether the foreign decoder computes its keys again in the backward pass.
     """

@@ -64,10 +64,8 @@ class AdaptedStratum(Stratum):
 
     Args:
         key: Module that makes the key; None where the anchors are the keys.
-        nodes: Anchor of each of the stratum's features.
         columns: First and one past the last of the stratum's columns.
         tables: The whole tables scale, bias, log_theta and zi_logits, by name; of binary data the first two.
-        likelihood: Log-probability of the counts.
         chained: Whether the next stratum reads this one's projected anchors.
         least: What is added to the mean.
     """

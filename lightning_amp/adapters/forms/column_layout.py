@@ -29,7 +29,6 @@ class Layout:
     """The strata of a decoder.
 
     Attributes:
-        nodes: Anchor of each feature, for every stratum.
         columns: First and one past the last column, for every stratum.
         n_anchors: N, as far as the features tell: one past the last anchor that has any.
         listed_in: Name of the decoder's list that holds the columns.

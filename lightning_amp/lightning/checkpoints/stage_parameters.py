@@ -76,7 +76,6 @@ class StageParameters(Shards):
     """The parameters of a module whose blocks are stages; frees those that other ranks hold.
 
     Args:
-        module: The whole module.
         blocks: Its blocks, and the rank of the model axis of each.
         mesh: With the axes "data" and "model".
     """

@@ -61,7 +61,6 @@ class Doing:
     Attributes:
         hook: Hook that it is in.
         where: File, line and function of the innermost frame of the user's code inside the hook.
-        waiting: The collective that it waits in.
         place: Stage, epoch and batch.
         batches: Batches begun so far; with the hook, what progress is told by.
         unwinding: Whether an error has been raised, and callbacks and loggers hear of it before the run ends.

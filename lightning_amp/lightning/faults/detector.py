@@ -71,7 +71,6 @@ class Detector:
 
     Args:
         look: What the main thread is doing.
-        limits: When a rank is lost or stuck.
         listener: Of rank 0, where the others connect.
         link: Of the others, to rank 0.
         token: What a rank must say to be heard.

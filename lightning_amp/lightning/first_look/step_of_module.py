@@ -35,7 +35,7 @@ from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen, StageChunks
 from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard
+from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.time.device_rates import Rates
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class StepOfModule:
         self._calls: dict[int | None, tuple[BlockCall, ...]] = {None: ()}
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
+        self._counts: dict[tuple[tuple[str, Spec], ...], ModuleProfile] = {}
         self._blocks, self._no_stages = blocks_for_stages(module)
         self._passes: dict[int | None, Passes | str] = {}
         self._forms: dict[int, ChunkForms] = {}
@@ -116,7 +117,7 @@ class StepOfModule:
 
     def take(self) -> None:
         """Take one batch, as `seen` does; for `count` and `chain_with` alone."""
-        self._batch = self._take_batch()
+        self._batch, self._counts = self._take_batch(), {}
 
     def forget(self) -> None:
         """Let go of the batch; nothing more is counted."""
@@ -164,13 +165,18 @@ class StepOfModule:
         return self._chunked[key]
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step once more with rules installed, and undo them; for after `seen` or `take`.
+        """Profile the step once more with rules installed, and undo them; for after `seen` or `take`. What was counted
+        of the same rules is not counted again.
 
         Raises:
             AmpError: A technique refuses the module, or the step fails with it.
         """
-        with self._installed(rules):
-            return self._profiled(rules)
+        key = tuple((rule.fqn, rule.spec) for rule in rules)
+        if key not in self._counts:
+            with self._installed(rules):
+                self._counts[key] = self._counted(profile_module)
+        self._profiles[_places(rules)] = self._counts[key]
+        return self._counts[key]
 
     def chain_with(self, rules: Sequence[Rule], rates: Rates) -> Chain:
         """The blocks of the step with rules installed, which are undone; for after `take`.
@@ -198,10 +204,6 @@ class StepOfModule:
         budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
         found = block_code(self._module, self._calls[None], budgets)
         return "\n\n\n".join(f"# {names}\n{code}" for names, code in found.items())
-
-    def _profiled(self, rules: Sequence[Rule]) -> ModuleProfile:
-        found = self._profiles[_places(rules)] = self._counted(profile_module)
-        return found
 
     def _counted(self, count: Callable[..., T], rows: int | None = None) -> T:
         size = self._batch_size if rows is None else rows

@@ -106,7 +106,6 @@ class Stratum(nn.Module):
 
     Args:
         key: module that makes the key; None for stratum 0, whose key is v.
-        feature_anchor: anchor of each of the stratum's features.
         distance: k, in anchors.
         columns: first and one past the last of the stratum's columns in the data matrix.
         n_batches: experimental batches, the rows of the tables.

@@ -33,7 +33,6 @@ class SharedVertices(nn.Module):
     """This rank's vertices, in the place of all.
 
     Args:
-        inner: The leaf of all vertices.
         coefficient: Of all edges; where these lie, the leaf's buffers will.
     """
 

@@ -34,7 +34,6 @@ class SharedRegion(nn.Module):
     """What enters and leaves the region that the ranks of a mesh axis share.
 
     Args:
-        strategies: Whose region it is.
         channels: Channel sets of S5, None without it.
         summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
         anchors: The ranks' anchors under nodes, None without it.

@@ -61,7 +61,6 @@ class HiddenDecode(nn.Module):
 
     Args:
         inner: A decode that is bilinear in cells and keys.
-        mesh: The mesh axis that shards the channels.
     """
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:

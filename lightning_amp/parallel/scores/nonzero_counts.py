@@ -30,8 +30,6 @@ class Entries:
     """The entries, run by run.
 
     Attributes:
-        row: Their cells.
-        column: Their features.
         log_factorial: The logarithms of their factorials.
         ends: One past the last entry of every run.
         flat: Where they lie in a flat [cell, feature], if that is known.

@@ -65,7 +65,6 @@ class CellMicrobatches(nn.Module):
     """A stratum's cells in micro-batches; made by `in_microbatches`.
 
     Args:
-        size: Cells of a micro-batch.
         known: Whether the loss is known to be a sum over cells; else that is checked when there are several.
     """
 

@@ -89,7 +89,6 @@ class StreamedStrata(LoopTechnique):
 
     Args:
         inner: The loop that is run where no gradients are wanted.
-        workers: Most strata side by side.
     """
 
     def __init__(self, inner: nn.Module, *, workers: int) -> None:

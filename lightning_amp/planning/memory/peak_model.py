@@ -59,7 +59,6 @@ class StratumBytes:
         spine: What is kept of other strata's spine, in a chained decoder, when it runs.
         alive: What there is of it right after its forward pass.
         forward: The most that it holds in its forward pass, with what is alive after it.
-        backward: The same for its backward pass.
     """
 
     left: int
@@ -84,7 +83,6 @@ class Estimate:
         region_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
         tables_bytes: What attention makes in the first stratum that has a key, and keeps from then on.
-        tables_from: That stratum.
     """
 
     base_bytes: int

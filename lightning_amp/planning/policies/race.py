@@ -29,7 +29,6 @@ class Result:
     """What a race has found.
 
     Attributes:
-        winner: Strategies of the fastest plan.
         seconds: Least seconds of a step of every plan that ran, in the order in which they ran.
     """
 

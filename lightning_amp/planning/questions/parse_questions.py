@@ -33,7 +33,6 @@ class Questions:
     Attributes:
         bins: Bin sizes in base pairs, None where anchors are asked for or nothing is.
         anchors: N, None where bin sizes are asked for or nothing is.
-        batch_sizes: Cells of a step.
         budgets: Bytes of one device, ascending.
         strata_named: Whether a person named the strata, and they are not the usual ones.
     """

@@ -44,7 +44,6 @@ class Scale:
 
     Attributes:
         best: The fastest that fits, else the one that needs the least memory.
-        cells: Cells of a rank.
         step_seconds: Predicted time of a step, that of the decoder and the rest.
         fits: Whether it fits; None where the memory is unknown.
         speed_up: Over the fewest devices on which it fits, None before them.
@@ -69,12 +68,9 @@ class Recommendation:
     """How many devices are worth having.
 
     Attributes:
-        cells: B, in all.
         budget_bytes: Memory of one device, None when unknown.
-        rates_device: Whose rates the times are predicted with.
         node_devices: Devices of a node, beyond which links are slower.
         devices: The recommended number, None where the model fits on none of them.
-        why: The reason, as a sentence.
         scales: What was compared, by the number of devices.
     """
 

@@ -71,13 +71,9 @@ class Answer:
 
     Attributes:
         bin_bases: Bin size in base pairs, None for a decoder by itself.
-        batch_size: Cells of a step.
-        budget_bytes: Memory of one device.
         enough: The fewest techniques that fit on one device, None where none do.
         auto: What policy "auto" takes on one device; where nothing fits, what needs the least memory.
         paper_devices: Devices that policy "paper" needs, None where `MOST_DEVICES` are too few.
-        paper_strategies: What it takes there.
-        paper_peak_bytes: Its peak there.
     """
 
     bin_bases: int | None

@@ -21,7 +21,6 @@ class Panel(NamedTuple):
 
     Attributes:
         name: "predicted", "measured" ...
-        line: When every rank computes what.
         rest_seconds: Of the last stage's first backward pass, what precedes it for the whole batch.
     """
 

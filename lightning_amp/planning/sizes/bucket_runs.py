@@ -42,7 +42,6 @@ class RunSizes(NamedTuple):
     """How much is computed at a time.
 
     Attributes:
-        buckets: Of a run, at most.
         rows: Of a bucket; fewer than all only where a run is one bucket.
         padded: Whether the buckets at the ends of the sequence are in a run with others.
     """
@@ -57,7 +56,6 @@ class Run(NamedTuple):
 
     Attributes:
         place: The first bucket, counted from the first key.
-        n_buckets: How many they are.
         own: First row of the first bucket, and rows of every bucket; those after the last one are zeros.
         near: First key of the first bucket, and keys of every bucket; those outside the sequence are zeros.
         outside: Whether the first w keys of the first bucket, and the last w of the last, are to be masked.
@@ -94,7 +92,6 @@ class Band(NamedTuple):
         rows: Rows; they begin with a whole bucket.
         keys: Keys; only the last bucket of them may be cut short.
         before: Keys before that of the first row, whole buckets.
-        sizes: How much is computed at a time.
     """
 
     rows: int

@@ -32,8 +32,6 @@ class Calls(NamedTuple):
     """How the buckets of a run are computed.
 
     Attributes:
-        rows: Buckets of rows.
-        keys: Buckets of keys.
         before: Buckets of keys before the first row, 0 or 1.
     """
 

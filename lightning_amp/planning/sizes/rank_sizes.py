@@ -29,7 +29,6 @@ class RankSizes:
     """One stratum on one rank.
 
     Attributes:
-        axes: Its choices.
         k: The stratum, 0 to K - 1; under strata parallelism it is a rank's own.
         element: Bytes per number.
     """

@@ -35,8 +35,6 @@ class Rates:
         matmul_flops: Operations of matrix products per second.
         memory_bytes: Bytes per second that elementwise operators read and write.
         attention_share: Of matmul_flops, what the products of attention reach.
-        overhead_seconds: Of every operator.
-        links: To other devices.
         device: Whose rates they are, in words.
         launches: Whether operators are launched on it by a processor that goes on, as on a GPU.
         sdpa_share: Of matmul_flops, what attention in torch's fused kernels reaches.
