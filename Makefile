@@ -20,14 +20,14 @@ check: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint fast
 
 fast: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST) -m "not (ranks or long or alone or exhaustive or slow)" tests
+	$(BIN)/python -m pytest $(PYTEST) -m "not (ranks or long or alone or full or exhaustive or slow)" tests
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or exhaustive or slow)" tests
-	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
+	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or full or exhaustive or slow)" tests
 
 full: test
-	$(BIN)/python -m pytest $(PYTEST) -m "exhaustive and not (slow or release)" tests
+	$(BIN)/python -m pytest $(PYTEST) -m "(full or exhaustive) and not (alone or slow or release)" tests
+	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
 
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full

@@ -84,6 +84,7 @@ def possible(strategies: str, kind: Bands) -> str:
     return ",".join(s for s in strategies.split(",") if s not in left_out)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",

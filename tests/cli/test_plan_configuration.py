@@ -103,6 +103,7 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert "fsdp_ranks=2 was asked for, found 3 ranks on the data axis" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @IGNORED
 def test_the_largest_batch_fits_and_one_more_does_not(config: str, capsys: Any) -> None:
     memory = 5 * 2**20
@@ -131,6 +132,7 @@ def test_any_number_of_devices(config: str, capsys: Any) -> None:
     assert json.loads(found.to_json())["diagnosis"]["largest"] == "saved"
 
 
+@pytest.mark.full
 @IGNORED
 def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None:
     assert main(["plan", "--config", config, "--strategies", "chunk", "--show-code"]) == 0

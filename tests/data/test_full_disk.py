@@ -194,6 +194,7 @@ def test_embeddings_are_written_in_full_or_not_at_all(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.obsm["X_amp"], embedding)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("limit", "words"),

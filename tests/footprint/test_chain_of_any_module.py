@@ -11,6 +11,7 @@ from tests.footprint.test_chain_of import bytes_of, choices, real_peak
 from tests.parallel.blocks.test_recompute import recompute
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

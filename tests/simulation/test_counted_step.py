@@ -97,6 +97,7 @@ def test_operations_of_a_convolution() -> None:
     assert forward.flops == counter.get_total_flops() == backward.flops / 2
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("name", SIZES)

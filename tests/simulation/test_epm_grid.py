@@ -166,6 +166,7 @@ def compare(decoder: DecoderShape, asked: str, *, ranks: int, batch_size: int) -
     return predicted.peak_bytes / max(step.peak_bytes), strata
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(("asked", "ranks", "cells", "sizes"), CASES)
 def test_decoder_alone(asked: str, ranks: int, cells: int, sizes: dict[str, Any]) -> None:

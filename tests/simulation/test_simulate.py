@@ -151,6 +151,7 @@ def test_compiled_strata_are_simulated_as_they_are() -> None:
     assert compiled.strata_bytes == as_it_is.strata_bytes
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
     real = run_ranks(real_steps, 2, tmp_path)

@@ -191,6 +191,7 @@ CULPRITS: dict[str, tuple[LightningModule, Any, dict[str, Any], list[tuple[str, 
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("name", CULPRITS)
 def test_culprits_are_named_and_nothing_else_is(workers: Workers, name: str) -> None:
@@ -265,6 +266,7 @@ def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> N
     assert _decided(options, asked) == {"device_memory": "1GiB", "strategies": "S1"}
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_session_without_a_file_can_verify_its_own_classes() -> None:
     done = subprocess.run(

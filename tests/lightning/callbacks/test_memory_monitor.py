@@ -248,6 +248,7 @@ def test_without_a_decoder_the_step_is_measured_by_module(
     assert json.loads((folder / "memory_step.json").read_text())["measured"]["peak_bytes"] == found.peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategies", ["S1", "S1,recompute"])
 def test_a_module_is_predicted_beside_measured(strategies: str, tmp_path: Path) -> None:
     module, batch = make("gene_transformer")

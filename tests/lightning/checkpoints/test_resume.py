@@ -121,6 +121,7 @@ def of_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in checkpoint.items() if name != "callbacks"}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("job", WRITE, ids=lambda job: job.name)
 def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Runs, job: Job) -> None:
@@ -135,6 +136,7 @@ def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Runs, job: Job) -> No
     )
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("job", RESUME, ids=lambda job: job.name)
 def test_training_goes_on_as_if_it_had_not_been_interrupted(folder: Path, runs: Runs, job: Job) -> None:

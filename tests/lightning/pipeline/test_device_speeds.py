@@ -58,6 +58,7 @@ def runs(rank: int, ranks: int) -> dict[str, Any]:
     return {"speeds": speeds, "slow": slow, "alike": fit((rank, ranks), GPT(), settings, {})}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_slow_rank_has_fewer_blocks(tmp_path: Path) -> None:
     found = run_ranks(runs, 2, tmp_path, timeout=200)

@@ -110,6 +110,7 @@ def examples(rank: int, ranks: int) -> dict[str, tuple[str, Run]]:
     return {name: any_module(rank, ranks, name, {"micro_batches": 3}, {}) for name in EXAMPLES}
 
 
+@pytest.mark.full
 def test_unedited_modules_train_as_on_one_process_or_are_refused(tmp_path: Path) -> None:
     for found in run_ranks(examples, 2, tmp_path, timeout=200):
         for name, told in EXAMPLES.items():

@@ -83,6 +83,7 @@ def said_of(rank: tuple[int, int], kind: type[Net], settings: dict[str, Any]) ->
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", EVERY[:2])
 @pytest.mark.parametrize("table", [REFUSED, manual_steps.REFUSED], ids=["automatic", "manual"])
 def test_what_cannot_is_refused(table: dict[type[Net], str], schedule: int, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def refusals(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_all_ranks_refuse(tmp_path: Path) -> None:
     for found in run_ranks(refusals, 2, tmp_path, timeout=200):
@@ -181,6 +182,7 @@ UNCUT: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_any_loss_is_exact_where_it_is_computed_for_the_whole_batch(tmp_path: Path) -> None:
     for found in run_ranks(whole_losses, 2, tmp_path, timeout=100):

@@ -129,6 +129,7 @@ def recomputed(plan: Plan) -> list[str]:
     return [rule.fqn for rule in plan.rules if rule.strategy == "recompute"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_uneven_stages_are_exact_and_their_bytes_are_known(ranks: int, tmp_path: Path) -> None:
     every = run_ranks(runs, ranks, tmp_path, timeout=300)

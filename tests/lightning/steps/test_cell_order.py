@@ -109,6 +109,7 @@ def test_items_that_are_batches_are_dealt_one_by_one(ranks: list[dict[str, Any]]
     assert steps == [list(range(8)), list(range(8, 16)), sorted([*range(16, 20)] * 2)] * 2
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "strategies", [pytest.param(WIDE, marks=[pytest.mark.exhaustive, pytest.mark.release]), STRATA]

@@ -122,6 +122,7 @@ def sharded(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_blocks_in_chunks_may_be_sharded(tmp_path: Path) -> None:
     for found in run_ranks(sharded, 2, tmp_path, timeout=200):
         assert found["strategies"] == ("S1", "fsdp", "chunk")
@@ -312,6 +313,7 @@ def of_a_budget(rank: int, ranks: int) -> dict[str, Any]:
     return found | {"refused": str(refused.value), "least": least, "held": held}
 
 
+@pytest.mark.full
 def test_evaluation_is_planned_by_itself_within_a_budget(tmp_path: Path) -> None:
     """Without a fit before it, and for no more bytes than a budget; a refusal names the least that can be had."""
     (found,) = run_ranks(of_a_budget, 1, tmp_path, timeout=200)

@@ -287,6 +287,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", EXACT)
 def test_trains_as_on_one_process(runs: list[dict[str, Any]], kind: type[Corner]) -> None:
     one, first, second = (found[kind.__name__] for found in runs)

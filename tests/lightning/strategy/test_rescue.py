@@ -85,6 +85,7 @@ def test_without_rescue_the_error_is_raised() -> None:
         fit(Deep(("forward", 1)), AMPStrategy())
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0,), "backward"), ((0, 1), "forward")])
 def test_ranks_run_a_batch_again_together(ends_on: tuple[int, ...], where: str, tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
         assert found["differences"] == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("asked", "ranks"),
@@ -194,6 +195,7 @@ def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path, asked: str, ranks:
         assert found["differences"] == []
 
 
+@pytest.mark.full
 def test_by_name_chunks_that_take_no_less_than_blocks_that_run_again_are_refused() -> None:
     with pytest.raises(PlanError, match="no block takes less .* in chunks than where it runs again"):
         trainer_of(AMPStrategy(strategies="S4,stream,recompute,chunk"), max_steps=2).fit(

@@ -20,6 +20,7 @@ from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_fifty_random_budgets_are_held() -> None:
     """Prediction and meter agree to 2 %, and neither is above the budget."""
@@ -72,6 +73,7 @@ def test_a_whole_example_module() -> None:
     torch.testing.assert_close(y, right)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_of_two_budgets_the_larger_is_no_slower() -> None:
     """Where the ways to run a block are more than the search keeps at one place."""

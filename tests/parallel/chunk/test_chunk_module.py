@@ -119,6 +119,7 @@ def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: 
         lightning_amp.chunk(module, x, budget=int(0.95 * caught.value.least_bytes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("predicted", [0.8, 1.0, 1.2])
 def test_more_bytes_are_never_slower_and_never_refused(
     predicted: float, monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ RUNS += (residual, two_results, broadcast_with, changed, one_place_for_two, befo
 TRAPS = {run.__name__: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6),)) for run in RUNS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*TRAPS, *(pytest.param(name, marks=pytest.mark.long) for name in BLOCKS)])
 @torch.no_grad()
 def test_every_region_writes_over_nothing_that_is_read(name: str) -> None:

@@ -54,6 +54,7 @@ def rules(forms: ChunkForms, chosen: dict[str, int]) -> list[Rule]:
     return sorted(found, key=lambda rule: rule.strategy, reverse=True)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_the_peak_of_every_form_is_nearly_that_which_is_counted() -> None:
     module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
