@@ -13,6 +13,7 @@ torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_amp._torch import FakeTensorMode, failures_unlogged, is_compiled
+from lightning_amp._torch import FakeTensor, FakeTensorMode, failures_unlogged, is_compiled
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.fake_copy import (
     CopyFakes,
@@ -248,9 +249,19 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
         enable_model_summary=False,
         callbacks=[counter],
     )
-    # the run has converted the module, whose fake parameters cannot be
-    trainer.precision_plugin.convert_module = lambda module: module  # type: ignore[method-assign]
+    convert = trainer.precision_plugin.convert_module
+    trainer.precision_plugin.convert_module = partial(_convert_made, convert)  # type: ignore[method-assign]
     return trainer
+
+
+def _convert_made(convert: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> torch.nn.Module:
+    """Convert what `setup` has made; fake parameters cannot be, and have the run's precision already."""
+    for child in module.modules():
+        own = torch.nn.Module()
+        own._parameters, own._buffers = child._parameters, child._buffers
+        if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):
+            convert(own)
+    return module
 
 
 @contextmanager

@@ -387,6 +387,16 @@ def test_lightnings_ways_are_followed(kind: type[Small]) -> None:
     assert {moment.phase for moment in found.timeline} == {"forward", "backward", "optimiser"}
 
 
+@pytest.mark.parametrize(("precision", "times"), [("bf16-true", 0.5), ("64-true", 2)])
+def test_what_hooks_make_has_the_precision_of_the_run(precision: str, times: float) -> None:
+    plain, found = (
+        profile_module(Late(), small_batch(), around=Around(precision=name))
+        for name in ("32-true", precision)
+    )
+    for kind in ("parameters", "gradients"):
+        assert found.by_kind[kind] == times * plain.by_kind[kind]
+
+
 def test_an_optimiser_that_looks_at_values_is_measured() -> None:
     module, batch = Closure(), small_batch(32)
     found = lightning_amp.profile(module, batch)
