@@ -1,7 +1,7 @@
 """The table of peers: peak and seconds of a step on two ranks, and the lines that a person writes for each.
 
 "plain" is one process with the rows of one rank. amp runs without a budget, and with the peak of every peer that needs
-less than ddp: at equal bytes it is to be as fast.
+less than ddp: at equal bytes it is to be as fast. Ratios are of the time of as many samples.
 """
 
 from collections.abc import Iterator
@@ -94,4 +94,6 @@ def _results(one: Found, first: Found, seconds: dict[str, float], peer: str) -> 
         return ["", "", "", first_sentence(one.refused)]
     step = seconds[peer]
     peak = f"{format_bytes(one.peak)} ({one.peak / first.peak:.0%})"
-    return [peak, format_seconds(step), f"{step / seconds[FIRST]:.2f}", one.strategies]
+    # ranks of a model axis have one batch where those of a data axis have one each
+    as_many = step * one.plan.get("mesh", {}).get("model", 1)
+    return [peak, format_seconds(step), f"{as_many / seconds[FIRST]:.2f}", one.strategies]
