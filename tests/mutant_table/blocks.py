@@ -4,6 +4,7 @@ from tests.mutant_table.row import MODULES, Mutant, P
 
 ANY = "tests/footprint/test_profile_module.py"
 AGAIN = "tests/parallel/blocks/test_recompute.py"
+TELLS = "tests/footprint/test_chain_of.py -k tells_all"
 CHAIN = "tests/footprint/test_build_chain.py tests/footprint/test_chain_of.py"
 CHOICE = "tests/planning/modules/test_recompute_choice.py"
 FIRST = "lightning_amp/footprint/first_pass.py"
@@ -228,6 +229,38 @@ BLOCKS = [
         "found.append(() if block.fqn in seen else (KEPT, *again, *in_chunks))",
         "found.append((KEPT, *again, *in_chunks))",
         CHOICE,
+    ),
+    Mutant(
+        "chain",
+        "forgotten: that autograd holds what Python has let go of",
+        "lightning_amp/footprint/chain/chain_recorder.py",
+        "ends[id(use.life)] = _later(ends.get(id(use.life), use.life.death), use.end)",
+        "ends[id(use.life)] = use.life.death",
+        TELLS,
+    ),
+    Mutant(
+        "chain",
+        "let go of: a saved tensor that has become a gradient",
+        "lightning_amp/footprint/chain/chain_recorder.py",
+        "if self._life_of(given) is None:  # it stands for what was let go of",
+        "if False:",
+        TELLS,
+    ),
+    Mutant(
+        "chain",
+        "stale: the bytes of a block with other settings",
+        "lightning_amp/lightning/first_look/step_of_module.py",
+        "key = tuple((rule.fqn, rule.spec) for rule in rules)",
+        "key = tuple((rule.fqn, type(rule.spec)) for rule in rules)",
+        "tests/lightning/first_look/test_step_of_module.py",
+    ),
+    Mutant(
+        "chain",
+        "stale: the bytes of the batch before",
+        "lightning_amp/lightning/first_look/step_of_module.py",
+        "self._batch, self._counts = self._take_batch(), {}",
+        "self._batch = self._take_batch()",
+        "tests/lightning/first_look/test_step_of_module.py",
     ),
     Mutant(
         "chain",
