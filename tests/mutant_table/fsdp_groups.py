@@ -50,8 +50,16 @@ FSDP_GROUPS = [
         "fsdp in groups",
         "time: between nodes as if one ring crossed",
         f"{MODULES}/fsdp_seconds.py",
-        'sent += collective_seconds("all_reduce", whole / shard, ranks // shard, links, inner=shard)',
-        'sent += collective_seconds("all_reduce", whole / shard, ranks // shard, links)',
+        'sent += collective_seconds("all_reduce", own / shard, ranks // shard, links, inner=shard)',
+        'sent += collective_seconds("all_reduce", own / shard, ranks // shard, links)',
+        PLANS,
+    ),
+    Mutant(
+        "fsdp in groups",
+        "time: on a CPU a message is free",
+        f"{MODULES}/fsdp_seconds.py",
+        "sent += MESSAGES * handling",
+        "pass",
         PLANS,
     ),
     Mutant(

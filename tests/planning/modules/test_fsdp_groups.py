@@ -12,7 +12,13 @@ import pytest
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit, fsdp_peak_bytes
-from lightning_amp.planning.modules.fsdp_seconds import PASSES, fsdp_seconds, ways_to_split
+from lightning_amp.planning.modules.fsdp_seconds import (
+    HANDLING_S,
+    MESSAGES,
+    PASSES,
+    fsdp_seconds,
+    ways_to_split,
+)
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.modules.seen import Draft, Seen
 from lightning_amp.planning.plan.plan import Plan
@@ -46,16 +52,23 @@ def split_of(one: Draft) -> Any:
 
 
 def test_groups_send_rows_between_nodes_and_the_rest_within_one() -> None:
-    latency, inside, between = 1e-5, 300e9, 8 * 25e9
+    inside, between = 300e9, 8 * 25e9
+    latency = len(NAMES) * 1e-5  # of every unit
     expected = 2 * 7 * (GIB / 8 / inside + latency) + 7 * (GIB / 8 / inside + latency)
     # eight rings of two ranks cross the link between the nodes at once
     expected += 2 * (GIB / 8 / 2 / (between / 8) + latency)
-    expected -= 30 * (GIB / 16 / between + latency)
+    expected -= 30 * (GIB / 16 / between + 1e-5)
     assert fsdp_seconds(heavy(), FullyShard(shard_ranks=8), 16) == pytest.approx(expected)
     over_all = fsdp_seconds(heavy(), FullyShard(), 16)
-    assert over_all == pytest.approx(15 * (GIB / 16 / between + latency))
+    assert over_all == pytest.approx(45 * (GIB / 16 / between + latency) - 30 * (GIB / 16 / between + 1e-5))
     assert expected < over_all, "links inside of a node are faster"
     assert fsdp_seconds(heavy(), FullyShard(shard_ranks=16), 16) == over_all
+
+
+def test_on_a_cpu_every_message_is_handled_by_the_core_that_computes() -> None:
+    free = replace(CPU_CORE, launches=True)
+    here, away = (fsdp_seconds(heavy(rates=rates), FullyShard(), 2) for rates in (CPU_CORE, free))
+    assert here - away == pytest.approx(len(NAMES) * MESSAGES * HANDLING_S)
 
 
 def test_on_several_nodes_the_policy_splits_within_one_where_that_fits() -> None:
