@@ -137,7 +137,15 @@ class _Search:
 
     @cached_property
     def least(self) -> ChunkPlan:
-        """The plan of the least peak: that of the rows above a guess, until no row between the two is left."""
+        """The plan of the least peak, and of those that have it one of little cost."""
+        least = self._smallest()
+        # the line takes a little more bytes for a plan than it has
+        label = self._line.search(self._above(least.peak_bytes), int(RATIO * least.peak_bytes))
+        other = least if label is None else self._plan(label)
+        return other if other.peak_bytes <= least.peak_bytes and other.seconds < least.seconds else least
+
+    def _smallest(self) -> ChunkPlan:
+        """The rows above a guess in pieces, until no row between the two is left."""
         guess = self._line.plain.peak_bytes // 2
         while True:
             found = self._line.search(self._above(guess), None)

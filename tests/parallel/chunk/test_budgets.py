@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_amp
-from benchmarks.chunks.models import Language
+from benchmarks.chunks.models import GPT, Fused, Language
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Captures
 from lightning_amp.parallel.chunk.lower import table_of
@@ -41,6 +41,19 @@ def test_fifty_random_budgets_are_held() -> None:
         torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-5)
         met += 1
     assert met > 30
+
+
+def test_the_least_bytes_need_no_pieces_that_save_nothing() -> None:
+    """A plan of a little more bytes has the same peak in a hundredth of the operators: so has the least."""
+    torch.manual_seed(0)
+    module, words = GPT(64, 2, kind=Fused).eval(), torch.randint(1000, (1, 256))
+    with pytest.raises(PlanError) as refused:
+        lightning_amp.chunk(module, words, budget=1)
+    least = int(str(refused.value).split(" at least")[0].split()[-1])
+    small, more = (lightning_amp.chunk(module, words, budget=n) for n in (least, least + least // 90))
+    assert small.plan.peak_bytes == more.plan.peak_bytes == least
+    pieces = [sum(region.n_chunks for region in one.plan.regions[""]) for one in (small, more)]
+    assert pieces[0] <= 2 * pieces[1]
 
 
 @pytest.mark.long
