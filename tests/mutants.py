@@ -20,7 +20,7 @@ from tests.paths import ROOT
 COPIED = ("lightning_amp", "tests", "benchmarks", "examples", "configs", "pyproject.toml")
 LIMIT_S = 240
 CHOSEN = ("-m", "not exhaustive and not slow")
-"""Those of `make test`; a mutant whose tests are a matrix of `make full` names its mark."""
+"""Those of `make test`, and of `make full` what is no matrix; a mutant whose tests are one names its mark."""
 
 
 @dataclass(frozen=True, slots=True)
