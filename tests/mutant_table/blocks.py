@@ -4,6 +4,7 @@ from tests.mutant_table.row import MODULES, Mutant, P
 
 ANY = "tests/footprint/test_profile_module.py"
 AGAIN = "tests/parallel/blocks/test_recompute.py"
+SHARDED = "tests/parallel/blocks/test_sharded.py"
 TELLS = "tests/footprint/test_chain_of.py -k tells_all"
 CHAIN = "tests/footprint/test_build_chain.py tests/footprint/test_chain_of.py"
 CHOICE = "tests/planning/modules/test_recompute_choice.py"
@@ -61,6 +62,22 @@ BLOCKS = [
         "early_stop=not compare)",
         "early_stop=not compare, preserve_rng_state=False)",
         AGAIN,
+    ),
+    Mutant(
+        "blocks",
+        "batch statistics: sent again",
+        f"{P}/autograd/received.py",
+        "values = iter(self._values)",
+        "values = iter(())",
+        SHARDED,
+    ),
+    Mutant(
+        "blocks",
+        "batch statistics: sent again by another backward pass",
+        f"{P}/autograd/received.py",
+        "values = iter(self._values)",
+        "values = iter([self._values.pop() for _ in range(len(self._values))][::-1])",
+        SHARDED,
     ),
     Mutant(
         "blocks",

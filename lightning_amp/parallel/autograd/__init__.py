@@ -1,1 +1,1 @@
-"""Two tools of autograd that know nothing of strata."""
+"""Three tools of autograd that know nothing of strata."""

@@ -2,7 +2,8 @@
 
 Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
 mode, and with what the block reads as it was (footprint/first_pass.py). What a forward pass does to buffers, attributes
-and logs happens once. What shrinks: all that the block keeps, to its inputs. The price: its forward pass a second time,
+and logs happens once, and statistics of all ranks are sent once (received.py). What shrinks: all that the block keeps,
+to its inputs. The price: its forward pass a second time,
 up to the last tensor that the backward pass needs.
 
 A block that cannot be computed twice exactly is refused: when the technique is installed, or in its first forward pass.
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp._torch import has_no_values, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
+from lightning_amp.parallel.autograd.received import Received
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.plan.specs import RecomputeBlock
 
@@ -70,10 +72,12 @@ class RecomputedForward:
         first = FirstPass(block, (args, kwargs), self.changing)
         passes, compare = iter(("first",)), not self.compared
         expected: list[Any] = []
+        received = Received()
 
         def run(*leaves: Any) -> Any:
             if next(passes, None):
-                return forward(block, *args, **kwargs)
+                with received.first_pass():
+                    return forward(block, *args, **kwargs)
             # the caller may have changed its lists and dictionaries meanwhile
             given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
             # where results are compared, an object may be another in what the block does not read: the first step of
@@ -82,7 +86,7 @@ class RecomputedForward:
             stale = first.stale(leaves, objects=not compare)
             if stale:
                 raise InstallError(_stale(name, stale))
-            with first.again():
+            with first.again(), received.second_pass():
                 found = forward(block, *given_args, **given_kwargs)
             if compare and expected:
                 self._compare(name, expected.pop(), _digests(found))

@@ -8,10 +8,11 @@ Exact up to rounding for any cells per rank, zero included. Gradients of weight 
 part: the reducer averages them over ranks like all others, while dx belongs to the sum of all ranks' losses.
 So an average of parameter gradients is the gradient of the average of the ranks' losses.
 
-Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode. Each waits
-for all ranks, and there is nothing to be computed meanwhile. Passes over x, which are what a layer takes on a CPU, are
-few: the sums of dy and the part of dx without the sums of all ranks are torch's own kernel for given statistics, and
-what is taken off that part is one more normalisation of x.
+Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode, and none in
+the forward pass of a block that runs again, which has the statistics of its first one. Each waits for all ranks, and
+there is nothing to be computed meanwhile. Passes over x, which are what a layer takes on a CPU, are few: the sums of dy
+and the part of dx without the sums of all ranks are torch's own kernel for given statistics, and what is taken off that
+part is one more normalisation of x.
 Legend: C channels, n_r values per channel on rank r (cells times positions).
 Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
@@ -31,6 +32,7 @@ from torch.nn.functional import batch_norm
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
+from lightning_amp.parallel.autograd.received import once
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.combine_moments import union_moments
 from lightning_amp.shapes import Scalar
@@ -80,15 +82,16 @@ def has_batch_norms(module: nn.Module) -> bool:
 
 
 def statistics_bytes(module: nn.Module) -> int:
-    """Most bytes that shared statistics add to a training step: of every layer how many values it has seen, and of one
-    in its backward pass, per channel, 6 numbers (2 of `sums`, `rstd`, `per_value`, 2 products) and 2 gradients.
+    """Most bytes that shared statistics add to a training step: of every layer how many values it has seen and, where
+    it runs again, its statistics until then, 2 numbers per channel; of one layer in its backward pass, per channel, 6
+    numbers (2 of `sums`, `rstd`, `per_value`, 2 products) and 2 gradients.
 
     Known limit: what is taken off dx, as large as the layer's input, is not among them; nothing else is made at that
     moment that is not freed by an activation's backward pass just before.
     """
     layers = [layer for layer in module.modules() if is_local(layer)]
     widths = [layer.num_features for layer in layers if isinstance(layer.num_features, int)]
-    return 4 * (len(layers) + 8 * max(widths, default=0))
+    return 4 * (len(layers) + 2 * sum(widths) + 8 * max(widths, default=0))
 
 
 def is_local(layer: nn.Module) -> bool:
@@ -118,7 +121,7 @@ class SharedBatchNorm(AnyBatchNorm):
         if not self.training or self.mesh.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        mean, m2, count = _union_statistics(input, self.mesh)
+        mean, m2, count = once(lambda: _union_statistics(input, self.mesh))
         self._track(mean, m2, count)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, m2 / count, count, self.eps, self.mesh

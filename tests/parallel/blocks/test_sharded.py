@@ -1,4 +1,5 @@
-"""Claim: blocks whose parameters `fully_shard` has split over ranks are recomputed with the parameters they had."""
+"""Claim: blocks whose parameters `fully_shard` has split over ranks are recomputed with the parameters they had, and
+blocks that share batch statistics with those that their first pass has received."""
 
 import copy
 from typing import Any
@@ -8,9 +9,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from tests.parallel.blocks import nasty
 from tests.parallel.blocks.test_recompute import Net, mean, recompute, train
-from tests.ranks import run_ranks
+from tests.ranks import CountCollectives, run_ranks
 
 
 def differences(rank: int, world: int) -> list[float]:
@@ -40,3 +42,30 @@ def _whole(tensor: Any) -> torch.Tensor:
 def test_blocks_of_sharded_parameters(tmp_path: Any) -> None:
     for found in run_ranks(differences, 2, tmp_path, timeout=120):
         assert max(found) < 1e-12
+
+
+def shared_statistics(rank: int, world: int) -> tuple[bool, list[int]]:
+    """Whether every bit is that of blocks that do not run again, and the collectives of a forward pass, of a backward
+    pass, and of another backward pass through the same graph."""
+    torch.manual_seed(rank)
+    net = Net(nasty.BatchNorm(), nasty.Plain(), nasty.BatchNorm()).double()
+    share_batch_statistics(net, init_device_mesh("cpu", (world,)))
+    kept = copy.deepcopy(net)
+    recompute(net)
+    same = all(map(torch.equal, train(net, mean), train(kept, mean)))
+    counts = []
+    with CountCollectives() as mode:
+        loss = mean(net, torch.randn(4, nasty.DIM, dtype=torch.float64))
+    counts.append(mode.total)
+    for retain in (True, False):
+        with CountCollectives() as mode:
+            loss.backward(retain_graph=retain)
+        counts.append(mode.total)
+    return same, counts
+
+
+@pytest.mark.ranks
+def test_statistics_of_all_ranks_are_sent_once(tmp_path: Any) -> None:
+    for same, counts in run_ranks(shared_statistics, 2, tmp_path, timeout=120):
+        assert same
+        assert counts == [2, 2, 2]

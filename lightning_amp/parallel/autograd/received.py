@@ -1,0 +1,55 @@
+"""What a block's first forward pass has received from other ranks, for its second one, which then sends nothing.
+
+A block that runs again in the backward pass computes the same a second time, and would send the same a second time. A
+layer that receives a few numbers asks for them by `once`: they are kept from the first pass to the end of the backward
+pass. What is as large as an activation is better sent again than kept.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_next: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("next", default=None)
+
+
+def once(receive: Callable[[], T]) -> T:
+    """What `receive()` returns; in a block's second pass what it has returned at the same place of the first one."""
+    through = _next.get()
+    return receive() if through is None else through(receive)
+
+
+class Received:
+    """What a first pass has received, in order; there may be several second ones."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """While the block runs for the first time."""
+
+        def keep(receive: Callable[[], Any]) -> Any:
+            self._values.append(receive())
+            return self._values[-1]
+
+        with _asked_by(keep):
+            yield
+
+    @contextmanager
+    def second_pass(self) -> Iterator[None]:
+        """While the block runs again."""
+        values = iter(self._values)
+        # a pass that asks more often is another function: received then, for ranks may do so together, and compared
+        with _asked_by(lambda receive: next(values, None) or receive()):
+            yield
+
+
+@contextmanager
+def _asked_by(through: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    before = _next.set(through)
+    try:
+        yield
+    finally:
+        _next.reset(before)
