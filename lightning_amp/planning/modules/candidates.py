@@ -52,7 +52,13 @@ def as_it_is(seen: Seen, ranks: int) -> Draft:
     """The step without any technique, its gradients averaged over the ranks."""
     gradients = seen.profile.by_kind["gradients"]
     sent = collective_seconds("all_reduce", gradients, ranks, seen.rates.links)
-    return Draft(ranks=ranks, peak_bytes=seen.peak_bytes(ranks), seconds=seen.seconds + sent)
+    return Draft(
+        ranks=ranks,
+        peak_bytes=seen.peak_bytes(ranks),
+        relief_bytes=0 if ranks == 1 else -seen.agreed_bytes,
+        floor_bytes=seen.averaging_bytes(ranks),
+        seconds=seen.seconds + sent,
+    )
 
 
 def compare(

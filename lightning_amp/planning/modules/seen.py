@@ -91,19 +91,18 @@ class Seen:
     def peak_bytes(self, ranks: int) -> int:
         """The peak on D ranks that average gradients: small ones are copied into one buffer when backward ends."""
         alone = max(self.profile.peak_bytes, self.profile.first_bytes)
-        if ranks == 1:
-            return alone
-        return max(alone, self._averaging_bytes) + self.agreed_bytes
+        return alone if ranks == 1 else max(alone + self.agreed_bytes, self.averaging_bytes(ranks))
 
-    @property
-    def _averaging_bytes(self) -> int:
+    def averaging_bytes(self, ranks: int) -> int:
         """What is there when gradients are whole, beside it a byte for each of them, and the small ones' copies."""
+        if ranks == 1:
+            return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
         after = [moment for moment in timeline if moment.phase == OPTIMISER] or timeline[-1:]
         there = max(sum(moment.by_kind[kind] for kind in kinds) for moment in after)
         sizes = [p.whole_bytes for unit in self.units for p in unit.parameters if p.trained]
         small = min(sum(n_bytes for n_bytes in sizes if n_bytes < ALONE), COPIED)
-        return there + self.profile.left_bytes + small + len(sizes)
+        return there + self.profile.left_bytes + small + len(sizes) + self.agreed_bytes
 
     @property
     def agreed_bytes(self) -> int:
@@ -156,6 +155,8 @@ class Draft:
     Attributes:
         ranks: D.
         peak_bytes: Predicted peak with what has been added so far.
+        relief_bytes: How much less a rank has than one device has at the moments of the chain; below zero: more.
+        floor_bytes: What it has at another moment, whatever blocks keep: while gradients are averaged.
         seconds: Predicted time of a step.
         targets: What has been added.
         model: Ranks of the model axis.
@@ -170,6 +171,12 @@ class Draft:
     model: int = 1
     stages: tuple[Stage, ...] = ()
     held_bytes: int | None = None
+    relief_bytes: int = 0
+    floor_bytes: int = 0
+
+    def with_chain_peak(self, chain_peak_bytes: int) -> int:
+        """The rank's peak, given that of the chain on one device."""
+        return max(self.floor_bytes, chain_peak_bytes - self.relief_bytes)
 
     @property
     def pace(self) -> float:

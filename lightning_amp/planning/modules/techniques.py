@@ -54,7 +54,7 @@ def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     # the host's memory is the device's where the device is its processor
     offload = spec.offload and seen.rates.launches
     peak = fsdp_peak_bytes(seen.profile, seen.units, shard, offload=offload) + seen.agreed_bytes
-    saved = seen.peak_bytes(ranks) - peak
+    saved = draft.peak_bytes - peak
     why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are split over {shard} ranks"
     why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
     why += ", and lie in the host's memory" if offload else ""
@@ -65,7 +65,9 @@ def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     targets[-1] = replace(targets[-1], saves_bytes=max(0, saved))
     return replace(
         draft,
-        peak_bytes=draft.peak_bytes - saved,
+        peak_bytes=peak,
+        relief_bytes=peak_bytes(seen.chain, ()) - peak,
+        floor_bytes=0,
         seconds=draft.seconds + fsdp_seconds(seen, spec, ranks),
         targets=(*draft.targets, *targets),
         held_bytes=fsdp_held_bytes(seen.profile, seen.units, shard, offload=offload),
@@ -79,12 +81,11 @@ def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         return (
             all_fixed(chain) or "the step calls no block, that is no child of a list or a sequence of modules"
         )
-    relief = seen.peak_bytes(draft.ranks) - draft.peak_bytes
-    names = chain.names if budget is None else _blocks(chain, budget + relief)
+    names = chain.names if budget is None else _blocks(chain, budget + draft.relief_bytes)
     seconds = extra_seconds(chain, names)
     return replace(
         draft,
-        peak_bytes=max(0, peak_bytes(chain, names) - relief),
+        peak_bytes=draft.with_chain_peak(peak_bytes(chain, names)),
         seconds=draft.seconds + seconds,
         targets=(*draft.targets, *(_recomputed(chain, name, len(names)) for name in names)),
     )
@@ -125,9 +126,7 @@ def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     forms = seen.chunks
     if forms is None or forms.reason:
         return "the blocks were not looked at" if forms is None else forms.reason
-    relief = -draft.peak_bytes
-    relief += peak_bytes(seen.chain, before) if before else seen.peak_bytes(draft.ranks)
-    found = forms.choose(None if budget is None else budget + relief, recompute=bool(before))
+    found = forms.choose(None if budget is None else budget + draft.relief_bytes, recompute=bool(before))
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     again = [*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)]
     if not chunked:
@@ -138,7 +137,7 @@ def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     n_blocks = len({block.fqn for block in forms.chain.blocks if block.fqn in chunked and not block.after})
     return replace(
         draft,
-        peak_bytes=max(0, found.peak_bytes - relief),
+        peak_bytes=draft.with_chain_peak(found.peak_bytes),
         seconds=draft.seconds - extra_seconds(seen.chain, before) + found.extra_seconds,
         targets=(
             *others,

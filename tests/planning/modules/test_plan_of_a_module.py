@@ -62,6 +62,8 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
     tensor = TensorBytes(
         name="gelu", fqn="blocks.0", kind="activations", shape=(5, 50), dtype="float32", n_bytes=SAVED
     )
+    # of the activations the batch is left
+    late = by_kind | {"activations": min(saved, 100)}
     values = {
         "peak_bytes": held + saved,
         "largest": max(parts, key=parts.__getitem__),
@@ -72,8 +74,12 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
         "modules": tuple(rows),
         "tensors": (tensor,),
         "timeline": tuple(
-            Stretch(phase=phase, fqn=fqn, by_kind=by_kind)
-            for phase, names in (("forward", NAMES), ("backward", NAMES[::-1]), ("optimiser", ("",)))
+            Stretch(phase=phase, fqn=fqn, by_kind=kinds)
+            for phase, names, kinds in (
+                ("forward", NAMES, by_kind),
+                ("backward", NAMES[::-1], by_kind),
+                ("optimiser", ("",), late),
+            )
             for fqn in names
         ),
         "measured": "fake tensors",
@@ -282,6 +288,26 @@ def test_every_plan_is_compared_on_several_ranks() -> None:
     assert found.candidates[0].strategies == ()
     leanest = min(found.candidates, key=lambda row: row.peak_bytes)
     assert leanest.strategies == ("recompute", "fsdp")
+
+
+def test_beside_split_parameters_as_few_blocks_run_again_as_must() -> None:
+    heavy = seen(profiled(held=8000), weights=2000)
+    split = next(
+        row for row in compare(heavy, ranks=2, budget=None).candidates if row.strategies == ("fsdp",)
+    )
+    rows = compare(heavy, ranks=2, budget=split.peak_bytes - 1).candidates
+    both = next(row for row in rows if row.strategies == ("recompute", "fsdp"))
+    assert both.peak_bytes == split.peak_bytes - SAVED
+
+
+def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
+    small = ParameterShape(name="bias", shape=(9000,), item_bytes=1)
+    step = replace(seen(profiled(held=8000)), units=(Unit(fqn="", parameters=(small,)),))
+    averaged = 8000 + 100 + 9000 + 1 + WEIGHT_BYTES
+    assert step.peak_bytes(2) == averaged > step.peak_bytes(1) + WEIGHT_BYTES
+    peaks = {row.strategies: row.peak_bytes for row in compare(step, ranks=2, budget=None).candidates}
+    assert peaks["recompute",] == averaged
+    assert "recompute" in diagnose_module(step, ranks=2).does_not_help
 
 
 def test_small_gradients_are_copied_on_several_ranks() -> None:
