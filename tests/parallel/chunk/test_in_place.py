@@ -155,6 +155,14 @@ def test_what_is_written_over_what() -> None:
     assert written_over(table, silu) == {names.index("silu"): names.index("add")}
 
 
+@torch.no_grad()
+def test_what_is_written_over_another_makes_no_memory() -> None:
+    block, x = Does(lambda m, x: F.silu(m.linear(x)).exp()).eval(), torch.randn(3, 6, 6)
+    capture = Captures().of(block, (x,), {})
+    table = table_of(capture)
+    assert chunk_bytes(table, ()).peak_bytes == forward_bytes(lower(capture, table, ())) == 4 * x.numel()
+
+
 def test_with_gradients_nothing_is_written_over() -> None:
     block, x = Does(residual).eval(), torch.randn(3, 6, 6)
     assert all(row.over < 0 and not row.free for row in table_of(Captures().of(block, (x,), {})).rows)
