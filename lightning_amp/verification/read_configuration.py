@@ -2,10 +2,14 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_amp.errors import ModelError
 from lightning_amp.footprint.profile_module import Around
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.strategy.same_plan import COMPARED
@@ -50,6 +54,37 @@ def read_run(path: str) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
     """
     module, data, trainer = _read(path, HERE)
     around = Around.of(trainer, prepared=False, datamodule=data)
+    return trainer.precision_plugin.convert_module(module), data, around, _options(trainer.strategy)  # type: ignore[return-value]
+
+
+def prepared_run(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
+    """As `read_run`, with data and module as a fit has them before its first batch: the layers are there that the
+    module's `setup` and `configure_model` make, the latter's without `values` on the device "meta".
+
+    Raises:
+        ModelError: One of them fails.
+    """
+    module, data, trainer = _read(path, HERE)
+    around, source = Around.of(trainer, prepared=True, datamodule=data), module if data is None else data
+    source.prepare_data()
+    if data is not None:
+        data.setup("fit")
+    module.trainer, trainer.state.fn = trainer, TrainerFn.FITTING
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    try:
+        module.setup("fit")
+        with (
+            trainer.precision_plugin.module_init_context(),
+            nullcontext() if values else torch.device("meta"),
+        ):
+            module.configure_model()
+    except Exception as error:
+        raise ModelError(
+            f"{path!r} was to be planned, whose {type(module).__name__} fails to make its layers in `setup` or"
+            f" `configure_model`: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        module.trainer = None
     return trainer.precision_plugin.convert_module(module), data, around, _options(trainer.strategy)  # type: ignore[return-value]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_amp.cli.main import main
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of
 from lightning_amp.planning.plan.specs import FullyShard
@@ -35,6 +36,27 @@ class Deep(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
+
+
+class Late(Deep):
+    # its blocks are made when a fit begins, with what the data say
+
+    def __init__(self, needs_values: bool = False):
+        pl.LightningModule.__init__(self)
+        self.needs_values, self.blocks = needs_values, None
+
+    def setup(self, stage):
+        self.width = self.trainer.datamodule.rows.shape[1]
+
+    def configure_model(self):
+        if self.blocks is None:
+            assert self.width == 64
+            self.blocks = Deep().blocks
+
+    def training_step(self, batch, batch_idx):
+        if self.needs_values and self.blocks[0][0].weight.sum().item() > 1e9:
+            return None
+        return super().training_step(batch, batch_idx)
 
 
 class Rows(pl.LightningDataModule):
@@ -63,6 +85,37 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def planned(words: list[str], capsys: Any) -> Plan:
     assert main([*words, "--format", "json"]) in (0, 3)
     return Plan.from_json(capsys.readouterr().out)
+
+
+@IGNORED
+@pytest.mark.parametrize("needs_values", [False, True])
+def test_layers_that_are_made_when_a_fit_begins_are_planned(
+    config: str, needs_values: bool, capsys: Any
+) -> None:
+    memory = planned(["plan", "--config", config], capsys).predicted_peak_bytes // 2
+    words = ["plan", "--config", config, "--device-memory", str(memory + 2**20)]
+    whole = planned(words, capsys)
+    text = Path(config).read_text()
+    Path(config).write_text(
+        text.replace("deep_model.Deep", f"deep_model.Late\n  init_args: {{needs_values: {needs_values}}}")
+    )
+    late = planned(words, capsys)
+    assert late.predicted_peak_bytes == whole.predicted_peak_bytes
+    # with values the step is run, and its times are others
+    assert {(rule.fqn, rule.spec) for rule in late.rules} == {(rule.fqn, rule.spec) for rule in whole.rules}
+    assert needs_values or (late.candidates, late.notes) == (whole.candidates, whole.notes)
+
+
+@IGNORED
+def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys: Any) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    path = tmp_path / "glue.yaml"
+    path.write_text(
+        f"seed_everything: 1\nmodel:\n  class_path: lightning_amp.GLUE\ndata:\n  class_path: lightning_amp.SingleCellDataModule\n"
+        f"  init_args: {{data_dir: {tmp_path / 'data'}, batch_size: 4}}\n"
+    )
+    assert main(["plan", "--config", str(path)]) == 2
+    assert "has a decoder of strata, which is planned by its data" in capsys.readouterr().err
 
 
 @IGNORED

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.chain.block_call import BlockCall
+from lightning_amp.footprint.fake_copy import copy_of
 from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
@@ -64,6 +65,9 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall]) -> list[Capture | s
             found.append("it is called with a tensor that is not dense")
             continue
         block = module.get_submodule(call.fqn)
+        if any(parameter.is_meta for parameter in block.parameters()):
+            # it runs on the device of its arguments
+            block = copy_of(block, fake)
         if call.before is not None:
             block = AfterBlocks(block, call.before)
         if any(getattr(child, "sparse", False) is True for child in block.modules()):
