@@ -111,7 +111,8 @@ def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     path = tmp_path / "glue.yaml"
     path.write_text(
-        f"seed_everything: 1\nmodel:\n  class_path: lightning_amp.GLUE\ndata:\n  class_path: lightning_amp.SingleCellDataModule\n"
+        "seed_everything: 1\nmodel:\n  class_path: lightning_amp.GLUE\n"
+        "data:\n  class_path: lightning_amp.SingleCellDataModule\n"
         f"  init_args: {{data_dir: {tmp_path / 'data'}, batch_size: 4}}\n"
     )
     assert main(["plan", "--config", str(path)]) == 2
