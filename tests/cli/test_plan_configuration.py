@@ -104,6 +104,8 @@ def test_layers_that_are_made_when_a_fit_begins_are_planned(
     # with values the step is run, and its times are others
     assert {(rule.fqn, rule.spec) for rule in late.rules} == {(rule.fqn, rule.spec) for rule in whole.rules}
     assert needs_values or (late.candidates, late.notes) == (whole.candidates, whole.notes)
+    assert late.diagnosis is not None
+    assert "on 2 ranks" in late.diagnosis.helps["fsdp"]
 
 
 @IGNORED

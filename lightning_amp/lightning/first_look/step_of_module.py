@@ -49,6 +49,7 @@ class StepOfModule:
         take_batch: Gives one batch, or raises an AmpError.
         around: What is known of the run.
         batch_size: Another length of the batch.
+        trains: Whether the module itself is to train; one that is only planned may be without values.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class StepOfModule:
         *,
         around: Around,
         batch_size: int | None = None,
+        trains: bool = False,
     ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
+        self._trains = trains
         self._batch_size = batch_size
         self._calls: dict[int | None, tuple[BlockCall, ...]] = {None: ()}
         self._batch: Any = None
@@ -84,7 +87,7 @@ class StepOfModule:
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
         around = replace(around, values=values)
         loaders, why = training_loaders(trainer)
-        return cls(module, partial(_batch_of, loaders, why), around=around)
+        return cls(module, partial(_batch_of, loaders, why), around=around, trains=True)
 
     def seen(self, rates: Rates, *, fsdp: FullyShard | None = None) -> Seen:
         """Take one batch and profile the step as it is.
@@ -111,7 +114,7 @@ class StepOfModule:
                 forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
             ),
             fsdp=fsdp,
-            refused=_refused(self._module),
+            refused=_refused(self._module, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
         )
 
@@ -218,10 +221,10 @@ class StepOfModule:
             ) from error
 
 
-def _refused(module: LightningModule) -> dict[str, str]:
+def _refused(module: LightningModule, *, values: bool) -> dict[str, str]:
     """Techniques that are known to refuse a module before a step is counted, and why."""
     try:
-        refuse(module, find_units(module))
+        refuse(module, find_units(module), values=values)
     except InstallError as error:
         return {"fsdp": str(error)}
     return {}

@@ -12,13 +12,16 @@ from lightning_amp.parallel.contract.sharded_parameter import is_split
 LEAVE_OUT = "or leave fsdp out"
 
 
-def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True) -> None:
+def refuse(
+    module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True, values: bool = True
+) -> None:
     """Refuse, with an InstallError, a module that cannot be split; it is unchanged.
 
     Args:
         module: Whole.
         units: Its blocks that are to be gathered by themselves, by name.
         by_hand: Whether a step of manual optimisation can have the gradients of what is gathered.
+        values: Whether parameters are to have their values by now; a plan needs none.
     """
     if not by_hand and getattr(module, "automatic_optimization", True) is False:
         raise InstallError(
@@ -28,7 +31,7 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
         )
     _refuse_modules(module)
     for name, parameter in module.named_parameters():
-        found = _problem(parameter)
+        found = _problem(parameter, values=values)
         if found:
             raise InstallError(
                 f"fsdp is to split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}"
@@ -64,12 +67,12 @@ def _refuse_modules(module: nn.Module) -> None:
         )
 
 
-def _problem(parameter: Tensor) -> str:
+def _problem(parameter: Tensor, *, values: bool) -> str:
     """What a person can do about a parameter that cannot be split, after "which"; "" where it can be."""
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if is_split(parameter):
         return "is a DTensor already: give the module whole parameters"
-    if parameter.is_meta:
+    if values and parameter.is_meta:
         return "has no values (device 'meta'): make it in configure_model, or before"
     if parameter.is_complex():
         return "is complex: its rows would not be updated as the whole is by Adam; keep its real and imaginary parts"
