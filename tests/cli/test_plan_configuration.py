@@ -88,6 +88,7 @@ def planned(words: list[str], capsys: Any) -> Plan:
 
 
 @IGNORED
+@pytest.mark.full
 @pytest.mark.parametrize("needs_values", [False, True])
 def test_layers_that_are_made_when_a_fit_begins_are_planned(
     config: str, needs_values: bool, capsys: Any
