@@ -387,8 +387,8 @@ BLOCKS = [
         "module",
         "forgotten: small gradients that are copied",
         f"{MODULES}/seen.py",
-        "max(alone + self.agreed_bytes, self.averaging_bytes(ranks))",
-        "alone + self.agreed_bytes",
+        "max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))",
+        "alone + self.agreed_bytes(ranks)",
         OF_A_MODULE,
     ),
     Mutant(

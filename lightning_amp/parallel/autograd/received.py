@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_next: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("next", default=None)
+_asked: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("asked", default=None)
 
 
 def once(receive: Callable[[], T]) -> T:
     """What `receive()` returns; in a block's second pass what it has returned at the same place of the first one."""
-    through = _next.get()
+    through = _asked.get()
     return receive() if through is None else through(receive)
 
 
@@ -34,7 +34,7 @@ class Received:
             self._values.append(receive())
             return self._values[-1]
 
-        with _asked_by(keep):
+        with _asking(keep):
             yield
 
     @contextmanager
@@ -42,14 +42,14 @@ class Received:
         """While the block runs again."""
         values = iter(self._values)
         # a pass that asks more often is another function: received then, for ranks may do so together, and compared
-        with _asked_by(lambda receive: next(values, None) or receive()):
+        with _asking(lambda receive: next(values, None) or receive()):
             yield
 
 
 @contextmanager
-def _asked_by(through: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    before = _next.set(through)
+def _asking(through: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    before = _asked.set(through)
     try:
         yield
     finally:
-        _next.reset(before)
+        _asked.reset(before)

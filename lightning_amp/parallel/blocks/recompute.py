@@ -2,9 +2,9 @@
 
 Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
 mode, and with what the block reads as it was (footprint/first_pass.py). What a forward pass does to buffers, attributes
-and logs happens once, and statistics of all ranks are sent once (received.py). What shrinks: all that the block keeps,
-to its inputs. The price: its forward pass a second time,
-up to the last tensor that the backward pass needs.
+and logs happens once, and batch statistics of all ranks are sent once (autograd/received.py). What shrinks: all that
+the block keeps, to its inputs. The price: its forward pass a second time, up to the last tensor that the backward pass
+needs.
 
 A block that cannot be computed twice exactly is refused: when the technique is installed, or in its first forward pass.
 After the first recomputation of a block its results are compared with those of the first pass.

@@ -55,7 +55,7 @@ def as_it_is(seen: Seen, ranks: int) -> Draft:
     return Draft(
         ranks=ranks,
         peak_bytes=seen.peak_bytes(ranks),
-        relief_bytes=0 if ranks == 1 else -seen.agreed_bytes,
+        relief_bytes=-seen.agreed_bytes(ranks),
         floor_bytes=seen.averaging_bytes(ranks),
         seconds=seen.seconds + sent,
     )

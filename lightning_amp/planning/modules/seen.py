@@ -91,10 +91,11 @@ class Seen:
     def peak_bytes(self, ranks: int) -> int:
         """The peak on D ranks that average gradients: small ones are copied into one buffer when backward ends."""
         alone = max(self.profile.peak_bytes, self.profile.first_bytes)
-        return alone if ranks == 1 else max(alone + self.agreed_bytes, self.averaging_bytes(ranks))
+        return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:
-        """What is there when gradients are whole, beside it a byte for each of them, and the small ones' copies."""
+        """What is there when gradients are whole, beside it a byte for each of them, and the small ones' copies; of one
+        rank, which averages nothing, 0."""
         if ranks == 1:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
@@ -102,12 +103,11 @@ class Seen:
         there = max(sum(moment.by_kind[kind] for kind in kinds) for moment in after)
         sizes = [p.whole_bytes for unit in self.units for p in unit.parameters if p.trained]
         small = min(sum(n_bytes for n_bytes in sizes if n_bytes < ALONE), COPIED)
-        return there + self.profile.left_bytes + small + len(sizes) + self.agreed_bytes
+        return there + self.profile.left_bytes + small + len(sizes) + self.agreed_bytes(ranks)
 
-    @property
-    def agreed_bytes(self) -> int:
+    def agreed_bytes(self, ranks: int) -> int:
         """What ranks of a data axis have in a step to agree on cells and statistics."""
-        return WEIGHT_BYTES + self.statistics_bytes
+        return 0 if ranks == 1 else WEIGHT_BYTES + self.statistics_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

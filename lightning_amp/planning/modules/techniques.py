@@ -53,7 +53,7 @@ def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     shard = spec.shard_ranks or ranks
     # the host's memory is the device's where the device is its processor
     offload = spec.offload and seen.rates.launches
-    peak = fsdp_peak_bytes(seen.profile, seen.units, shard, offload=offload) + seen.agreed_bytes
+    peak = fsdp_peak_bytes(seen.profile, seen.units, shard, offload=offload) + seen.agreed_bytes(ranks)
     saved = draft.peak_bytes - peak
     why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are split over {shard} ranks"
     why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
