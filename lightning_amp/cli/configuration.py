@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
-from lightning_amp.errors import DataError, ModelError, PlanError
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import parse_bytes
 
@@ -42,20 +42,16 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     from lightning_amp.planning.plan.specs import FullyShard
     from lightning_amp.planning.policies.build_rules import with_schedule, without_shared_statistics
     from lightning_amp.planning.policies.make_plan import plan
-    from lightning_amp.verification.read_configuration import prepared_run
+    from lightning_amp.verification.read_configuration import read_step
 
     refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
-    module, data, around, options = prepared_run(arguments.config, values=False)
-    if _has_no_values(module) and not _runs_without(
-        module, loaded(module, data), around, arguments.batch_size
-    ):
-        module, data, around, options = prepared_run(arguments.config, values=True)
+    module, batch, around, options = read_step(arguments.config, arguments.batch_size)
     if find_decoders(module):
         raise PlanError(
             f"--config {arguments.config!r} was asked for, whose model has a decoder of strata, which is planned by its"
             " data: name their folder, lightning-amp plan DIR"
         )
-    told, batch = _asked(arguments, options), loaded(module, data)
+    told = _asked(arguments, options)
     request = request_of(told)
     if told.plan is not None:
         raise PlanError(
@@ -105,41 +101,6 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         budget=parse_bytes(memory),
     )
     return replace(made, notes=(*made.notes, *found)), code
-
-
-def example_of(module: Any, data: Any) -> Any:
-    """A batch that training would read, of what nobody has set up."""
-    source = module if data is None else data
-    source.prepare_data()
-    source.setup("fit")
-    return loaded(module, data)
-
-
-def loaded(module: Any, data: Any) -> Any:
-    """A batch that training would read."""
-    from lightning_amp.lightning.first_look.example_batch import example_batch
-
-    loader = (module if data is None else data).train_dataloader()
-    try:
-        return example_batch(loader)
-    except DataError:
-        # nobody else reads it
-        return next(iter(loader))
-
-
-def _has_no_values(module: Any) -> bool:
-    return any(tensor.is_meta for tensor in module.state_dict().values())
-
-
-def _runs_without(module: Any, batch: Any, around: Any, batch_size: int | None) -> bool:
-    """Whether the step of a module without values can be profiled."""
-    from lightning_amp.footprint.profile_module import profile_module
-
-    try:
-        profile_module(module, batch, batch_size=batch_size, around=around)
-    except ModelError:
-        return False
-    return True
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.cli.calibrate import check_target
-from lightning_amp.cli.configuration import example_of
 from lightning_amp.cli.request import add_data, read
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import PlanError
@@ -57,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _of_configuration(path: str, batch_size: int | None) -> Any:
     from lightning_amp.footprint.profile_module import profile_module
-    from lightning_amp.verification.read_configuration import read_run
+    from lightning_amp.verification.read_configuration import read_step
 
-    module, data, around, _ = read_run(path)
-    return profile_module(module, example_of(module, data), batch_size=batch_size, around=around)
+    module, batch, around, _ = read_step(path, batch_size)
+    return profile_module(module, batch, batch_size=batch_size, around=around)

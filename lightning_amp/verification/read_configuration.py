@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_amp.errors import ModelError
-from lightning_amp.footprint.profile_module import Around
+from lightning_amp.errors import DataError, ModelError
+from lightning_amp.footprint.profile_module import Around, profile_module
 from lightning_amp.lightning.command_line import CommandLine
+from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.strategy.same_plan import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
@@ -48,22 +49,27 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
     return module, data, _options(trainer.strategy)
 
 
-def read_run(path: str) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
-    """Module in the YAML file's precision, data module, what else the file says of a training step, and what it asks of
-    AMPStrategy.
-    """
-    module, data, trainer = _read(path, HERE)
-    around = Around.of(trainer, prepared=False, datamodule=data)
-    return trainer.precision_plugin.convert_module(module), data, around, _options(trainer.strategy)  # type: ignore[return-value]
+def read_step(
+    path: str, batch_size: int | None = None
+) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
+    """Module in the YAML file's precision and a batch, as a fit has them before its first step, what else the file says
+    of a training step, and what it asks of AMPStrategy.
 
-
-def prepared_run(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
-    """As `read_run`, with data and module as a fit has them before its first batch: the layers are there that the
-    module's `setup` and `configure_model` make, the latter's without `values` on the device "meta".
+    Layers that `configure_model` makes are on the device "meta", unless a step of `batch_size` needs their values.
 
     Raises:
-        ModelError: One of them fails.
+        AmpError: The module's layers cannot be made, or there is no batch to be had.
     """
+    module, batch, around, options = _prepared(path, values=False)
+    if any(tensor.is_meta for tensor in module.state_dict().values()):
+        try:
+            profile_module(module, batch, batch_size=batch_size, around=around)
+        except ModelError:
+            return _prepared(path, values=True)
+    return module, batch, around, options
+
+
+def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
     module, data, trainer = _read(path, HERE)
     around, source = Around.of(trainer, prepared=True, datamodule=data), module if data is None else data
     source.prepare_data()
@@ -80,12 +86,23 @@ def prepared_run(path: str, *, values: bool) -> tuple[LightningModule, Any, Arou
             module.configure_model()
     except Exception as error:
         raise ModelError(
-            f"{path!r} was to be planned, whose {type(module).__name__} fails to make its layers in `setup` or"
-            f" `configure_model`: {type(error).__name__}: {error}"
+            f"the training step of {path!r} was asked for, whose {type(module).__name__} fails to make its layers in"
+            f" `setup` or `configure_model`: {type(error).__name__}: {error}"
         ) from error
     finally:
         module.trainer = None
-    return trainer.precision_plugin.convert_module(module), data, around, _options(trainer.strategy)  # type: ignore[return-value]
+    module = trainer.precision_plugin.convert_module(module)  # type: ignore[assignment]
+    return module, _batch_of(source), around, _options(trainer.strategy)
+
+
+def _batch_of(source: Any) -> Any:
+    """A batch that training would read."""
+    loader = source.train_dataloader()
+    try:
+        return example_batch(loader)
+    except DataError:
+        # nobody else reads it
+        return next(iter(loader))
 
 
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:
