@@ -21,5 +21,9 @@ class ModelError(AmpError):
     """The reference model was given settings or a batch that it cannot use."""
 
 
+class ShardError(AmpError):
+    """An operator cannot be computed on the parts of a sharded tensor."""
+
+
 STATUS_OF_INTERRUPT = 130
 """Exit status of a process that SIGINT has ended, as shells have it."""

@@ -242,13 +242,13 @@ def _reorder(call: Call) -> Follows:
 def _reshape(call: Call) -> Follows:
     """Dims that are merged or split follow by their outermost factor; dims of size 1 follow none."""
     found = nothing(call)
-    for before, after in _groups(call.shapes[0], call.result):
+    for before, after in groups(call.shapes[0], call.result):
         if before and after:
             found[after[0]] = [(0, before[0])]
     return found
 
 
-def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     """The dims of two shapes in groups of equal products, dims of size 1 left out."""
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
