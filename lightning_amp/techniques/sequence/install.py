@@ -1,0 +1,60 @@
+"""Install `sequence`: the steps of a LightningModule run on batches that are split over the model axis."""
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.dist.splits import MeshAxis, axis_of
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.sequence.row import SequenceParallel
+from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
+from lightning_amp.techniques.sequence.step import STEPS, SequenceStep
+
+
+def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
+    """What the module's steps are replaced by, by name.
+
+    Args:
+        module: The LightningModule.
+        spec: Which dims are split.
+        mesh: The ranks of the model axis.
+
+    Raises:
+        InstallError: A step that was replaced by the user, or that asks for the loader's iterator.
+    """
+    how = HowToSplit(
+        dims=read_dims(spec.dims),
+        sizes=spec.sizes if spec.sizes in ("even", "causal") else tuple(map(int, spec.sizes.split(","))),
+        axes=axes_of(mesh, spec.grid),
+    )
+    changed = dict[str, Any]()
+    for name in STEPS:
+        if name in vars(module):
+            raise InstallError(
+                f"sequence: {name!r} of {type(module).__name__!r} is set on the instance, which is not supported;"
+                " define it in the class"
+            )
+        if getattr(type(module), name, None) is not getattr(LightningModule, name, None):
+            changed[name] = partial(SequenceStep(name, how), module)
+    return changed
+
+
+def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
+    """The axes that dims are split over: the mesh, or the two axes of a grid of its ranks."""
+    if isinstance(mesh, MeshAxis):
+        sizes = read_grid(grid, mesh.size)
+        if len(sizes) == 1:
+            return (mesh,)
+        # of a dry run
+        ranks = divmod(mesh.rank, sizes[1])
+        return tuple(
+            MeshAxis(f"{mesh.name}{i}", n, rank, None, sent=mesh.sent)
+            for i, (n, rank) in enumerate(zip(sizes, ranks, strict=True))
+        )
+    sizes = read_grid(grid, mesh.size())
+    if len(sizes) == 1:
+        return (axis_of(mesh),)
+    both = mesh._unflatten(0, sizes, ("rows", "columns"))
+    return tuple(axis_of(both[name]) for name in ("rows", "columns"))

@@ -1,0 +1,152 @@
+"""Split the tensors of a batch over the ranks: which dims, in which sizes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import isqrt, prod
+from typing import Any
+
+from torch import Tensor
+
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.sharded_tensor import ShardedTensor, redistribute
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
+from lightning_amp.errors import PlanError, ShardError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowToSplit:
+    """What a rule of `sequence` says, read.
+
+    Attributes:
+        dims: Path of a tensor in the batch -> its dims, one for each axis.
+        sizes: "even", "causal" or the sizes of the parts.
+        axes: The mesh axes that the first, second dim of a tensor are split over.
+    """
+
+    dims: Mapping[str, tuple[int, ...]]
+    sizes: str | tuple[int, ...]
+    axes: tuple[MeshAxis, ...]
+
+    def batch(self, batch: Any) -> Any:
+        """The batch with its tensors split; those that are split already, and all others, are as they were.
+
+        Raises:
+            ShardError: None of the tensors that are to be split is in the batch.
+        """
+        found = list[str]()
+
+        def split(path: str, x: Tensor) -> Tensor:
+            if path not in self.dims:
+                return x
+            found.append(path)
+            return x if isinstance(x, ShardedTensor) else self.tensor(path, x)
+
+        changed = mapped(batch, split)
+        if not found:
+            raise ShardError(
+                f"the batch has no tensor at {', '.join(map(repr, self.dims))}; it has"
+                f" {', '.join(repr(path) for path, _ in tensors(batch)) or 'no tensors'}. Name one of these in"
+                " AMPStrategy(sequence_dim={...})"
+            )
+        return changed
+
+    def tensor(self, path: str, x: Tensor) -> Tensor:
+        """A tensor split along its dims; whole along those that have fewer indices than ranks."""
+        splits = list[Split]()
+        for axis, dim in zip(self.axes, self.dims[path], strict=False):
+            if not -x.dim() <= dim < x.dim():
+                raise ShardError(
+                    f"dim {dim} of {path!r} is to be split, and it has shape {tuple(x.shape)!r}; name another dim in"
+                    " AMPStrategy(sequence_dim={...})"
+                )
+            dim %= x.dim()
+            if x.shape[dim] >= axis.size:
+                splits.append(Split(axis, dim, self._owners(path, x.shape[dim], axis)))
+        return redistribute(x, Splits.of(splits))
+
+    def _owners(self, path: str, n: int, axis: MeshAxis) -> Owners:
+        if self.sizes == "even":
+            return Owners.even(n, axis.size)
+        sizes = causal_sizes(n, axis.size) if self.sizes == "causal" else self.sizes
+        assert not isinstance(sizes, str), "sizes are 'even', 'causal' or numbers"
+        if len(sizes) != axis.size or sum(sizes) != n or min(sizes) < 1:
+            raise ShardError(
+                f"sequence_sizes={sizes!r} was given for {axis.size} ranks and {path!r} with {n} indices; give one size"
+                " per rank, each at least 1, that add up to it, or 'even'"
+            )
+        return Owners.contiguous(sizes)
+
+
+def causal_sizes(n: int, size: int) -> tuple[int, ...]:
+    """Parts of equal work where index i attends to i + 1 indices: borders at n * sqrt(rank / ranks)."""
+    ends = [isqrt(n * n * (rank + 1) // size) for rank in range(size)]
+    # every rank has an index
+    ends = [min(max(end, rank + 1), n - size + rank + 1) for rank, end in enumerate(ends)]
+    return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
+
+
+def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, with their paths."""
+    found = list[tuple[str, Tensor]]()
+
+    def note(path: str, x: Tensor) -> Tensor:
+        found.append((path, x))
+        return x
+
+    mapped(batch, note)
+    return iter(found)
+
+
+def mapped(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A batch with its tensors changed, through mappings, lists, tuples and dataclasses; other objects stay."""
+
+    def below(key: object) -> str:
+        return f"{path}.{key}" if path else str(key)
+
+    if isinstance(value, Tensor):
+        return change(path or "batch", value)
+    if isinstance(value, Mapping):
+        items = {key: mapped(item, change, below(key)) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        # another kind of mapping, such as HuggingFace's BatchEncoding, is kept
+        copy = value.copy() if hasattr(value, "copy") else dict(value)
+        for key, item in items.items():
+            copy[key] = item
+        return copy
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(v, change, below(k)) for k, v in zip(value._fields, value, strict=True)))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, change, below(i)) for i, item in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: mapped(getattr(value, f.name), change, below(f.name)) for f in fields(value) if f.init}
+        return replace(value, **own)
+    return value
+
+
+def read_dims(text: str) -> dict[str, tuple[int, ...]]:
+    """Dims as a plan has them: "ids:1,image:2/3"."""
+    found = dict[str, tuple[int, ...]]()
+    for part in filter(None, text.split(",")):
+        path, _, dims = part.rpartition(":")
+        found[path] = tuple(int(dim) for dim in dims.split("/"))
+    return found
+
+
+def written_dims(dims: Mapping[str, tuple[int, ...]]) -> str:
+    """The reverse of `read_dims`."""
+    return ",".join(f"{path}:{'/'.join(map(str, own))}" for path, own in dims.items())
+
+
+def read_grid(text: str, size: int) -> tuple[int, ...]:
+    """Ranks along each split dim.
+
+    Raises:
+        PlanError: They do not make as many ranks as there are.
+    """
+    grid = tuple(int(n) for n in text.split("x")) if text else (size,)
+    if prod(grid) != size:
+        raise PlanError(
+            f"a grid of {text} ranks was given for {size} ranks of the model axis; change one of them"
+        )
+    return grid

@@ -1,0 +1,76 @@
+"""Run a module's steps on a batch whose tensors are split over ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.errors import ShardError
+from lightning_amp.techniques.sequence.split_batch import HowToSplit, mapped
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class SequenceStep:
+    """A step of a LightningModule; called with the module, so that a deep copy of it runs its own.
+
+    Args:
+        name: Of the step.
+        how: Which dims are split.
+    """
+
+    def __init__(self, name: str, how: HowToSplit) -> None:
+        self.name, self.how = name, how
+
+    def __call__(self, module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the step returns; its tensors are whole.
+
+        Raises:
+            ShardError: An operator of the step cannot be computed on parts.
+        """
+        step: Callable[..., Any] = getattr(type(module), self.name)
+        with guarded(self.how.axes), whole_in_metrics(module):
+            found = step(module, self.how.batch(batch), *args, **kwargs)
+            self._check_loss(found)
+            return mapped(found, lambda _, x: _whole(x))
+
+    def _check_loss(self, found: Any) -> None:
+        loss = found.get("loss") if isinstance(found, dict) else found
+        if self.name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
+            raise ShardError(
+                f"{self.name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
+            )
+
+
+def _whole(x: Tensor) -> Tensor:
+    if not isinstance(x, ShardedTensor):
+        return x
+    # what callbacks and loggers get is not trained on
+    with torch.no_grad():
+        return x.full_tensor()
+
+
+@contextmanager
+def whole_in_metrics(module: nn.Module) -> Iterator[None]:
+    """Let the module's metrics see whole tensors: they add up counts of what they are given."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    updates = [metric.update for metric in metrics]
+
+    def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return update(*mapped(args, lambda _, x: _whole(x)), **mapped(kwargs, lambda _, x: _whole(x)))
+
+        return call
+
+    for metric, update in zip(metrics, updates, strict=True):
+        metric.update = with_whole(update)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for metric, update in zip(metrics, updates, strict=True):
+            metric.update = update  # type: ignore[method-assign]
