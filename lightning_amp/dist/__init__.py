@@ -1,0 +1,1 @@
+"""Sharded tensors: splits over mesh axes, collectives with gradients, and operators on sharded tensors."""

@@ -1,0 +1,68 @@
+"""Names of torch outside its public interface that sharded tensors need, with the reason."""
+
+import torch
+
+# runs an operator without what a subclass of Tensor has in its place, and with it again
+from torch._C import DisableTorchFunctionSubclass as disable_torch_function
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C import _dispatch_tls_local_exclude_set as excluded_keys
+from torch._C import _dispatch_tls_local_include_set as included_keys
+from torch._C import _EnableTorchFunction as enable_torch_function
+
+# an operator reaches the subclass above autograd and autocast: their keys are put aside, and put back for the parts
+from torch._C import _ForceDispatchKeyGuard as force_dispatch_keys
+
+# a dispatch mode sees the operators on parts, not those on the whole
+from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
+
+# a function of torch that is written in Python is run, and what it calls is looked up
+from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+
+# the leaves of nested tuples, lists and dictionaries
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+__all__ = [
+    "AUTOGRAD_AND_AUTOCAST",
+    "disable_torch_function",
+    "enable_torch_function",
+    "excluded_keys",
+    "force_dispatch_keys",
+    "in_backward",
+    "included_keys",
+    "is_composite",
+    "n_dispatch_modes",
+    "pop_dispatch_mode",
+    "push_dispatch_mode",
+    "skip_one_torch_function",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+_KEYS = (
+    *(
+        "AutogradCPU",
+        "AutogradCUDA",
+        "AutogradOther",
+        "AutogradMeta",
+        "AutogradFunctionality",
+        "ADInplaceOrView",
+    ),
+    *("AutocastCPU", "AutocastCUDA"),
+)
+AUTOGRAD_AND_AUTOCAST = DispatchKeySet(DispatchKey.AutogradCPU)
+for _name in _KEYS:
+    if hasattr(DispatchKey, _name):
+        AUTOGRAD_AND_AUTOCAST = AUTOGRAD_AND_AUTOCAST | DispatchKeySet(getattr(DispatchKey, _name))
+
+
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator consists of others, of which autograd sees each."""
+    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return int(torch._C._current_graph_task_id()) >= 0

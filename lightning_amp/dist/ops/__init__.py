@@ -1,0 +1,16 @@
+"""Handlers of operators on sharded tensors, by kind; importing this package registers them."""
+
+from lightning_amp.dist import dispatch  # noqa: F401
+from lightning_amp.dist.ops import (  # noqa: F401
+    attention,
+    functions,
+    indexing,
+    losses,
+    norms,
+    products,
+    random,
+    reductions,
+    views,
+    windows,
+)
+from lightning_amp.dist.sharded_tensor import ShardedTensor as ShardedTensor

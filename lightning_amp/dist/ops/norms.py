@@ -1,0 +1,176 @@
+"""Normalisation over dims that are split: statistics of the parts are gathered and combined.
+
+Forward one all-gather of (mean, sum of squared deviations, count) per axis, backward one all-reduce of two sums. As in
+torch's kernels, only the input and two numbers per group are kept.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_amp.dist.by_rule import by_rule
+from lightning_amp.dist.collectives import reduce_now, stacked
+from lightning_amp.dist.registry import operator, shard_error
+from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, with the statistics over some dims of all ranks.
+
+    Computed in float32 at least, as torch's kernels under autocast.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        dims: Sequence[int],
+        axes: Sequence[MeshAxis],
+        eps: float,
+        centre: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given, x = x, x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        count = torch.tensor(float(prod(x.shape[d] for d in dims)), dtype=x.dtype, device=x.device)
+        mean = x.mean(list(dims), keepdim=True) if centre else x.new_zeros(_reduced(x.shape, dims))
+        squares = (x - mean).square().sum(list(dims), keepdim=True)
+        count = count.expand_as(mean)
+        for axis in axes:
+            means, squares, counts = stacked(torch.stack([mean, squares, count]), axis).unbind(1)
+            count = counts.sum(0)
+            mean = (means * counts).sum(0) / count
+            squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
+        scale = (squares / count + eps).rsqrt()
+        ctx.save_for_backward(given, weight, mean, scale)
+        ctx.of = tuple(dims), tuple(axes), centre, None if bias is None else bias.shape
+        ctx.n = count.flatten()[0]
+        ctx.mark_non_differentiable(mean, scale)
+        found = (x - mean) * scale
+        found = found if weight is None else found * weight
+        found = found if bias is None else found + bias
+        return found.to(given.dtype), mean, scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        given, weight, mean, scale = ctx.saved_tensors
+        dims, axes, centre, bias_shape = ctx.of
+        grad, x = grad.to(mean.dtype), given.to(mean.dtype)
+        normal = (x - mean) * scale
+        inner = grad if weight is None else grad * weight
+        sums = torch.stack([inner.sum(dims, keepdim=True) * centre, (inner * normal).sum(dims, keepdim=True)])
+        for axis in axes:
+            sums = reduce_now(sums, axis)
+        of_x = scale * (inner - (sums[0] + normal * sums[1]) / ctx.n)
+        of_weight = None if weight is None else _summed_to(grad * normal, weight.shape).to(weight.dtype)
+        of_bias = None if bias_shape is None else _summed_to(grad, bias_shape)
+        return of_x.to(given.dtype), of_weight, of_bias, None, None, None, None
+
+
+def _reduced(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+    return [1 if d in dims else n for d, n in enumerate(shape)]
+
+
+def _summed_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+    dims = [d for d, n in enumerate(shape) if n == 1 and x.shape[d] != 1]
+    return x.sum(dims, keepdim=True) if dims else x
+
+
+def normalised(
+    x: Tensor,
+    dims: Sequence[int],
+    eps: float,
+    *parameters: Tensor | None,
+    centre: bool = True,
+    more_axes: Sequence[MeshAxis] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of a normalised tensor, mean and 1 / standard deviation; parameters are split as the tensor is."""
+    splits = splits_of(x)
+    axes = [split.axis for split in splits if split.dim in dims]
+    own = [None if p is None else _like(p, splits) for p in (*parameters, None, None)][:2]
+    found = _Normalise.apply(local_of(x), *own, tuple(dims), (*axes, *more_axes), eps, centre)
+    return tuple(found)
+
+
+def _like(parameter: Tensor, splits: Splits) -> Tensor:
+    """A parameter with as many dims as the tensor, of size 1 where it is broadcast, split as the tensor is."""
+    return part_in(parameter, Splits.of([s for s in splits if shape_of(parameter)[s.dim] == s.owners.n]))
+
+
+@operator("layer_norm", "rms_norm", "native_layer_norm")
+def _layer_norm(
+    func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, *rest: Any, **kw: Any
+) -> Any:
+    n, rms = len(shape_of(x)), "rms" in func._schema.name
+    dims = range(n - len(shape), n)
+    if not any(split.dim in dims for split in splits_of(x)):
+        return by_rule(func, "rms_norm" if rms else "layer_norm", (x, shape, weight, *rest), kw)
+    given = dict(zip(["eps"] if rms else ["bias", "eps"], rest, strict=False)) | kw
+    eps = given.get("eps")
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps if rms else 1e-5
+    ones = [1] * (n - len(shape))
+    weight, bias = (None if p is None else p.view([*ones, *shape]) for p in (weight, given.get("bias")))
+    return wrap(normalised(x, dims, eps, weight, bias, centre=not rms)[0], splits_of(x))
+
+
+@operator("group_norm")
+def _group_norm(
+    func: Any,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
+) -> Tensor:
+    shape = shape_of(x)
+    if not any(split.dim for split in splits_of(x)):
+        return by_rule(func, "group_norm", (x, groups, weight, bias, eps, cudnn), {})
+    apart = x.unflatten(1, (groups, -1))
+    form = [1, groups, -1, *[1] * (len(shape) - 2)]
+    parameters = [None if p is None else p.view(form) for p in (weight, bias)]
+    found = normalised(apart, range(2, len(shape) + 1), eps, *parameters)[0]
+    return wrap(found, splits_of(apart)).flatten(1, 2)
+
+
+@operator("batch_norm", "instance_norm")
+def _batch_norm(
+    func: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> Tensor:
+    """Statistics per channel, over the batch and all positions, or per sample; running ones are updated alike."""
+    n, batch = len(shape_of(x)), func._schema.name == "aten::batch_norm"
+    form = [1, -1, *[1] * (n - 2)]
+    if not training:
+        return by_rule(func, "batch_norm", (x, weight, bias, mean, variance, False, momentum, eps, cudnn), {})
+    if not batch and mean is not None:
+        raise shard_error(func, [x], "it has running statistics of instances")
+    dims = [*([0] if batch else []), *range(2, n)]
+    parameters = [None if p is None else p.view(form) for p in (weight, bias)]
+    found, mean_now, scale = normalised(x, dims, eps, *parameters)
+    if mean is not None and variance is not None:
+        size = prod(shape_of(x)[d] for d in dims)
+        channels = splits_of(x).at(1)
+        with torch.no_grad():
+            now = [mean_now.flatten(), ((scale**-2 - eps) * size / max(size - 1, 1)).flatten()]
+            if channels is not None:
+                own = Splits.of([Split(channels.axis, 0, channels.owners)])
+                now = [part_in(wrap(t, own), Splits.of(())) for t in now]
+            for running, value in zip((mean, variance), now, strict=True):
+                local_of(running).lerp_(value.to(running.dtype), momentum)
+    return wrap(found, splits_of(x))

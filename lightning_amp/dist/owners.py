@@ -1,0 +1,256 @@
+"""Map every index along a dim to the rank that owns it, as interned run-length vectors.
+
+A dim of n indices is split over R ranks by an owner vector: n ranks, one per index. A rank's part holds its indices in
+ascending order. Views, slices, permutations and concatenations of a sharded tensor are then the same operation on the
+rank's part and on the owner vector; uneven parts, attention heads inside a fused projection and flattened batches need
+no special case.
+
+The vector is stored as the runs of one period and a repeat count: `[b, n]` with n split over ranks and flattened to
+b * n is the vector of n repeated b times. Equal vectors are one object, so splits are compared by identity.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import groupby
+from math import gcd
+from typing import NamedTuple
+
+Span = tuple[int, int]
+"""Half-open range of indices: start, stop."""
+
+
+class Run(NamedTuple):
+    """Consecutive indices of one rank."""
+
+    length: int
+    rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """Owner of each index of a dim; made by `of`, `contiguous`, `even` or `from_vector`.
+
+    Attributes:
+        runs: Runs of one period; neighbours have different ranks.
+        repeat: Number of periods.
+        size: Ranks of the mesh axis; some may own nothing.
+    """
+
+    runs: tuple[Run, ...]
+    repeat: int
+    size: int
+
+    @staticmethod
+    def of(runs: Iterable[Run], size: int, repeat: int = 1) -> "Owners":
+        """The owners of `repeat` times some runs."""
+        period = _merged(runs)
+        if not period:
+            repeat = 1
+        # a canonical form: the shortest period, whatever way the vector was put together
+        times = _times_repeated(period)
+        key = (_merged(_cut(period, 0, _length(period) // times)), repeat * times, size)
+        return _INTERNED.setdefault(key, Owners(*key))
+
+    @staticmethod
+    def contiguous(sizes: Sequence[int]) -> "Owners":
+        """Rank r owns the r-th range, of sizes[r] indices."""
+        return Owners.of((Run(n, rank) for rank, n in enumerate(sizes)), len(sizes))
+
+    @staticmethod
+    def even(n: int, size: int) -> "Owners":
+        """Contiguous ranges whose sizes differ by at most one."""
+        return Owners.contiguous([n // size + (rank < n % size) for rank in range(size)])
+
+    @staticmethod
+    def from_vector(ranks: Iterable[int], size: int) -> "Owners":
+        """The owners given one rank per index."""
+        return Owners.of((Run(sum(1 for _ in same), rank) for rank, same in groupby(ranks)), size)
+
+    # --- what is where ---
+
+    @cached_property
+    def period(self) -> int:
+        """Indices of one period."""
+        return _length(self.runs)
+
+    @cached_property
+    def n(self) -> int:
+        """All indices."""
+        return self.period * self.repeat
+
+    @cached_property
+    def period_counts(self) -> tuple[int, ...]:
+        """Indices of each rank in one period."""
+        found = [0] * self.size
+        for length, rank in self.runs:
+            found[rank] += length
+        return tuple(found)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Indices of each rank."""
+        return tuple(n * self.repeat for n in self.period_counts)
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Sizes of the parts where they are ranges in the order of the ranks; None otherwise."""
+        ranks = [rank for _, rank in self.runs]
+        return self.counts if self.repeat == 1 and ranks == sorted(set(ranks)) else None
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The ranges of indices of each rank, in ascending order."""
+        found: list[list[Span]] = [[] for _ in range(self.size)]
+        start = 0
+        for length, rank in self.expanded():
+            found[rank].append((start, start + length))
+            start += length
+        return tuple(map(tuple, found))
+
+    def at(self, index: int) -> tuple[int, int]:
+        """The owner of an index, and the position of the index in the owner's part."""
+        cycle, place = divmod(index, self.period)
+        starts, before = self._starts
+        i = bisect_right(starts, place) - 1
+        rank = self.runs[i].rank
+        return rank, cycle * self.period_counts[rank] + before[i] + place - starts[i]
+
+    @cached_property
+    def _starts(self) -> tuple[list[int], list[int]]:
+        """Of each run of the period: its first index, and that index's position in the owner's part."""
+        starts, before, at, counts = list[int](), list[int](), 0, [0] * self.size
+        for length, rank in self.runs:
+            starts.append(at)
+            before.append(counts[rank])
+            at += length
+            counts[rank] += length
+        return starts, before
+
+    def expanded(self) -> Iterator[Run]:
+        """The runs of all periods."""
+        for _ in range(self.repeat):
+            yield from self.runs
+
+    # --- what a dim's owners become when the dim changes ---
+
+    def repeated(self, times: int) -> "Owners":
+        """Of `[times, n]` merged into one dim."""
+        return Owners.of(self.runs, self.size, self.repeat * times)
+
+    def widened(self, width: int) -> "Owners":
+        """Of `[n, width]` merged into one dim."""
+        return Owners.of((Run(n * width, rank) for n, rank in self.runs), self.size, self.repeat)
+
+    def inner(self, times: int) -> "Owners | None":
+        """Of the second dim of `[times, n / times]`; None where owners depend on the first dim too."""
+        return Owners.of(self.runs, self.size, self.repeat // times) if self.repeat % times == 0 else None
+
+    def outer(self, width: int) -> "Owners | None":
+        """Of the first dim of `[n / width, width]`; None where owners depend on the second dim too."""
+        runs, repeat = (self.runs, self.repeat)
+        if self.period % width:
+            # a group may span two periods
+            runs, repeat = _merged(self.expanded()), 1
+        if any(n % width for n, _ in runs):
+            return None
+        return Owners.of((Run(n // width, rank) for n, rank in runs), self.size, repeat)
+
+    def take(self, indices: range) -> "Owners":
+        """Of a slice with a positive step."""
+        if indices.step == 1:
+            return Owners.of(_cut(self.expanded(), indices.start, indices.stop), self.size)
+        found, start = list[Run](), 0
+        for length, rank in self.expanded():
+            inside = _stepped(indices, start, start + length)
+            found.append(Run(len(inside), rank))
+            start += length
+        return Owners.of(found, self.size)
+
+    def own_of(self, rank: int, indices: range) -> list[Span]:
+        """Positions, in a rank's part, of the indices of a slice with step 1, as ranges."""
+        found, before = list[Span](), 0
+        for start, stop in self.spans[rank]:
+            low, high = max(start, indices.start), min(stop, indices.stop)
+            if low < high:
+                found.append((before + low - start, before + high - start))
+            before += stop - start
+        return joined_spans(found)
+
+    def reversed(self) -> "Owners":
+        """Of the dim in reverse order."""
+        return Owners.of(self.runs[::-1], self.size, self.repeat)
+
+    @staticmethod
+    def joined(parts: Iterable["Owners"], size: int) -> "Owners":
+        """Of a concatenation."""
+        return Owners.of((run for part in parts for run in part.expanded()), size)
+
+    def proportional(self, n: int) -> "Owners":
+        """Of n positions in place of these: each goes to the rank that owns the corresponding index here."""
+        ends, at, found, done = self.n, 0, list[Run](), 0
+        for length, rank in self.expanded():
+            at += length
+            end = (at * n + ends // 2) // max(ends, 1)
+            found.append(Run(end - done, rank))
+            done = end
+        return Owners.of(found, self.size)
+
+
+_INTERNED: dict[tuple[tuple[Run, ...], int, int], Owners] = {}
+
+
+def _length(runs: Iterable[Run]) -> int:
+    return sum(length for length, _ in runs)
+
+
+def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    found: list[Run] = []
+    for length, rank in runs:
+        if not length:
+            continue
+        if found and found[-1].rank == rank:
+            length += found.pop().length
+        found.append(Run(length, rank))
+    return tuple(found)
+
+
+def _cut(runs: Iterable[Run], start: int, stop: int) -> Iterator[Run]:
+    at = 0
+    for length, rank in runs:
+        yield Run(max(0, min(at + length, stop) - max(at, start)), rank)
+        at += length
+
+
+def _times_repeated(runs: tuple[Run, ...]) -> int:
+    """How often the shortest period of merged runs is repeated."""
+    n, per_rank = _length(runs), dict[int, int]()
+    for length, rank in runs:
+        per_rank[rank] = per_rank.get(rank, 0) + length
+    if len(per_rank) <= 1:
+        return max(n, 1)
+    # every period holds the same number of indices of each rank, and at least one border
+    most = reduce(gcd, per_rank.values())
+    for times in range(min(most, len(runs)), 1, -1):
+        if most % times == 0 and _merged(tuple(_cut(runs, 0, n // times)) * times) == runs:
+            return times
+    return 1
+
+
+def _stepped(indices: range, start: int, stop: int) -> range:
+    """The members of a range with a positive step that lie in [start, stop)."""
+    first = max(0, -(-(start - indices.start) // indices.step))
+    last = max(first, -(-(min(stop, indices.stop) - indices.start) // indices.step))
+    return indices[first:last]
+
+
+def joined_spans(spans: Iterable[Span]) -> list[Span]:
+    """Ranges with neighbours put together, without empty ones."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,47 @@
+"""Change how a tensor is split: cut a whole one, gather, move borders, split along another dim."""
+
+from torch import Tensor
+
+from lightning_amp.dist.collectives import exchange, gather, pick, swap
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
+
+
+def own_part(whole: Tensor, dim: int, owners: Owners, rank: int) -> Tensor:
+    """A rank's indices of a dim of a whole tensor; the gradient of others' is zero."""
+    if owners.repeat == 1:
+        return pick(whole, dim, owners.spans[rank])
+    spans = Owners.of(owners.runs, owners.size).spans[rank]
+    return pick(whole.unflatten(dim, (owners.repeat, -1)), dim + 1, spans).flatten(dim, dim + 1)
+
+
+def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
+    """This rank's part under other splits; nothing is sent where a whole tensor is cut."""
+    if have is want:
+        return local
+    for axis in {split.axis: None for split in (*have, *want)}:
+        local, have = _on_axis(local, have, axis, want.on(axis))
+    return local
+
+
+def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) -> tuple[Tensor, Splits]:
+    """The part with another split over one axis, and its splits then."""
+    now = have.on(axis)
+    if now == want:
+        return local, have
+    if now is not None and want is not None:
+        if now.dim == want.dim:
+            moved = exchange(local, axis, want.dim, now.owners, want.owners.spans)
+            return moved, have.replaced(axis, want)
+        if have.at(want.dim) is None:
+            moved = swap(local, axis, (now.dim, now.owners), (want.dim, want.owners))
+            return moved, have.replaced(axis, want)
+    if now is not None:
+        local, have = gather(local, axis, now.dim, now.owners), have.replaced(axis, None)
+    if want is not None:
+        other = have.at(want.dim)
+        if other is not None:
+            # this dim is split over another axis, which is to have another dim or none
+            local, have = _on_axis(local, have, other.axis, None)
+        local, have = own_part(local, want.dim, want.owners, axis.rank), have.replaced(axis, want)
+    return local, have

@@ -1,0 +1,115 @@
+"""`register_shard`: a handler from outside for an operator, a function or an autograd Function on sharded tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.dist._torch import tree_leaves
+from lightning_amp.dist.collectives import reduce_now
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS
+from lightning_amp.dist.sharded_tensor import part_in, redistribute
+from lightning_amp.dist.splits import WHOLE, Split, Splits, axis_of
+from lightning_amp.errors import ShardError
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+def register_shard(target: Any) -> Callable[[Handler], Handler]:
+    """Say how something is computed on sharded tensors.
+
+    A handler gets what the caller has given, with sharded tensors among it: their `local` parts carry gradients, and
+    `splits` say how they are split. It returns sharded tensors, `ShardedTensor(part, splits)`, or plain ones, which
+    every rank has whole. `check_shard` compares it with one process.
+
+    Args:
+        target: An operator (`torch.ops.mylib.op` or one of its overloads), whose handler is called as
+            `handler(operator, *args, **kwargs)`; or a subclass of `torch.autograd.Function`, or a function that looks
+            for `__torch_function__`, whose handlers are called as `handler(*args, **kwargs)`.
+
+    Raises:
+        ShardError: Something else, or something that has a handler.
+
+    Example:
+        @lightning_amp.register_shard(MyScale)
+        def my_scale(x, factor):
+            return ShardedTensor(MyScale.apply(x.local, factor), x.splits)
+    """
+    table: dict[Any, Any]
+    key: Any
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        table, key = AUTOGRAD_FUNCTIONS, target
+    elif isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        table, key = OPERATORS, packet._qualified_op_name.removeprefix("aten::")
+    elif callable(target) and not isinstance(target, type):
+        table, key = FUNCTIONS, target
+    else:
+        raise ShardError(
+            f"register_shard({target!r}); allowed are an operator of torch.ops, a subclass of"
+            " torch.autograd.Function, and a function of torch"
+        )
+    if key in table:
+        raise ShardError(f"register_shard({target!r}), which has a handler; a second one would hide it")
+
+    def add(handler: Handler) -> Handler:
+        table[key] = handler
+        return handler
+
+    return add
+
+
+def check_shard(
+    function: Callable[..., Any], *args: Any, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None
+) -> None:
+    """Compare a function of sharded tensors with the same function of whole ones; all ranks of the mesh call it.
+
+    Floating-point tensors are computed in float64, the first tensor is split, and results and the gradients of all
+    tensors have to agree to 1e-10.
+
+    Args:
+        function: Of tensors and anything else; returns tensors.
+        args: What it is called with, the same on every rank.
+        mesh, dim, sizes: How the first tensor is split, as in `ShardedTensor.from_local`.
+
+    Raises:
+        ShardError: Results or gradients differ.
+    """
+    axis, first = axis_of(mesh), next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+    owners = Owners.even(args[first].shape[dim], axis.size) if sizes is None else Owners.contiguous(sizes)
+    splits = Splits.of([Split(axis, dim % args[first].dim(), owners)])
+    found = list[list[Tensor]]()
+    for sharded in (False, True):
+        own = [
+            arg.detach().double().requires_grad_()
+            if isinstance(arg, Tensor) and arg.is_floating_point()
+            else arg
+            for arg in args
+        ]
+        given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
+        with guarded([axis]):
+            results = [part_in(t, WHOLE) for t in tree_leaves(function(*given)) if isinstance(t, Tensor)]
+        total = sum(
+            (t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results
+        )
+        leaves = [a for a in own if isinstance(a, Tensor) and a.requires_grad]
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+        gradients = [torch.zeros_like(a) if a.grad is None else a.grad for a in leaves]
+        if sharded:
+            # every rank has differentiated its copy of the result
+            gradients = [reduce_now(grad, axis) / axis.size for grad in gradients]
+        found.append([*(t.detach().double() for t in results), *gradients])
+    for i, (whole, parts) in enumerate(zip(*found, strict=True)):
+        worst = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1)) if whole.numel() else 0.0
+        if whole.shape != parts.shape or not worst <= 1e-10:
+            what = "result" if i < len(found[0]) - len(leaves) else "gradient"
+            raise ShardError(
+                f"{getattr(function, '__name__', function)!r} on parts differs from one process: {what} {i} by"
+                f" {worst:.1e} of its largest value; allowed is 1e-10"
+            )
+    dist.barrier(group=axis.group)

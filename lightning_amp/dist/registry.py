@@ -1,0 +1,106 @@
+"""The tables of functions and operators that know sharded tensors, and the error for those that do not."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_amp.errors import ShardError
+
+Handler = Callable[..., Any]
+AnyHandler = TypeVar("AnyHandler", bound=Handler)
+
+OPERATORS: dict[str, Handler] = {}
+"""By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result."""
+FUNCTIONS: dict[Any, Handler] = {}
+"""By function of Python, such as torch.Tensor.register_hook: (*args, **kwargs) -> result."""
+AUTOGRAD_FUNCTIONS: dict[type[torch.autograd.Function], Handler] = {}
+"""By Function: (*args) -> result, in place of `apply`."""
+
+_NAMES = (
+    *(
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "abs",
+        "erf",
+        "sigmoid",
+        "tanh",
+        "cos",
+        "sin",
+    ),
+    *("pow", "square", "reciprocal", "relu"),
+)
+_METHODS = ("add", "sub", "mul", "truediv", "neg", "radd", "rmul", "rsub", "pow")
+POINTWISE = (
+    {getattr(home, name) for home in (torch, Tensor) for name in _NAMES}
+    | {getattr(Tensor, f"__{name}__") for name in _METHODS}
+    | {F.gelu, torch._C._nn.silu, F.softplus}
+)
+"""Functions whose result has the shape of their tensors where these have one shape; for the fast path."""
+
+
+def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
+    """Add the handler of operators of aten, by their names without overload."""
+
+    def add(handler: AnyHandler) -> AnyHandler:
+        OPERATORS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
+def function(*functions: Any) -> Callable[[AnyHandler], AnyHandler]:
+    """Add the handler of functions of Python."""
+
+    def add(handler: AnyHandler) -> AnyHandler:
+        FUNCTIONS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return add
+
+
+def name_of(func: Any) -> str:
+    """The key of an operator in `OPERATORS`."""
+    space, _, name = func._schema.name.partition("::")
+    return str(name if space == "aten" else func._schema.name)
+
+
+def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -> ShardError:
+    """The error of an operator that cannot be computed on parts, with the module that has called it."""
+    name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
+    tensors = [describe(t) for t in torch.utils._pytree.tree_leaves(list(args)) if isinstance(t, Tensor)]
+    remedy = (
+        remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
+    )
+    return ShardError(
+        f"{name!r}{_caller()} got {', '.join(tensors) or 'no tensors'}: {why}. To go on, {remedy}"
+    )
+
+
+def describe(x: Tensor) -> str:
+    """Shape and splits of a tensor."""
+    splits = getattr(x, "splits", None)
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(x.shape)
+    return f"{shape!r} ({splits})" if isinstance(splits, tuple) else f"{shape!r}"
+
+
+def _caller() -> str:
+    """The innermost module whose method is being called, found on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and not type(caller).__module__.startswith("torch.nn.modules"):
+            return f" in {type(caller).__name__!r}, {frame.f_code.co_filename}:{frame.f_lineno},"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,166 @@
+"""Describe how a tensor is split over the axes of a mesh: at most one dim per axis, and one axis per dim."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from lightning_amp.dist._torch import in_backward
+from lightning_amp.dist.owners import Owners
+from lightning_amp.errors import ShardError
+
+
+@dataclass(eq=False, slots=True)
+class MeshAxis:
+    """One axis of a device mesh, over whose ranks tensors are split.
+
+    Attributes:
+        name: For messages and plans.
+        size, rank: Ranks of the axis, and this process's place among them.
+        group: Its process group; None in a dry run, in which nothing is sent.
+        unknown: What happens to a tensor split over this axis in an operator without a handler: an error, or the tensor
+            is gathered and every rank computes the whole.
+        sent: Collectives that this rank has issued over the axis; None where they are not counted.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: Any = None
+    unknown: Literal["error", "gather"] = "error"
+    sent: "list[Sent] | None" = field(default=None, repr=False)
+
+
+_AXES: dict[Any, MeshAxis] = {}
+
+
+def axis_of(mesh: Any) -> MeshAxis:
+    """The axis of a mesh of one dimension, the same object for the same process group.
+
+    Raises:
+        ShardError: The mesh has several dimensions.
+    """
+    if isinstance(mesh, MeshAxis):
+        return mesh
+    if mesh.ndim != 1:
+        raise ShardError(
+            f"a mesh with the axes {mesh.mesh_dim_names!r} was given; give one of them, such as mesh['model']"
+        )
+    group = mesh.get_group()
+    if group not in _AXES:
+        name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "ranks"
+        _AXES[group] = MeshAxis(name, mesh.size(), mesh.get_local_rank(), group)
+    return _AXES[group]
+
+
+class Sent(NamedTuple):
+    """One collective of a rank.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ring".
+        n_bytes: Bytes that the rank hands in.
+        backward: Whether it belongs to the backward pass.
+        why: The operator that needs it, "" where it is a rule of autograd.
+    """
+
+    kind: str
+    n_bytes: int
+    backward: bool
+    why: str
+
+
+class Split(NamedTuple):
+    """A dim that is split over an axis."""
+
+    axis: MeshAxis
+    dim: int
+    owners: Owners
+
+
+class Splits(tuple[Split, ...]):
+    """The splits of a tensor, in the order of their axes' names; equal splits are one object.
+
+    The empty splits is that of a tensor that every rank has whole.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(splits: "Sequence[Split] | Splits") -> "Splits":
+        """The splits of some splits.
+
+        Raises:
+            AssertionError: Two splits of one axis or of one dim, which no operator returns.
+        """
+        found = Splits(sorted(splits, key=lambda split: split.axis.name))
+        assert len({id(split.axis) for split in found}) == len(found), "an axis splits one dim of a tensor"
+        assert len({split.dim for split in found}) == len(found), "a dim is split over one axis"
+        return _INTERNED.setdefault(found, found)
+
+    def on(self, axis: MeshAxis) -> Split | None:
+        """What is split over an axis."""
+        return next((split for split in self if split.axis is axis), None)
+
+    def at(self, dim: int) -> Split | None:
+        """What splits a dim."""
+        return next((split for split in self if split.dim == dim), None)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are split."""
+        return tuple(split.dim for split in self)
+
+    def mapped(self, place: "Callable[[int], int | None]") -> "Splits":
+        """With every dim d at `place(d)`; without those that go to None."""
+        moved = [(split, place(split.dim)) for split in self]
+        return Splits.of([Split(s.axis, dim, s.owners) for s, dim in moved if dim is not None])
+
+    def replaced(self, axis: MeshAxis, split: Split | None) -> "Splits":
+        """With another split over an axis, or none."""
+        rest = [other for other in self if other.axis is not axis]
+        return Splits.of([*rest, split] if split is not None else rest)
+
+    def without(self, dim: int) -> "Splits":
+        """Without the split of a dim."""
+        return Splits.of([split for split in self if split.dim != dim])
+
+    def local_shape(self, shape: Sequence[int]) -> list[int]:
+        """Shape of this rank's part of a tensor of a shape."""
+        found = list(shape)
+        for axis, dim, owners in self:
+            found[dim] = owners.counts[axis.rank]
+        return found
+
+    def global_shape(self, local: Sequence[int]) -> list[int]:
+        """Shape of the tensor of which this rank's part has a shape."""
+        found = list(local)
+        for _, dim, owners in self:
+            found[dim] = owners.n
+        return found
+
+    def __str__(self) -> str:
+        parts = [f"dim {s.dim} in {s.owners.sizes or s.owners.counts} over {s.axis.name!r}" for s in self]
+        return "; ".join(parts) or "whole on every rank"
+
+
+_INTERNED: dict[Splits, Splits] = {}
+WHOLE = Splits.of(())
+
+_REASON: ContextVar[str] = ContextVar("_REASON", default="")
+
+
+@contextmanager
+def because(why: str) -> Iterator[None]:
+    """Name the operator that the collectives inside the block are issued for."""
+    token = _REASON.set(why)
+    try:
+        yield
+    finally:
+        _REASON.reset(token)
+
+
+def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
+    """Count a collective, if the axis counts them."""
+    if axis.sent is not None:
+        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get()))
