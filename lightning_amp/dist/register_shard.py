@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import lightning_amp.dist.ops  # noqa: F401  (registers the handlers)
 from lightning_amp.dist._torch import tree_leaves
 from lightning_amp.dist.collectives import reduce_now
+from lightning_amp.dist.guards import guarded
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS
 from lightning_amp.dist.sharded_tensor import part_in, redistribute
