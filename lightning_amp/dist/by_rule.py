@@ -92,7 +92,7 @@ def _filled(value: Any, parts: Any) -> Any:
 def _made(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]
 ) -> _Plan | None:
-    call, shapes = _call(func, name, args, kwargs, leaves)
+    call, shapes = call_of(func, name, args, kwargs, leaves)
     if call is None:
         return None
     follows = dims_of(call)
@@ -107,7 +107,7 @@ def _made(
     return plan_of(func, leaves, labels, shapes, mutable=func._schema.is_mutable)
 
 
-def _call(
+def call_of(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]
 ) -> tuple[Call | None, list[tuple[int, ...]]]:
     """An operator's call as rules see it, and the shapes of its results."""
