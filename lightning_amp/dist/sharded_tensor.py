@@ -31,22 +31,45 @@ class ShardedTensor(Tensor):
     """A tensor of which this rank holds a part.
 
     Attributes:
-        local: This rank's part, with its gradient graph.
         splits: How the tensor is split.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
     """
 
-    local: Tensor
     splits: Splits
     copied: bool
+    _local: Tensor | Callable[[], Tensor]
+    _like: Tensor
 
     @staticmethod
     def __new__(cls, local: Tensor, splits: Splits, copied: bool = False) -> "ShardedTensor":
         """Wrap a part; nothing is sent, and its shape is not compared with other ranks'."""
         shape = splits.global_shape(local.shape)
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.splits, made.copied = local, splits, copied
+        made._local = made._like = local
+        made.splits, made.copied = splits, copied
         return made
+
+    @staticmethod
+    def made_when_read(
+        part: Callable[[], Tensor], like: Tensor, shape: Sequence[int], splits: Splits
+    ) -> "ShardedTensor":
+        """A tensor whose part is made anew each time it is read, such as a parameter that is gathered for its layer.
+
+        Args:
+            part: Makes the part.
+            like: A tensor of its type and device.
+            shape: The global shape.
+            splits: How it is split.
+        """
+        made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=like.dtype, device=like.device)
+        made._local, made._like = part, like
+        made.splits, made.copied = splits, True
+        return cast(ShardedTensor, made)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, with its gradient graph."""
+        return self._local if isinstance(self._local, Tensor) else self._local()
 
     def __init__(self, local: Tensor, splits: Splits, copied: bool = False) -> None:
         pass
@@ -108,7 +131,7 @@ class ShardedTensor(Tensor):
     @property
     def requires_grad(self) -> bool:
         """Of the part."""
-        return self.local.requires_grad
+        return self._like.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -117,12 +140,12 @@ class ShardedTensor(Tensor):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Of the part."""
-        return self.local.grad_fn
+        return self._like.grad_fn
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Of the part."""
-        return self.local.is_leaf
+        return self._like.is_leaf
 
     @property
     def grad(self) -> Tensor | None:
