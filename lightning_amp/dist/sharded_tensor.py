@@ -64,7 +64,7 @@ class ShardedTensor(Tensor):
         made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=like.dtype, device=like.device)
         made._local, made._like = part, like
         made.splits, made.copied = splits, True
-        return cast(ShardedTensor, made)
+        return made
 
     @property
     def local(self) -> Tensor:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.dist.splits import MeshAxis
 
@@ -64,4 +63,4 @@ def grid_mesh(device_type: str, sizes: tuple[int, int, int], ranks: int) -> Devi
     """The mesh of a grid, with data-parallel copies of it as the outermost axis."""
     x, y, z = sizes
     shape = (ranks // (x * y * z), z, y, x)
-    return torch.distributed.init_device_mesh(device_type, shape, mesh_dim_names=("data", "z", "y", "x"))
+    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "z", "y", "x"))

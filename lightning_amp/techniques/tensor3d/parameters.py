@@ -84,8 +84,7 @@ class GridParameter:
         leaf = self.parameter
 
         def gathered() -> Tensor:
-            found = cast(Tensor, _Gathered.apply(leaf, self))  # type: ignore[no-untyped-call]
-            return found
+            return cast(Tensor, _Gathered.apply(leaf, self))  # type: ignore[no-untyped-call]
 
         return ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
 
@@ -144,10 +143,10 @@ _WHENCE: dict[int, tuple[StorageWeakRef, GridParameter]] = {}
 
 
 def _remember(x: Tensor, of: GridParameter) -> None:
-    for key in [key for key, (storage, _) in _WHENCE.items() if storage.expired()]:
+    for key in [key for key, (storage, _) in _WHENCE.items() if storage.expired()]:  # type: ignore[no-untyped-call]
         del _WHENCE[key]
     storage = x.untyped_storage()
-    _WHENCE[storage._cdata] = StorageWeakRef(storage), of
+    _WHENCE[storage._cdata] = StorageWeakRef(storage), of  # type: ignore[no-untyped-call]
 
 
 ON_THEIR_WAY: list[Callable[[], None]] = []
