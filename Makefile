@@ -10,7 +10,7 @@ WHEEL := $(VENV)-wheel
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo check fast test full release lint docs real scglue any-module wheel clean
+.PHONY: demo check fast test full release mutants lint docs real scglue any-module wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -32,6 +32,10 @@ full: test
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
+
+# edits of the files that matter, which their tests have to notice; before a release
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
