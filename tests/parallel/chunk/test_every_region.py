@@ -8,21 +8,21 @@ import pytest
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.module_chunks import plain
 from tests.graph.calls import calls_of
-from tests.parallel.chunk.case import Case, case, numbers
+from tests.parallel.chunk.case import WHICH, Case, case, numbers
 from tests.parallel.chunk.small_blocks import BLOCKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_region_of_small_blocks_is_exact(name: str) -> None:
+def test_every_region_of_small_blocks_is_exact(name: str, which: Any) -> None:
     """Results, loss and all gradients in float64, to 1e-10."""
     found = case(name)
     assert found.regions
-    for region in found.regions:
-        for some in numbers(region):
-            assert found.error(some) == "", some
+    for some in which(found.regions):
+        assert found.error(some) == "", some
 
 
 def distinct_calls(name: str) -> list[Any]:
