@@ -1,9 +1,9 @@
-"""Run a test once for every value in a loop of one test, where values are many and alike, such as seeds."""
+"""Loops over many values in one test, and few rows of a matrix that have all pairs of its values."""
 
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 
@@ -33,3 +33,15 @@ def each(
         return in_turn
 
     return of
+
+
+def all_pairs(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """So few of the rows that every pair of values that any row has is in one of them; of equal ones the fullest."""
+    left = list(rows)
+    pairs = {row: set(combinations(enumerate(row), 2)) for row in left}
+    missing, found = set().union(*pairs.values()), []
+    while missing:
+        best = max(left, key=lambda row: (len(pairs[row] & missing), sum(map(bool, row))))
+        found.append(best)
+        missing -= pairs[best]
+    return found
