@@ -35,13 +35,13 @@ def each(
     return of
 
 
-def all_pairs(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """So few of the rows that every pair of values that any row has is in one of them; of equal ones the fullest."""
-    left = list(rows)
-    pairs = {row: set(combinations(enumerate(row), 2)) for row in left}
+def all_pairs(rows: Iterable[Any], choices: Callable[[Any], tuple[Any, ...]] = tuple) -> list[Any]:
+    """So few of the rows that every pair of choices that any row makes is in one of them; of equal ones the fullest."""
+    made = {choices(row): row for row in rows}
+    pairs = {chosen: set(combinations(enumerate(chosen), 2)) for chosen in made}
     missing, found = set().union(*pairs.values()), []
     while missing:
-        best = max(left, key=lambda row: (len(pairs[row] & missing), sum(map(bool, row))))
-        found.append(best)
+        best = max(made, key=lambda chosen: (len(pairs[chosen] & missing), sum(map(bool, chosen))))
+        found.append(made[best])
         missing -= pairs[best]
     return found
