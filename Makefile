@@ -49,7 +49,7 @@ docs: $(DOCS)/.installed
 	@echo "wrote site/index.html"
 
 real: $(STAMP)
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -m "slow and not release" tests
 
 # what a user installs: the wheel in an environment that has nothing else, run outside of the sources
 wheel:

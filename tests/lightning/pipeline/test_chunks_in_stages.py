@@ -55,7 +55,7 @@ def runs(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_blocks_of_stages_in_chunks_train_as_one_process(tmp_path: Path) -> None:
     expected = fit(None, GPT(), {}, {"gradient_clip_val": 0.05})
     for found in run_ranks(runs, 2, tmp_path, timeout=200):

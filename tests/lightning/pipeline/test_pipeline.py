@@ -62,7 +62,7 @@ def everything(rank: int, ranks: int, folder: Path) -> dict[Any, Run]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])])
 def test_training_as_stages_is_training_on_one_process(ranks: int, tmp_path: Path) -> None:
     runs = run_ranks(everything, ranks, tmp_path, tmp_path, timeout=300)
     expected = {

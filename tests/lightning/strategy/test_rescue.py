@@ -87,7 +87,7 @@ def test_without_rescue_the_error_is_raised() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0,), "backward"), ((0, 1), "forward")])
+@pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0, 1), "backward")])
 def test_ranks_run_a_batch_again_together(ends_on: tuple[int, ...], where: str, tmp_path: Path) -> None:
     for name in ("plain", "found"):
         (tmp_path / name).mkdir()
