@@ -10,7 +10,7 @@ WHEEL := $(VENV)-wheel
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo check fast test full release mutants lint docs real scglue any-module wheel clean
+.PHONY: demo check fast test full release mutants lint docs real extras wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -25,8 +25,9 @@ fast: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or full or exhaustive or slow)" tests
 
-full: test
-	$(BIN)/python -m pytest $(PYTEST) -m "(full or exhaustive) and not (alone or slow or release)" tests
+# those of `make test` too: in one run, for files with tests of both kinds share what is made once
+full: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or slow or release)" tests
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
 
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
@@ -61,15 +62,12 @@ wheel:
 	cd $(WHEEL) && bin/lightning-amp demo --out demo
 	test -s $(WHEEL)/demo/predictions/embedding.png
 
-# the package scglue, whose imports warn of much, joins the environment for its own tests only
-scglue: $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[test,scglue]' --constraint constraints.txt
-	$(BIN)/python -m pytest tests/models/test_scglue.py
-
-# likewise transformers, for the three of the examples that are HuggingFace's, whose tests are skipped elsewhere
-any-module: $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[test,any-module]' --constraint constraints.txt
-	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive" -k "geneformer or gpt2 or vit" tests/footprint tests/graph
+# what joins the environment for its own tests only: the package scglue, whose imports warn of much, and transformers,
+# for the three of the examples that are HuggingFace's
+extras: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[test,scglue,any-module]' --constraint constraints.txt
+	$(BIN)/python -m pytest $(PYTEST) -m "not (full or exhaustive)" -k "scglue or geneformer or gpt2 or vit" \
+		tests/models tests/footprint tests/graph
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
