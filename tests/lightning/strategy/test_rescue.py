@@ -41,7 +41,9 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
     ("share", "before", "after"),
     [
         (0.75, "S1", "recompute"),
-        pytest.param(0.35, "S1,recompute", "recompute,chunk", marks=pytest.mark.exhaustive),
+        pytest.param(
+            0.35, "S1,recompute", "recompute,chunk", marks=[pytest.mark.exhaustive, pytest.mark.release]
+        ),
     ],
 )
 def test_a_budget_on_a_cpu_is_held_by_counting(share: float, before: str, after: str) -> None:
