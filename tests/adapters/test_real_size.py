@@ -247,6 +247,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "strata"), TURNS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_a_copy_that_differs_in_what_a_small_example_does_not_reach_is_refused(

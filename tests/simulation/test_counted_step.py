@@ -103,6 +103,7 @@ MORE = [pytest.mark.exhaustive, pytest.mark.release]
 EVERY = list(product(AXES, SIZES))
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "name"),

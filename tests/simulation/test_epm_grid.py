@@ -178,6 +178,7 @@ def choices(row: Row) -> tuple[Any, ...]:
     return (*chosen, *held, sizes.get("variant"), "chained" in sizes, "features" in sizes)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     "which",

@@ -114,6 +114,7 @@ def compare_all(rank: int, world_size: int, rows: list[Row]) -> tuple[int, list[
     return compared, wrong
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("which", [all_pairs, pytest.param(list, marks=BEFORE_A_RELEASE)])
 def test_combinations_under_both_kinds_of_optimisation(which, tmp_path) -> None:

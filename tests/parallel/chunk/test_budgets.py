@@ -20,6 +20,7 @@ from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_random_budgets_are_held() -> None:
     """Prediction and meter agree to 2 %, and neither is above the budget."""

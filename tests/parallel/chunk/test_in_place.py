@@ -116,6 +116,7 @@ RUNS += (residual, two_results, broadcast_with, changed, one_place_for_two, befo
 TRAPS = {run.__name__: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6),)) for run in RUNS}
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("name", [*TRAPS, *BLOCKS])
