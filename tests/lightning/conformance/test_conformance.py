@@ -55,7 +55,8 @@ def test_the_committed_table_is_what_was_found(rows: dict[str, Row], few: bool) 
     for row in rows.values():
         start = f"| {row.feature.name} | {row.cells[AMP_1]} | {row.cells[AMP_2]} | ".replace("||", "\\|\\|")
         assert start in text, again
-        assert all(f"``{message}``" in text for message in row.messages), again
+        # at other places the same refusal has other numbers
+        assert all(words in text for words in row.feature.refused.values()), again
     assert few or text == document(list(rows.values())), again
     assert len(rows) >= 45
 

@@ -94,5 +94,6 @@ def some_of(regions: Sequence[Region]) -> list[Region]:
     ]
 
 
-WHICH = [some_of, pytest.param(every, marks=[pytest.mark.exhaustive, pytest.mark.release])]
+MORE = [pytest.mark.exhaustive, pytest.mark.release]
+WHICH = [some_of, pytest.param(every, marks=MORE)]
 """Of the regions of a block; all of them before a release."""

@@ -15,7 +15,7 @@ from lightning_amp.parallel.chunk.planned import forward_bytes
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.over import written_over
-from tests.parallel.chunk.case import WHICH
+from tests.parallel.chunk.case import MORE, every, some_of
 from tests.parallel.chunk.small_blocks import BLOCKS
 from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
 
@@ -118,8 +118,14 @@ TRAPS = {run.__name__: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6)
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("name", [*TRAPS, *BLOCKS])
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        *((name, every) for name in TRAPS),
+        *((name, some_of) for name in BLOCKS),
+        *(pytest.param(name, every, marks=MORE) for name in BLOCKS),
+    ],
+)
 @torch.no_grad()
 def test_every_region_writes_over_nothing_that_is_read(name: str, which: Any) -> None:
     """Results in float64 to 1e-10, arguments and parameters bit for bit; and bytes are never above the prediction."""
