@@ -1,7 +1,7 @@
 """A block captured once in float64, to be compared with itself with regions in chunks."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -94,6 +94,7 @@ def some_of(regions: Sequence[Region]) -> list[Region]:
     ]
 
 
-MORE = [pytest.mark.exhaustive, pytest.mark.release]
-WHICH = [some_of, pytest.param(every, marks=MORE)]
-"""Of the regions of a block; all of them before a release."""
+def which(names: Iterable[str], *large: str) -> list[Any]:
+    """Of every block all regions; of large ones some, and all of them before a release."""
+    more = [pytest.param(name, every, marks=[pytest.mark.exhaustive, pytest.mark.release]) for name in large]
+    return [(name, some_of if name in large else every) for name in names] + more

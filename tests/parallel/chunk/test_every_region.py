@@ -8,20 +8,19 @@ import pytest
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.module_chunks import plain
 from tests.graph.calls import calls_of
-from tests.parallel.chunk.case import WHICH, Case, case, numbers
+from tests.parallel.chunk.case import Case, case, numbers, which
 from tests.parallel.chunk.small_blocks import BLOCKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_every_region_of_small_blocks_is_exact(name: str, which: Any) -> None:
+@pytest.mark.parametrize(("name", "regions"), which(BLOCKS, "attention"))
+def test_every_region_of_small_blocks_is_exact(name: str, regions: Any) -> None:
     """Results, loss and all gradients in float64, to 1e-10."""
     found = case(name)
     assert found.regions
-    for some in which(found.regions):
+    for some in regions(found.regions):
         assert found.error(some) == "", some
 
 

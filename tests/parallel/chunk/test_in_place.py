@@ -15,7 +15,7 @@ from lightning_amp.parallel.chunk.planned import forward_bytes
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.over import written_over
-from tests.parallel.chunk.case import MORE, every, some_of
+from tests.parallel.chunk.case import which
 from tests.parallel.chunk.small_blocks import BLOCKS
 from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
 
@@ -118,16 +118,9 @@ TRAPS = {run.__name__: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6)
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [
-        *((name, every) for name in TRAPS),
-        *((name, some_of) for name in BLOCKS),
-        *(pytest.param(name, every, marks=MORE) for name in BLOCKS),
-    ],
-)
+@pytest.mark.parametrize(("name", "regions_of"), which(TRAPS | BLOCKS, "attention"))
 @torch.no_grad()
-def test_every_region_writes_over_nothing_that_is_read(name: str, which: Any) -> None:
+def test_every_region_writes_over_nothing_that_is_read(name: str, regions_of: Any) -> None:
     """Results in float64 to 1e-10, arguments and parameters bit for bit; and bytes are never above the prediction."""
     torch.manual_seed(0)
     make, args = (TRAPS | BLOCKS)[name]
@@ -137,7 +130,7 @@ def test_every_region_writes_over_nothing_that_is_read(name: str, which: Any) ->
     right = block(*given)
     capture = Captures().of(block, given, {})
     table = table_of(capture)
-    for i, regions in enumerate([(), *((some,) for some in which(find_regions(table)))]):
+    for i, regions in enumerate([(), *((some,) for some in regions_of(find_regions(table)))]):
         run = lower(capture, table, regions)
         close(run(block, *given), right)
         for now, before in zip((*given, *block.parameters()), kept, strict=True):

@@ -17,7 +17,7 @@ from lightning_amp.parallel.chunk.two_steps import group_norm, in_two_steps
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.find_regions import find_regions
 from tests.graph.same_outcome import difference
-from tests.parallel.chunk.case import WHICH
+from tests.parallel.chunk.case import which
 from tests.parallel.chunk.test_chunk_module import bytes_of, close
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -36,9 +36,8 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("name", IMAGES)
-def test_every_region_of_rows_is_exact(name: str, which: Any) -> None:
+@pytest.mark.parametrize(("name", "regions"), which(IMAGES, "norm"))
+def test_every_region_of_rows_is_exact(name: str, regions: Any) -> None:
     """Results without gradients and with them, loss and gradients in float64 to 1e-10; bytes as predicted or fewer."""
     torch.manual_seed(0)
     block, x = IMAGES[name]().double(), torch.randn(2, 2, 8, 6, dtype=torch.float64)
@@ -47,7 +46,7 @@ def test_every_region_of_rows_is_exact(name: str, which: Any) -> None:
         found = Captures().of(block, (x,), {})
         capture = in_two_steps(found) or found
         table = table_of(capture, near=True)
-    for i, some in enumerate(which(find_regions(table))):
+    for i, some in enumerate(regions(find_regions(table))):
         reached = max(reached, some.reach)
         with torch.no_grad():
             run = lower(capture, table, (some,))
