@@ -4,6 +4,7 @@ Paddings, masks, numbers and buffers that a small example does not reach. What o
 the anchors, many cells, sizes of parameters) is refused with the first one.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -237,19 +238,12 @@ def noted(kind: type, copy: Copy) -> list[str]:
     return found.notes
 
 
-def in_turn(kinds: tuple[type, ...]) -> list[Any]:
-    """One of them for every number of strata; of the two large ones, the odd one is for the exhaustive."""
-    return [
-        pytest.param(kinds[k % len(kinds)], k, marks=[pytest.mark.exhaustive] * (k == 31)) for k in STRATA
-    ]
-
-
-# every padding and everything beyond the small examples, in turn for every number of strata; all of them at K = 4
+MORE = [pytest.mark.exhaustive, pytest.mark.release]
+KINDS = (*PADDINGS, *BEYOND)
+# every padding and everything beyond the small examples, each with another number of strata; all of them at K = 4
 TURNS = [
-    *((kind, 4) for kind in (*PADDINGS, *BEYOND)),
-    *in_turn(PADDINGS),
-    *in_turn(BEYOND),
-    *((kind, k) for kind in (MaskOfOnes, LastRow) for k in (7, 10)),
+    *zip(KINDS, itertools.cycle(STRATA[::-1]), strict=False),
+    *(pytest.param(kind, 4, marks=MORE) for kind in KINDS),
 ]
 
 
@@ -269,7 +263,7 @@ def test_a_copy_that_differs_in_what_a_small_example_does_not_reach_is_refused(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "strata", [pytest.param(k, marks=[pytest.mark.exhaustive] * (k == 31)) for k in STRATA]
+    "strata", [k if k in (2, 3, 7, 12, 32) else pytest.param(k, marks=MORE) for k in STRATA]
 )
 def test_the_decoder_itself_is_recognised_for_every_number_of_strata(strata: int) -> None:
     assert noted(Decoder, base(strata)) == []

@@ -89,24 +89,23 @@ def planned(words: list[str], capsys: Any) -> Plan:
 
 @IGNORED
 @pytest.mark.full
-@pytest.mark.parametrize("needs_values", [False, True])
-def test_layers_that_are_made_when_a_fit_begins_are_planned(
-    config: str, needs_values: bool, capsys: Any
-) -> None:
+def test_layers_that_are_made_when_a_fit_begins_are_planned(config: str, capsys: Any) -> None:
     memory = planned(["plan", "--config", config], capsys).predicted_peak_bytes // 2
     words = ["plan", "--config", config, "--device-memory", str(memory + 2**20)]
     whole = planned(words, capsys)
     text = Path(config).read_text()
-    Path(config).write_text(
-        text.replace("deep_model.Deep", f"deep_model.Late\n  init_args: {{needs_values: {needs_values}}}")
-    )
-    late = planned(words, capsys)
-    assert late.predicted_peak_bytes == whole.predicted_peak_bytes
-    # with values the step is run, and its times are others
-    assert {(rule.fqn, rule.spec) for rule in late.rules} == {(rule.fqn, rule.spec) for rule in whole.rules}
-    assert needs_values or (late.candidates, late.notes) == (whole.candidates, whole.notes)
-    assert late.diagnosis is not None
-    assert "on 2 ranks" in late.diagnosis.helps["fsdp"]
+    for needs_values in (False, True):
+        made = f"deep_model.Late\n  init_args: {{needs_values: {needs_values}}}"
+        Path(config).write_text(text.replace("deep_model.Deep", made))
+        late = planned(words, capsys)
+        assert late.predicted_peak_bytes == whole.predicted_peak_bytes
+        # with values the step is run, and its times are others
+        assert {(rule.fqn, rule.spec) for rule in late.rules} == {
+            (rule.fqn, rule.spec) for rule in whole.rules
+        }
+        assert needs_values or (late.candidates, late.notes) == (whole.candidates, whole.notes)
+        assert late.diagnosis is not None
+        assert "on 2 ranks" in late.diagnosis.helps["fsdp"]
 
 
 @IGNORED

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import sharding
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
-from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
+from lightning_amp.planning.plan.specs import BalanceCells, FullyShard, Spec, StreamStrata
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name, without_blocks
 
@@ -256,7 +255,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         )
         return
     yield from conflicts(without_blocks(plan.strategies, (rule.spec for rule in plan.rules)))
-    yield from sharding.contradictions(plan.rules, plan.mesh.data)
+    yield from _contradictions_of_fsdp(plan)
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):
         yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
@@ -280,3 +279,14 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             yield f"workers={rule.spec.workers!r}, where {why}, in one order: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"
+
+
+def _contradictions_of_fsdp(plan: Plan) -> Iterator[str]:
+    specs = list(dict.fromkeys(rule.spec for rule in plan.rules if isinstance(rule.spec, FullyShard)))
+    if len(specs) > 1:
+        yield f"rules of fsdp ask for {specs[0]!r} and for {specs[1]!r}, which all of them do alike"
+    for spec in specs:
+        if type(spec.offload) is not bool:
+            yield f"offload={spec.offload!r} of fsdp is neither true nor false"
+        if why := spec.no_groups_of(plan.mesh.data):
+            yield f"shard_ranks={spec.shard_ranks!r} of fsdp, {why}"

@@ -130,7 +130,7 @@ def recomputed(plan: Plan) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])])
 def test_uneven_stages_are_exact_and_their_bytes_are_known(ranks: int, tmp_path: Path) -> None:
     every = run_ranks(runs, ranks, tmp_path, timeout=300)
     cases = [(kind, schedule) for kind, schedule, _ in CASES] + 3 * [(Tower, "gpipe")]

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from itertools import product
 from math import gcd
 
-import pytest
-
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.region import Region, problem
+from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
 
 
@@ -78,8 +77,7 @@ def alike(found: Region, other: Region) -> bool:
     return found.dims.get(found.last) == other.dims.get(other.last)
 
 
-@pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@each(seed=range(40), odd=(False, True))
 def test_all_legal_regions_of_random_tables(seed: int, odd: bool) -> None:
     """What is found is legal; what is legal is found, or a region of the same run in which more rows are cut.
 

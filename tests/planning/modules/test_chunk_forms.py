@@ -64,15 +64,15 @@ def test_the_peak_of_every_form_is_nearly_that_which_is_counted() -> None:
     assert again == sorted(again)
     assert 0 < sum(again) < len(again)
     # the least and the most of those that are recomputed, and of the others
-    for number in (0, len(again) - sum(again) - 1, len(again) - sum(again), len(again) - 1):
-        number += CHUNKED
-        for names in (["blocks.0", "blocks.1", "blocks.2"], ["blocks.1"]):
-            chosen = dict.fromkeys(names, number)
-            installed = install_rules(module, rules(forms, chosen))
-            counted = profile_module(module, batch)
-            installed.undo()
-            assert counted.measured == "fake tensors", counted.reason
-            assert peak_bytes(forms.chain, chosen) == pytest.approx(counted.peak_bytes, rel=0.1)
+    every, one = ("blocks.0", "blocks.1", "blocks.2"), ("blocks.1",)
+    kept = len(again) - sum(again)
+    for number, names in ((0, every), (kept - 1, one), (kept, every), (len(again) - 1, one)):
+        chosen = dict.fromkeys(names, CHUNKED + number)
+        installed = install_rules(module, rules(forms, chosen))
+        counted = profile_module(module, batch)
+        installed.undo()
+        assert counted.measured == "fake tensors", counted.reason
+        assert peak_bytes(forms.chain, chosen) == pytest.approx(counted.peak_bytes, rel=0.1)
 
 
 @pytest.mark.long
