@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 
@@ -27,7 +28,6 @@ def same(name: str) -> str:
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["umap"]]
     declared = {same(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
@@ -42,7 +42,6 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 
 def test_the_version_is_said_once() -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert settings["project"]["dynamic"] == ["version"]
     assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_amp.__version__"}
@@ -50,7 +49,6 @@ def test_the_version_is_said_once() -> None:
 
 
 def test_the_recipe_of_conda_needs_what_the_package_needs() -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     recipe = yaml.safe_load((ROOT / ".ci" / "recipe.yaml").read_text())
     # conda's names of two packages; extras are packages of their own there

@@ -149,7 +149,7 @@ def _tensors(block: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
 def _alone(tensors: Sequence[Tensor]) -> Iterator[None]:
     """What is computed here is no part of a step: it draws none of its numbers either."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
-    with no_part_of_the_step(), torch.random.fork_rng(devices):
+    with no_part_of_the_step(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
         yield
 
 
