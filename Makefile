@@ -10,7 +10,7 @@ WHEEL := $(VENV)-wheel
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: demo check fast test full release lint docs real scglue any-module wheel clean
+.PHONY: demo check fast test lowest full release lint docs real scglue any-module wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -24,6 +24,14 @@ fast: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or full or exhaustive or slow)" tests
+
+# the lowest versions that pyproject.toml allows, torch's CUDA build among them, in an environment apart
+lowest:
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(PYTHON) .ci/lowest.py > $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --editable '.[test]' --constraint $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pytest $(PYTEST) -m "not (ranks or long or alone or full or exhaustive or slow)" tests
+	$(VENV)-lowest/bin/lightning-amp demo --out $(VENV)-lowest/demo
 
 full: test
 	$(BIN)/python -m pytest $(PYTEST) -m "(full or exhaustive) and not (alone or slow or release)" tests
@@ -80,4 +88,4 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $(DOCS)/.installed
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(WHEEL) demo dist site build *.egg-info
+	rm -rf $(VENV) $(VENV)-lowest $(DOCS) $(WHEEL) demo dist site build *.egg-info

@@ -238,12 +238,9 @@ def values_are_checked() -> bool:
 
 def multiplies_in_tf32() -> bool:
     """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was asked for."""
-    # from torch 2.9 on the older question is an error where the newer setting was used
-    asked = [getattr(place, "fp32_precision", None) for place in (torch.backends.cuda.matmul, torch.backends)]
-    if asked[0] is None:
-        return torch.get_float32_matmul_precision() != "highest"
+    asked = torch.backends.cuda.matmul.fp32_precision
     # "none" leaves it to the setting of all backends
-    return bool(asked[asked[0] == "none"] == "tf32")
+    return bool((torch.backends.fp32_precision if asked == "none" else asked) == "tf32")
 
 
 def make_root(root: Any) -> None:

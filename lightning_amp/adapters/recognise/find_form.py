@@ -8,8 +8,8 @@
                     anchors; where values are large, those by u, v and l
     the real size   that form agrees for two cells with the real lists, buckets, buffers and numbers (real_size.py)
 
-So a copy that differs in anything that shows in a number is not recognised. A comparison that fails shows nothing: it is
-an error, unless its attention has a setting that ours has not. Nothing of the instance is changed, and no random
+So a copy that differs in anything that shows in a number is not recognised. A comparison that fails shows nothing: it
+is an error, unless its attention has a setting that ours has not. Nothing of the instance is changed, and no random
 numbers of the caller are used up. Every rank finds the same, for torch's distributions check their values meanwhile,
 whatever an import has set.
 
