@@ -93,7 +93,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor owns no storage: let it split up, and see the operators on its parts.
             parts = (tensor for tensor, _ in storages_of(tensors_of((args, kwargs))))
-            self._finds_shapes = not any(isinstance(part, FakeTensor) for part in parts)
+            finds_shapes = not any(isinstance(part, FakeTensor) for part in parts)
+            for mode in _ACTIVE:
+                # torch asks the innermost mode alone about a wrapper
+                mode._finds_shapes = finds_shapes
             return NotImplemented
         outside = func in _MADE_OUTSIDE
         given = {} if outside else {id(s): s for _, s in storages_of(tensors_of((args, kwargs)))}
