@@ -240,7 +240,8 @@ def multiplies_in_tf32() -> bool:
     """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was asked for."""
     asked = torch.backends.cuda.matmul.fp32_precision
     # "none" leaves it to the setting of all backends
-    return bool((torch.backends.fp32_precision if asked == "none" else asked) == "tf32")
+    of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return bool((of_all if asked == "none" else asked) == "tf32")
 
 
 def make_root(root: Any) -> None:

@@ -36,7 +36,6 @@ from tests.parallel.attention.test_fused import (
 )
 from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
-
 FLOAT = 4
 
 
