@@ -293,7 +293,9 @@ def forget_step(root: Any) -> None:
     _drop_received(root)
     state = root._get_fsdp_state()
     stream, comm = state._device_handle.current_stream(), state._comm_ctx
-    events = [comm.reduce_scatter_state.event] if comm.reduce_scatter_state is not None else []
+    # one in torch 2.11, a list in 2.12
+    sent = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", ())]
+    events = [one.event for one in sent if one is not None]
     for one in state._state_ctx.all_states:
         one._modules_to_run_forward.clear()
         one._training_state = TrainingState.IDLE
@@ -308,7 +310,7 @@ def forget_step(root: Any) -> None:
             group.reshard()
     for event in filter(None, events):
         stream.wait_event(event)
-    comm.reduce_scatter_state = None
+    comm.reduce_scatter_state, comm.reduce_scatter_states = None, []
     comm.post_forward_order.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
