@@ -11,7 +11,7 @@ PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; found = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
 	print(*(line for name in sys.argv[1:] for line in found[name]), sep='\n')
 
-.PHONY: demo check fast test full release mutants lint docs real extras wheel clean
+.PHONY: demo check fast test lowest full release mutants lint docs real extras wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -30,6 +30,16 @@ test: $(STAMP)
 full: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or slow or release)" tests
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
+
+# the lowest versions that pyproject.toml allows, torch's CUDA build among them, in an environment apart; old packages
+# warn of each other, so that here a warning is no error
+lowest:
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(PYTHON) .ci/lowest.py > $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --editable '.[test]' --constraint $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pytest $(PYTEST) -o filterwarnings=default --disable-warnings \
+		-m "not (ranks or long or alone or full or exhaustive or slow)" tests
+	$(VENV)-lowest/bin/lightning-amp demo --out $(VENV)-lowest/demo
 
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full
@@ -84,4 +94,4 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $(DOCS)/.installed
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(WHEEL) demo dist site build *.egg-info
+	rm -rf $(VENV) $(VENV)-lowest $(DOCS) $(WHEEL) demo dist site build *.egg-info

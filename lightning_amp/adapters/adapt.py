@@ -105,10 +105,16 @@ class Adapted:
             _restore(self.decoders.popitem()[1])
 
 
-def adapt(module: nn.Module) -> Adapted:
+def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     """Let our decoders stand in for all that are recognised in a LightningModule.
 
     Known limit: one that is such a decoder itself is not taken for one; a note says so.
+
+    Args:
+        needed: Whether a technique may change a decoder; else one that cannot be compared with ours is only noted.
+
+    Raises:
+        ModelError: A decoder with the parts of ours cannot be compared with it.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
@@ -126,6 +132,10 @@ def adapt(module: nn.Module) -> Adapted:
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
                 f" module (S1), because it {reason}"
             )
+        except ModelError as error:
+            if needed:
+                raise
+            found.notes.append(str(error))
     return found
 
 

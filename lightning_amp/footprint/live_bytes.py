@@ -53,6 +53,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._freed: deque[int] = deque()
         self._current = 0
         self._peak = 0
+        self._finds_shapes = False
 
     @property
     def current(self) -> int:
@@ -91,12 +92,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor owns no storage: let it split up, and see the operators on its parts.
+            parts = (tensor for tensor, _ in storages_of(tensors_of((args, kwargs))))
+            finds_shapes = not any(isinstance(part, FakeTensor) for part in parts)
+            for mode in _ACTIVE:
+                # torch asks the innermost mode alone about a wrapper
+                mode._finds_shapes = finds_shapes
             return NotImplemented
         outside = func in _MADE_OUTSIDE
         given = {} if outside else {id(s): s for _, s in storages_of(tensors_of((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
         if func in _RESIZED and isinstance(result, FakeTensor) and result.device.type == "cpu":
             _resize_to_losses(result, tensors_of(args))
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_of((args, kwargs, result))):
+            if self._finds_shapes:
+                # DTensor runs an operator on fake tensors first, to know the shape of the whole; they take no memory
+                return result
+        else:
+            self._finds_shapes = False
         self._count(tensors_of(result), given)
         return result
 

@@ -42,6 +42,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.quiet import quiet
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import Life, summarize
+from lightning_amp.footprint.types_of_the_step import types_of_the_step
 from lightning_amp.random_streams import isolated_random_streams
 
 R = TypeVar("R", bound=StepRecorder)
@@ -350,6 +351,11 @@ class _Here(SingleDeviceStrategy):
         """A forward pass begins, be it inside the optimiser's step."""
         self._counter.recorder.optimising = False
         return super().training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As AMPStrategy's."""
+        with types_of_the_step(self.precision_plugin):
+            return super().backward(*args, **kwargs)
 
     def teardown(self) -> None:
         """Leave the module where it is."""

@@ -13,6 +13,7 @@ Known limits: a branch on a global variable or on the clock is not seen.
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,8 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     common = {"kind": type(block), "key": key, "names": tuple(state)}
     try:
         _refuse(block)
-        with failures_unlogged():
+        # a library's warning says nothing of the block, also where warnings are errors
+        with failures_unlogged(), warnings.catch_warnings(action="ignore"):
             return Capture(**common, **_trace(block, args, kwargs, key))
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))

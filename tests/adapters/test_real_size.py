@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.recognise.real_size import needed_bytes
@@ -269,13 +270,51 @@ def test_the_decoder_itself_is_recognised_for_every_number_of_strata(strata: int
     assert noted(Decoder, base(strata)) == []
 
 
-def test_a_copy_that_fails_at_its_real_size_is_refused() -> None:
-    def fails(self: Changed, v: Tensor) -> Tensor:
-        assert len(v) <= self.reach
+def test_a_warning_is_no_reason_not_to_recognise_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_dual = forward_ad.make_dual
+
+    def deprecated(*args: Any) -> Any:
+        warnings.warn("`torch.jit.script` is deprecated", FutureWarning, stacklevel=1)
+        return make_dual(*args)  # type: ignore[no-untyped-call]
+
+    def warns(self: Changed, v: Tensor) -> Tensor:
+        warnings.warn("a library of the module's", UserWarning, stacklevel=1)
         return v
 
-    (note,) = noted(rows(fails, "fails"), base(4))
-    assert "fails at its real size with AssertionError" in note
+    monkeypatch.setattr(forward_ad, "make_dual", deprecated)
+    assert noted(rows(warns, "warns"), base(4)) == [], "where warnings are errors, as in these tests"
+
+
+def test_a_comparison_that_fails_is_an_error_where_a_decoder_may_be_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def short(self: Changed, v: Tensor) -> Tensor:
+        assert len(v) <= self.reach, "at the real size alone"
+        return v
+
+    def any_size(self: Changed, v: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
+
+    def no_forward_mode(*args: Any) -> Any:
+        raise NotImplementedError("forward mode")
+
+    for change, found in (
+        (short, "AssertionError"),
+        (any_size, "RuntimeError"),
+        (None, "NotImplementedError"),
+    ):
+        module = Foreign(base(4))
+        if change is None:
+            monkeypatch.setattr(forward_ad, "make_dual", no_forward_mode)
+        else:
+            module.decoder = rows(change, change.__name__)(base(4)).double()
+        with pytest.raises(ModelError, match=rf"fails where it is compared with ours, with {found}.*'S1'"):
+            adapt(module)
+        (note,) = adapt(module, needed=False).notes
+        assert found in note
+    # named techniques that change no decoder train it as any other module
+    state = foreign_cases.trained(module, foreign_cases.batches(base(4))[:1], "S1")
+    assert set(state) == set(module.state_dict())
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [

@@ -2,7 +2,7 @@
 
 Two ranks run everything once. "exact" has no dropout, and compares two ranks of unequal numbers of cells with one
 process on the union of their cells, in float64; "dropout" has the package's own, whose draws are the ranks' own.
-Skipped where scglue is not installed: `pip install 'lightning-amp[scglue]'`.
+Skipped where scglue is not installed: `pip install '.[scglue]'`.
 """
 
 import importlib.util

@@ -118,13 +118,12 @@ def difference(module: nn.Module, decoder: AdaptedDecoder, inputs: Inputs, x: Te
     """
     devices = [x.device] if x.device.type == "cuda" else []
     with (
-        warnings.catch_warnings(),
+        # torch's own, on its first derivative forward: they say nothing of the module
+        warnings.catch_warnings(action="ignore"),
         torch.enable_grad(),
         torch.random.fork_rng(devices),
         forward_ad.dual_level(),
     ):
-        # torch's own, on its first derivative forward
-        warnings.simplefilter("ignore", DeprecationWarning)
         u, v, b, l = _directed(module, inputs)  # noqa: E741
         with torch.autocast(x.device.type, enabled=False):
             expected = _numbers(_theirs(module, decoder, (u, v, b, l), x))

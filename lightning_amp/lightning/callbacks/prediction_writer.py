@@ -79,7 +79,7 @@ class PredictionWriter(pl.Callback):
         if projection not in PROJECTIONS or (projection == "umap" and find_spec("umap") is None):
             raise DataError(
                 f"projection={projection!r} was asked; allowed are {PROJECTIONS!r}, and 'umap' needs the package"
-                " umap-learn: pip install 'lightning-amp[umap]'"
+                " umap-learn: pip install umap-learn"
             )
         self.out_dir = Path(out_dir)
         self.projection = projection

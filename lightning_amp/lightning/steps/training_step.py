@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import DataError, ModelError
+from lightning_amp.footprint.types_of_the_step import types_of_the_step
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.steps.cell_weight import CellWeight
@@ -133,7 +134,7 @@ class TrainingStep:
         loss = self._precision.pre_backward(loss, self._module)
         # weighted after `on_before_backward`, which sees the module's loss; averaging then gives the mean over cells
         share, units = self._share_of(loss), self._shards.units
-        with nullcontext() if units is None else units.backward(share):
+        with types_of_the_step(self._precision), nullcontext() if units is None else units.backward(share):
             self._precision.backward(share, self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()

@@ -79,7 +79,7 @@ class InstalledPlan:
     ) -> None:
         self._request, self._here, self._trainer = request, here, trainer
         self._model, self._changed, self._resumed, self._trained = model, changed, resumed, trained
-        self._foreign = adapt(model)
+        self._foreign = adapt(model, needed=request.may_change_decoders)
         self._installed = Installed()
         self._end_race: Callable[[], None] = lambda: None
         self._undo: list[Callable[[], None]] = [

@@ -9,7 +9,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.pipeline.schedules import SCHEDULES
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FullyShard
-from lightning_amp.planning.plan.strategies import parse_strategies
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
 from lightning_amp.quantities import is_number, parse_bytes
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
@@ -91,6 +91,13 @@ class Request:
     def chooses(self) -> bool:
         """Whether policy "auto" is to choose a plan."""
         return self.policy == "auto" and self.plan is None and self.strategies is None
+
+    @property
+    def may_change_decoders(self) -> bool:
+        """Whether a technique of decoders may be in the plan: not where others alone are named."""
+        return self.strategies is None or any(
+            STRATEGIES[name].choice for name in parse_strategies(self.strategies)
+        )
 
     @property
     def races(self) -> bool:

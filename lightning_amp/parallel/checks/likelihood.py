@@ -11,6 +11,7 @@ tried with and without.
 Known limit: what a likelihood does with other numbers than those of the examples is not seen.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -49,7 +50,7 @@ EXAMPLES = (
 def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
     """What a likelihood adds to the probability of a zero, and which counts it refuses; of any other 0 and none."""
     try:
-        with checking_values(False):
+        with checking_values(False), warnings.catch_warnings(action="ignore"):
             least = float(_of_impossible(leaf, 0.0).exp())
         return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
     except Exception:
@@ -69,7 +70,8 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
 def _difference(
     leaf: nn.Module, ours: nn.Module, example: _Example, rows: int, whole: Whole, checked: bool
 ) -> str:
-    with checking_values(checked):
+    # a library's warning says nothing of the leaf, also where warnings are errors
+    with checking_values(checked), warnings.catch_warnings(action="ignore"):
         expected = _values(ours, example, rows, whole=whole[checked])
         try:
             found = _values(leaf, example, rows, whole=whole[checked])
@@ -104,7 +106,7 @@ def _of_impossible(leaf: nn.Module, count: float) -> Tensor:
 
 def _refuses_halves(leaf: nn.Module, checked: bool) -> bool:
     try:
-        with checking_values(checked):
+        with checking_values(checked), warnings.catch_warnings(action="ignore"):
             _of_impossible(leaf, 0.5)
     except ValueError:
         return True

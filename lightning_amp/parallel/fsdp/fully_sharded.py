@@ -40,7 +40,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_amp._torch import begin_gathered, end_gathered, make_root, start_backward, undo_fully_shard
+from lightning_amp._torch import (
+    begin_gathered,
+    end_gathered,
+    forget_step,
+    make_root,
+    start_backward,
+    undo_fully_shard,
+)
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
@@ -175,7 +182,7 @@ class FullySharded:
             self._undo.pop()()
         if not self.parameters:
             return
-        self._module.reset_iter_state()
+        forget_step(self._module)
         self._shown = []
         for parameter in self.parameters:
             if parameter.dropped:
@@ -231,7 +238,7 @@ class FullySharded:
             output = step(*args, **kwargs)
         except BaseException as error:
             self._depth = 0
-            self._module.reset_iter_state()
+            forget_step(self._module)
             if MIXED in str(error):
                 raise ModelError(_read_elsewhere(str(error))) from error
             raise

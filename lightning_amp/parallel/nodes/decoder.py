@@ -26,6 +26,7 @@ unless the graph's vertices are sharded too; random draws inside of the strata a
 """
 
 import copy
+import warnings
 from itertools import accumulate
 from typing import Any, cast
 
@@ -139,7 +140,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 5 * w, decoder.dim, generator=generator, dtype=torch.float64, device="cpu")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             alone = small.attend(small.prepare(*rows[:, w : 4 * w]), 1, 2)
             among = small.attend(small.prepare(*rows), 2, 3)
         local = alone.shape == rows[0, :w].shape and torch.allclose(alone, among, rtol=1e-8)
