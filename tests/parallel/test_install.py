@@ -113,8 +113,8 @@ def test_strategies_without_an_installer_are_named_before_anything_changes(strat
 def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:
     one, other, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
     installed = Installed()
-    installed.apply("", Change({}, partial=[other, one, other]), Model())
-    installed.apply("", Change({}, partial=[third, one]), Model())
+    installed.apply("", Change({}, partial=[other, one, other]), Model(), strategy="S5")
+    installed.apply("", Change({}, partial=[third, one]), Model(), strategy="S5")
     assert [id(p) for p in installed.partial] == [id(p) for p in (other, one, third)], (
         "equal, and not the same"
     )
@@ -153,7 +153,7 @@ def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back()
     module = nn.Sequential(nn.Linear(3, 3))
     x, installed = torch.ones(1, 3), Installed()
     plain = module(x)
-    installed.apply("0", Change({}, forwards={"": _Twice()}), module)
+    installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     assert torch.equal(module(x), 2 * plain)
     twin = copy.deepcopy(module)
     nn.init.zeros_(twin[0].weight)
@@ -167,8 +167,8 @@ def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back()
 def test_a_forward_that_somebody_has_set_is_not_overwritten() -> None:
     module, installed = nn.Sequential(nn.Linear(3, 3)), Installed()
     module[0].forward = theirs = lambda x: x
-    with pytest.raises(InstallError, match="set by somebody else"):
-        installed.apply("0", Change({}, forwards={"": _Twice()}), module)
+    with pytest.raises(InstallError, match="S6 is to change how '0' runs, whose `forward` is set on the instance"):
+        installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     installed.undo()
     assert module[0].forward is theirs
 
@@ -178,14 +178,13 @@ def test_what_lies_in_some_modules_is_taken_out_and_put_back_with_its_forwards()
     x, installed = torch.ones(1, 3), Installed()
     plain = module(x)
     for name in "01":
-        installed.apply(name, Change({}, forwards={"": _Twice()}), module)
+        installed.apply(name, Change({}, forwards={"": _Twice()}), module, strategy="S6")
     changed = module(x)
     with installed.aside():
         assert torch.equal(module(x), plain)
     taken = installed.take_out(["0"])
-    assert (
-        [name for name in "01" if "forward" in vars(module[int(name)])] == list(installed.forwards) == ["1"]
-    )
+    assert [name for name in "01" if "forward" in vars(module[int(name)])] == ["1"]
+    assert [one.fqn for one in installed.overridden] == ["1"]
     installed.put_back(taken)
     assert torch.equal(module(x), changed)
     installed.undo()

@@ -1,4 +1,4 @@
-"""Claim: SharedBatchNorm on several ranks computes what BatchNorm computes on the union of their batches.
+"""Claim: a BatchNorm that shares its statistics over ranks computes what it does on the union of their batches.
 
 Float64, two ranks with unequal numbers of cells. Losses are sums, so that the union's loss is the sum of the ranks'
 losses and gradients of inputs must agree one by one, those of parameters after a sum over ranks.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm, share_batch_statistics
+from lightning_amp.parallel.s1_data.batch_norm import is_shared, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -82,7 +82,7 @@ def steps(model: nn.Module, name: str, pick: Callable[[list[Tensor]], Tensor]) -
 def on_rank(name: str, rank: int, mesh: Any) -> dict[str, Any]:
     model = make(name)
     undo = share_batch_statistics(model, mesh)
-    assert type(model[0]) is SharedBatchNorm, "the layer is replaced"
+    assert is_shared(model[0])
     seen = steps(model, name, lambda parts: parts[rank])
     for grad in seen["grads"]:
         dist.all_reduce(grad)
@@ -98,9 +98,10 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
     keys, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     calls = []
     layer.register_forward_hook(lambda *args: calls.append("hook"))
+    own = dict(vars(layer))
     undo = share_batch_statistics(model, mesh)
     found = {
-        "one for both parents": model["a"][0] is model["b"][1] and model["a"][0] is not model["c"],
+        "layers stay": model["a"][0] is model["b"][1] is layer,
         "same names": list(model.state_dict()) == keys,
         "same objects": all(
             s is t for s, t in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
@@ -122,11 +123,8 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
     running = model["a"][0].running_mean
     undo()
     undo()
-    found["restored"] = (
-        model["a"][0] is layer and model["b"][1] is layer and type(model["c"]) is nn.BatchNorm1d
-    )
+    found["restored"] = [*vars(layer).items()] == [*(own | {"training": False}).items()]
     found["trained values stay"] = layer.running_mean is running and int(layer.num_batches_tracked) == 2
-    found["no mesh stays"] = "mesh" not in vars(layer)
     found["mode stays"] = not layer.training
     with CountCollectives() as after:
         layer.train()(x)
@@ -227,17 +225,14 @@ class OwnForward(nn.BatchNorm1d):
 
 def test_a_layer_with_its_own_forward_is_refused_and_nothing_changes() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), OwnForward(2))
-    with pytest.raises(InstallError, match=r"\['1'\] are BatchNorm layers with a forward of their own"):
+    with pytest.raises(InstallError, match=r"\{'1': 'OwnForward'\} are BatchNorm layers with a forward"):
         share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
-    assert type(model[0]) is nn.BatchNorm1d
+    assert not any("forward" in vars(layer) for layer in model)
 
 
 def test_synchronised_layers_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.InstanceNorm1d(2))
     share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
-    assert [type(layer) for layer in model] == [nn.SyncBatchNorm, nn.InstanceNorm1d]
+    assert not any("forward" in vars(layer) for layer in model)
 
 
-def test_too_few_dimensions_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected input of 2 or more dimensions"):
-        SharedBatchNorm(nn.BatchNorm1d(2), mesh=None)._check_input_dim(torch.ones(2))  # type: ignore[arg-type]

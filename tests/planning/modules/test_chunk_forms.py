@@ -87,7 +87,7 @@ def test_a_mixture_of_all_forms_trains_to_the_same_numbers() -> None:
     installed = install_rules(module, rules(forms, chosen))
     loss = module.training_step(batch, 0)
     found = [loss, *torch.autograd.grad(loss, list(module.parameters()))]
-    assert {"blocks.0", "blocks.1", "blocks.2"} == set(installed.forwards)
+    assert {"blocks.0", "blocks.1", "blocks.2"} == {one.fqn for one in installed.overridden}
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
     installed.undo()
