@@ -68,6 +68,9 @@ over the data axis, not a module swap."""
 OF_BLOCKS = (specs.RecomputeBlock, specs.ChunkBlock)
 """For blocks of any module, outside of a decoder where there is one."""
 
+AROUND = (*OF_BLOCKS, specs.PipelineStages)
+"""What is installed last, whatever the order of the plan: it runs modules that others have replaced by then."""
+
 TECHNIQUES: dict[type, Technique] = {
     specs.ChunkedAttention: Technique(
         lambda m, spec, mesh: chunk_attention(m, buckets=spec.buckets, retain=spec.retain)
@@ -292,8 +295,7 @@ def install_rules(
     Plans of chunks are kept in the dictionary `chunks`, for who installs other rules in the module afterwards.
     """
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
-    # what runs around a module comes after what replaces it, whatever the order of the plan
-    targets.sort(key=lambda target: isinstance(target[0].spec, (*OF_BLOCKS, specs.PipelineStages)))
+    targets.sort(key=lambda target: isinstance(target[0].spec, AROUND))
     claimed: set[tuple[str, type]] = set()
     decoders = list(find_decoders(module))
     for rule, fqn in targets:
@@ -309,6 +311,7 @@ def install_rules(
                 f" {', '.join(map(repr, decoders))} or holds it: its strata have techniques of their own; name blocks"
                 " outside of it"
             )
+    _refuse_within_chunks(targets)
     installed = Installed(chunks)
     try:
         for rule, fqn in targets:
@@ -329,6 +332,18 @@ def lies_in(fqn: str, names: Iterable[str]) -> bool:
 def overlap(fqn: str, other: str) -> bool:
     """Whether one of two modules lies in the other, or is it."""
     return lies_in(fqn, [other]) or lies_in(other, [fqn])
+
+
+def _refuse_within_chunks(targets: Sequence[tuple[Rule, str]]) -> None:
+    """A block in chunks is computed from its operators, whoever would run its parts otherwise."""
+    whole = [fqn for rule, fqn in targets if isinstance(rule.spec, specs.ChunkBlock) and not rule.spec.after]
+    for rule, fqn in targets:
+        outer = next((name for name in whole if fqn != name and lies_in(fqn, [name])), None)
+        if outer is not None and isinstance(rule.spec, AROUND):
+            raise InstallError(
+                f"chunk was asked for on {outer!r}, and {rule.strategy} on {fqn!r} inside of it; a block in chunks is"
+                " computed from its operators, not by its parts: leave one of the two rules out"
+            )
 
 
 def _refuse_shared(module: nn.Module, installed: Installed) -> None:

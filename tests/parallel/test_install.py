@@ -167,7 +167,9 @@ def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back()
 def test_a_forward_that_somebody_has_set_is_not_overwritten() -> None:
     module, installed = nn.Sequential(nn.Linear(3, 3)), Installed()
     module[0].forward = theirs = lambda x: x
-    with pytest.raises(InstallError, match="S6 is to change how '0' runs, whose `forward` is set on the instance"):
+    with pytest.raises(
+        InstallError, match="S6 is to change how '0' runs, whose `forward` is set on the instance"
+    ):
         installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     installed.undo()
     assert module[0].forward is theirs

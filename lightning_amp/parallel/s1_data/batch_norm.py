@@ -184,7 +184,8 @@ def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None
         momentum = 1 / float(layer.num_batches_tracked) if momentum is None else momentum
     assert momentum is not None, "a layer that tracks statistics counts its batches"
     for running, new in ((layer.running_mean, mean), (layer.running_var, m2 / (count - 1))):
-        running.lerp_(new.to(running.dtype), momentum)
+        # no new version, as of torch's kernel: a call in eval mode, whose backward pass is to come, may have saved it
+        running.data.lerp_(new.to(running.dtype), momentum)
 
 
 @torch.no_grad()

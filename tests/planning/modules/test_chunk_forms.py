@@ -107,6 +107,17 @@ def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
     assert forms_of(Blocks(nn.Dropout(0.1), FeedForward()), torch.randn(64, 6)).reason == ""
 
 
+def test_a_block_whose_batch_statistics_ranks_exchange_has_no_chunks() -> None:
+    blocks = [nn.Sequential(FeedForward(), nn.BatchNorm1d(6)) for _ in range(2)]
+    blocks[1][1].eval()
+    module = Blocks(*blocks)
+    calls = count_step(module, torch.randn(64, 6), ()).calls
+    assert not any(isinstance(table, str) for table in block_tables(module, calls))
+    trains, frozen = block_tables(module, calls, shared=True)
+    assert trains == "ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)"
+    assert not isinstance(frozen, str)
+
+
 def test_blocks_that_run_the_same_code_are_shown_once() -> None:
     module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
     calls = count_step(module, batch, ()).calls
