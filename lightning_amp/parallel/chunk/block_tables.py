@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp._torch import AnyBatchNorm, FakeTensorMode
+from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.fake_copy import copy_of
 from lightning_amp.graph.after_blocks import AfterBlocks
@@ -14,6 +14,7 @@ from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import table_of
 from lightning_amp.parallel.chunk.module_chunks import plain
 from lightning_amp.parallel.chunk.planned import plan_graph
+from lightning_amp.parallel.contract.batch_norms import normalises_by_batch
 
 
 def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
@@ -75,7 +76,7 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
             block = copy_of(block, fake)
         if call.before is not None:
             block = AfterBlocks(block, call.before)
-        if shared and any(isinstance(child, AnyBatchNorm) and child.training for child in block.modules()):
+        if shared and any(map(normalises_by_batch, block.modules())):
             found.append("ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)")
             continue
         if any(getattr(child, "sparse", False) is True for child in block.modules()):

@@ -29,7 +29,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.check import Checked
-from lightning_amp.parallel.chunk.module_chunks import CHUNK, ModuleChunks, Planned, plain
+from lightning_amp.parallel.chunk.module_chunks import CHUNKS, ModuleChunks, Planned, plain
 from lightning_amp.parallel.chunk.planned import lower_within
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.chunks.region import Region
@@ -142,7 +142,7 @@ def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
         # once, where a block has two names
         for block, fqn in {block: fqn for fqn, block in find_blocks(module).items()}.items():
             if overrides_of(block) is not None:
-                new = Override(CHUNK, partial(run, fqn), Position.WITHIN)
+                new = Override(CHUNKS[1], partial(run, fqn), Position.WITHIN)
                 add_override(fqn, block, new)
                 stack.callback(remove_override, block, new)
         yield

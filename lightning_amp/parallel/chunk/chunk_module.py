@@ -17,7 +17,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.parallel.chunk.after_blocks_in_chunks import AfterBlocksInChunks
 from lightning_amp.parallel.chunk.in_chunks import InChunks
-from lightning_amp.parallel.chunk.module_chunks import CHUNK, ModuleChunks
+from lightning_amp.parallel.chunk.module_chunks import CHUNKS, ModuleChunks
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates
@@ -73,7 +73,7 @@ def chunk(
         )
     twin = _sharing_copy(module)
     runner = InChunks(parse_bytes(budget), policy=policy, rates=rates)
-    add_override("", twin, Override(CHUNK, runner))
+    add_override("", twin, Override(CHUNKS[1], runner))
     with torch.no_grad():
         planned = runner.planned(twin, example_args, example_kwargs)
         # checked here, for what that takes is no part of a forward pass within the budget

@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import own_class
 from lightning_amp.footprint.forward_overrides import Position, overrides_of, set_overrides
+from lightning_amp.parallel.autograd.received import nothing_kept
 from lightning_amp.planning.chunks.region import Region
 
-CHUNK = "chunk"
-"""Name of the technique."""
+CHUNKS = ("chunk", "lightning_amp.chunk")
+"""Names of the technique: of a rule, and of the function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ def plain(module: nn.Module) -> nn.Module:
         if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
     inside = (one for one in overrides_of(module) or () if one.position < Position.TWICE)
-    set_overrides(found, (one for one in inside if one.strategy != CHUNK))
+    set_overrides(found, (one for one in inside if one.strategy not in CHUNKS))
     return found
 
 
@@ -78,6 +79,7 @@ def no_part_of_the_step() -> Iterator[None]:
         # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
-        # a block that is computed again has hooks, which would count what is kept here
+        # a block that is computed again has hooks, which would count what is kept here, and keeps what is received
         stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        stack.enter_context(nothing_kept())
         yield

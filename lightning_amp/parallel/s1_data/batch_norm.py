@@ -42,6 +42,7 @@ from lightning_amp.footprint.forward_overrides import (
 )
 from lightning_amp.parallel.autograd.received import once
 from lightning_amp.parallel.chunk.in_chunks import InChunks
+from lightning_amp.parallel.contract.batch_norms import normalises_by_batch
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.combine_moments import union_moments
 from lightning_amp.shapes import Scalar
@@ -75,7 +76,7 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
             f"batch statistics are to be shared over ranks; {own!r} are BatchNorm layers with a forward or a __call__"
             " of their own, which would be lost. Keep statistics per rank with share_batch_statistics=False"
         )
-    if mesh is not None and mesh.size() > 1:
+    if mesh.size() > 1:
         for outer, block in module.named_modules():
             _refuse_computed(outer, block, layers)
     shared = Override(SHARE, SharedStatistics(mesh), Position.STATISTICS)
@@ -96,7 +97,7 @@ def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module])
         inside = block.named_modules() if whole else [("", block)]
         for name, layer in inside:
             # a frozen layer is computed as its class does
-            if layer in layers and (layer.training or not whole):
+            if layer in layers and (normalises_by_batch(layer) or not whole):
                 where = f"{outer}.{name}" if name else outer
                 raise InstallError(
                     f"{one.strategy} and {SHARE} were asked for on {outer!r}: {one.strategy} computes it, and ranks"
@@ -150,9 +151,8 @@ class SharedStatistics:
         input: Float[Tensor, "cell channel *position"],
     ) -> Float[Tensor, "cell channel *position"]:
         """Normalise; where it is by the statistics of a batch that is trained on, a collective."""
-        # without running statistics a layer is the same in both modes; outside of training ranks' batches may be unlike
-        untracked = layer.running_mean is None and layer.running_var is None
-        by_batch = layer.training or (untracked and torch.is_grad_enabled())
+        # outside of training ranks have unlike numbers of batches, and a layer without running statistics its own
+        by_batch = normalises_by_batch(layer) and (layer.training or torch.is_grad_enabled())
         mesh = self._mesh
         if mesh is None or mesh.size() == 1 or not by_batch:
             plain: Tensor = inside(layer, input)

@@ -8,6 +8,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.parallel.s1_data.batch_norm import is_shared, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 
+ALONE: Any = SimpleNamespace(size=lambda: 1)
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 STEPS = 3
 
@@ -269,17 +271,17 @@ def test_a_layer_that_computes_something_else_is_refused_and_nothing_changes(kin
     with pytest.raises(
         InstallError, match=rf"\{{'1': '{kind.__name__}'\}} are BatchNorm layers with a forward"
     ):
-        share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
+        share_batch_statistics(model, ALONE)
     model[1] = nn.BatchNorm1d(2)
     model[1].forward = model[0].forward
     with pytest.raises(
         InstallError, match="share_batch_statistics is to change how '1' runs, whose `forward` is"
     ):
-        share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
+        share_batch_statistics(model, ALONE)
     assert "forward" not in vars(model[0])
 
 
 def test_synchronised_layers_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.InstanceNorm1d(2))
-    share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
+    share_batch_statistics(model, ALONE)
     assert not any("forward" in vars(layer) for layer in model)
