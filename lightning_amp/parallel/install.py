@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -335,14 +336,14 @@ def overlap(fqn: str, other: str) -> bool:
 
 
 def _refuse_within_chunks(targets: Sequence[tuple[Rule, str]]) -> None:
-    """A block in chunks is computed from its operators, whoever would run its parts otherwise."""
+    """A block in chunks is computed from its operators, not by its parts."""
     whole = [fqn for rule, fqn in targets if isinstance(rule.spec, specs.ChunkBlock) and not rule.spec.after]
     for rule, fqn in targets:
         outer = next((name for name in whole if fqn != name and lies_in(fqn, [name])), None)
         if outer is not None and isinstance(rule.spec, AROUND):
             raise InstallError(
                 f"chunk was asked for on {outer!r}, and {rule.strategy} on {fqn!r} inside of it; a block in chunks is"
-                " computed from its operators, not by its parts: leave one of the two rules out"
+                " computed from its operators, not by its parts: leave one of the two rules out for it"
             )
 
 
@@ -372,6 +373,13 @@ def _matches(rule: Rule, module: nn.Module) -> list[str]:
             f"{rule.strategy} is to change {rule.fqn!r}, which matches no module of"
             f" {type(module).__name__}; its children are {[name for name, _ in module.named_children()]!r}"
         )
+    if isinstance(rule.spec, OF_BLOCKS):
+        # a pattern such as "blocks.*" matches the parts of blocks too; an outer module comes first
+        outer: set[str] = set()
+        for fqn in matches:
+            if outer.isdisjoint(accumulate(fqn.split("."), "{}.{}".format)):
+                outer.add(fqn)
+        matches = [fqn for fqn in matches if fqn in outer]
     return matches
 
 

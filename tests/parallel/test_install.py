@@ -14,9 +14,10 @@ from lightning_amp.parallel import install as installer
 from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.describe_module import describe
-from lightning_amp.parallel.install import Installed, install
+from lightning_amp.parallel.install import Installed, install, install_rules
 from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.make_plan import plan
 from tests.planning.profiles import hic, profile, rna
@@ -191,3 +192,12 @@ def test_what_lies_in_some_modules_is_taken_out_and_put_back_with_its_forwards()
     assert torch.equal(module(x), changed)
     installed.undo()
     assert torch.equal(module(x), plain)
+
+
+def test_a_pattern_of_blocks_is_for_the_outermost_modules_that_it_matches() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+    for spec, name in ((RecomputeBlock(), "recompute"), (ChunkBlock(budget_bytes=1), "chunk")):
+        installed = install_rules(module, [Rule(fqn="blocks.*", spec=spec, strategy=name, why="")])
+        assert [one.fqn for one in installed.overridden] == ["blocks.0", "blocks.1"]
+        installed.undo()
