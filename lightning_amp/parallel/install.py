@@ -312,7 +312,6 @@ def install_rules(
                 f" {', '.join(map(repr, decoders))} or holds it: its strata have techniques of their own; name blocks"
                 " outside of it"
             )
-    _refuse_within_chunks(targets)
     installed = Installed(chunks)
     try:
         for rule, fqn in targets:
@@ -333,18 +332,6 @@ def lies_in(fqn: str, names: Iterable[str]) -> bool:
 def overlap(fqn: str, other: str) -> bool:
     """Whether one of two modules lies in the other, or is it."""
     return lies_in(fqn, [other]) or lies_in(other, [fqn])
-
-
-def _refuse_within_chunks(targets: Sequence[tuple[Rule, str]]) -> None:
-    """A block in chunks is computed from its operators, not by its parts."""
-    whole = [fqn for rule, fqn in targets if isinstance(rule.spec, specs.ChunkBlock) and not rule.spec.after]
-    for rule, fqn in targets:
-        outer = next((name for name in whole if fqn != name and lies_in(fqn, [name])), None)
-        if outer is not None and isinstance(rule.spec, AROUND):
-            raise InstallError(
-                f"chunk was asked for on {outer!r}, and {rule.strategy} on {fqn!r} inside of it; a block in chunks is"
-                " computed from its operators, not by its parts: leave one of the two rules out for it"
-            )
 
 
 def _refuse_shared(module: nn.Module, installed: Installed) -> None:

@@ -14,13 +14,11 @@ from torch import nn
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
-from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from tests.parallel.pair_cases import (
     CELLS,
     COMBINED,
     NAMES,
-    ON,
     STAGED,
     Zoo,
     attributes,
@@ -107,16 +105,6 @@ def test_techniques_that_cannot_meet_are_refused_by_both_names(asked: Any, why: 
     with pytest.raises(InstallError, match=why):
         install_both(module, asked)
     assert attributes(module) == before
-
-
-def test_what_lies_in_a_block_in_chunks_is_refused() -> None:
-    module = Zoo(0)
-    for name in ("recompute", "chunk"):
-        inner = Rule(fqn=f"{NAMES['frozen convolution']}.0", spec=ON[name][0], strategy=name, why="")
-        with pytest.raises(
-            InstallError, match=rf"chunk was asked for on 'blocks\.8', and {name} on 'blocks\.8\.0'"
-        ):
-            install_rules(module, [*rules("chunk", module, ["frozen convolution"]), inner])
 
 
 @pytest.mark.usefixtures("outside")
