@@ -148,8 +148,8 @@ CHUNKS = [
         "chunk",
         "the plan of another budget",
         f"{P}/chunk/in_chunks.py",
-        "key = self._budget_bytes, self._train, call",
-        "key = self._train, call",
+        "key = self._budget_bytes, self.train, call",
+        "key = self.train, call",
         "tests/parallel/chunk/test_in_chunks.py",
     ),
     Mutant(

@@ -399,12 +399,12 @@ PIPELINES = [
         "tests/planning/test_ordered_partition.py",
     ),
     Mutant(
-        "staged chunks",
-        "the block runs as it is",
-        f"{P}/install.py",
-        "forward = before.around(forward)",
-        "return",
-        "tests/lightning/pipeline/test_chunks_in_stages.py -m exhaustive",
+        "overrides",
+        "in the order in which they come",
+        "lightning_amp/footprint/forward_overrides.py",
+        "tuple(sorted(overrides, key=lambda one: one.position))",
+        "tuple(overrides)",
+        "tests/footprint/test_forward_overrides.py",
     ),
     Mutant(
         "staged chunks",
