@@ -8,11 +8,11 @@ Exact up to rounding for any cells per rank, zero included. Gradients of weight 
 part: the reducer averages them over ranks like all others, while dx belongs to the sum of all ranks' losses.
 So an average of parameter gradients is the gradient of the average of the ranks' losses.
 
-Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode, and none in
-the forward pass of a block that runs again, which has the statistics of its first one. Each waits for all ranks, and
-there is nothing to be computed meanwhile. Passes over x, which are what a layer takes on a CPU, are few: the sums of dy
-and the part of dx without the sums of all ranks are torch's own kernel for given statistics, and what is taken off that
-part is one more normalisation of x.
+Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode, unless a
+layer without running statistics is trained through, and none in the forward pass of a block that runs again, which has
+the statistics of its first one. Each waits for all ranks, and there is nothing to be computed meanwhile. Passes over x,
+which are what a layer takes on a CPU, are few: the sums of dy and the part of dx without the sums of all ranks are
+torch's own kernel for given statistics, and what is taken off that part is one more normalisation of x.
 Legend: C channels, n_r values per channel on rank r (cells times positions).
 Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
