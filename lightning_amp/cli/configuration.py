@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
@@ -69,7 +70,10 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     if "fsdp" in (named or ()):
         # the configuration's may be of other strategies
         fsdp = FullyShard(shard_ranks=options.get("fsdp_ranks"), offload=bool(options.get("fsdp_offload")))
-    seen = step.seen(rates, fsdp=fsdp)
+    share = options.get("share_batch_statistics") is not False
+    shared = share and request["devices"] > 1
+    look = partial(StepOfModule.seen, rates=rates, fsdp=fsdp, shared_statistics=shared)
+    seen = look(step)
     size = seen.profile.batch_size or 1
     shape = replace(describe(module, batch_size=size), profiled=True)
     request |= {"batch_size": size, "strategies": asked}
@@ -89,13 +93,13 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         count=step.count,
         asked=replace(stages, micro_batches=schedule["micro_batches"]),
     )
-    if options.get("share_batch_statistics") is False:
+    if not share:
         made = without_shared_statistics(made)
     code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""
     if memory is None:
         return made, code
     found = answers(
-        lambda n: step_at(n).seen(rates, fsdp=fsdp),
+        lambda n: look(step_at(n)),
         seen,
         ranks=made.mesh.data * made.mesh.model,
         budget=parse_bytes(memory),

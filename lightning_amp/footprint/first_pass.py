@@ -34,6 +34,7 @@ from lightning_amp._torch import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+from lightning_amp.footprint.forward_overrides import overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -52,8 +53,8 @@ Place = tuple[str, str]
 
 def unrepeatable(block: nn.Module) -> str:
     """Why a block cannot run a second time, as far as that is seen without running it; "" if it can."""
-    if "forward" in vars(block):
-        return f"its `forward` was set by somebody else: {vars(block)['forward']!r}"
+    if overrides_of(block) is None:
+        return f"its `forward` is set on the instance to {vars(block)['forward']!r}"
     for name, child in block.named_modules():
         place = f"its submodule {name!r}" if name else "it"
         if is_compiled(child):

@@ -89,12 +89,13 @@ class StepOfModule:
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around, trains=True)
 
-    def seen(self, rates: Rates, *, fsdp: FullyShard | None = None) -> Seen:
+    def seen(self, rates: Rates, *, fsdp: FullyShard | None = None, shared_statistics: bool = False) -> Seen:
         """Take one batch and profile the step as it is.
 
         Args:
             rates: What the device reaches.
             fsdp: How it is to split, None leaves it to the policy.
+            shared_statistics: Whether ranks exchange the statistics of batches.
 
         Raises:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
@@ -102,6 +103,7 @@ class StepOfModule:
         self.take()
         step = self._count_step(None, rates)
         self._profiles[_places(())], chain = step.profile, step.chain
+        tables = partial(block_tables, self._module, self._calls[None], shared=shared_statistics)
         return Seen(
             profile=step.profile,
             chain=chain,
@@ -109,7 +111,7 @@ class StepOfModule:
             rates=rates,
             passes=partial(self._passes_of, rates=rates) if self._blocks else None,
             no_stages=self._no_stages,
-            chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls[None])),
+            chunks=ChunkForms(chain, tables),
             stage_chunks=StageChunks(
                 forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
             ),

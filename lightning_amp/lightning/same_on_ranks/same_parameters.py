@@ -27,7 +27,7 @@ from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.parallel.contract.sharded_parameter import is_split, local
-from lightning_amp.parallel.s1_data.batch_norm import is_local
+from lightning_amp.parallel.s1_data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
 """Largest difference that is not told, relative to the tensor's largest entry; of half precision, `ROUNDINGS`."""
@@ -88,7 +88,15 @@ def warn_of_differences(
             " same on all), torch.autograd.grad inside a split decoder, or its own cells or random numbers."
             " lightning-amp verify compares with one device"
         )
-    if buffers := [row for row in found if row[0] not in named]:
+    parts_of = dict(module.named_modules())
+    shared = [row for row in found if row[0] not in named and is_shared(parts_of[row[0].rpartition(".")[0]])]
+    if shared:
+        rank_zero_warn(
+            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step computes"
+            " tells them apart: unless your code writes into these buffers on some ranks only, this is a fault of"
+            " lightning_amp; please report it, and train with strategies='S1' until then"
+        )
+    if buffers := [row for row in found if row[0] not in named and row not in shared]:
         rank_zero_warn(
             f"{_told('buffers', buffers, step)} A rank has changed them from its own cells or random numbers, as a"
             f" running statistic of the batch is changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to"

@@ -104,7 +104,8 @@ class Facts:
         if self.step is None:
             return None, ""
         try:
-            found = self.step.seen(self.rates[0], fsdp=self.request.sharding)
+            shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
+            found = self.step.seen(self.rates[0], fsdp=self.request.sharding, shared_statistics=shared)
             return without_stages(found, self.here.device, self.request, self.trainer), ""
         except AmpError as error:
             return None, f"{NO_PROFILE}: {error}"
@@ -265,7 +266,12 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
 
     if outside and facts.outside is not None and shape.decoder is not None:
         return with_blocks_outside(
-            made_of_decoder(facts.budget), facts.outside, shape.decoder.fqn, rates, outside
+            made_of_decoder(facts.budget),
+            facts.outside,
+            shape.decoder.fqn,
+            rates,
+            outside,
+            share_statistics=request.share_batch_statistics,
         )
     if facts.beside is not None and strategies is None and shape.decoder is not None:
         return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)

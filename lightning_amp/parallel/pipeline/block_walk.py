@@ -14,7 +14,7 @@ placeholder for as long as the step runs.
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.parallel.pipeline.draws import packed_draws
 from lightning_amp.parallel.pipeline.placeholders import Placeholders, without_values
 
@@ -231,19 +232,15 @@ class BlockWalk:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockCall:
-    """What one block runs in place of its class's forward."""
+    """What decides whether a block runs."""
 
+    position = Position.STAGE
     walk: BlockWalk
     index: int
-    run: Run | None = None
 
-    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, run: Run, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See `BlockWalk.call`."""
-        return self.walk.call(self.index, block, self.run or type(block).forward, args, kwargs)
-
-    def around(self, run: Run) -> "BlockCall":
-        """The same, where another technique runs the block."""
-        return replace(self, run=run)
+        return self.walk.call(self.index, block, run, args, kwargs)
 
 
 def _set(table: dict[str, Any], name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from tests.lightning.strategy.model_axis_cases import Batch, Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 from tests.verification.verify_cases import RunningScale, Scaled, SharedScale, cells
@@ -79,6 +80,7 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
         "nan on one": [(torch.nan, 2, "a")],
         "finite on one": [(-torch.inf, 2, "infinite")],
         "buffers": [],
+        "shared": [],
     }
     found = {}
     for case, changes in cases.items():
@@ -95,6 +97,9 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
         for name, parameter in held.items():
             module.register_parameter(name, parameter)
         module.add_module("within", holder(by=float(rank) if case == "buffers" else 0.0))
+        if case == "shared":
+            share_batch_statistics(module, mesh["data"])
+            module.within.norm.running_mean += 1 + rank
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             warn_of_differences(module, [held["shard"]], mesh, step=7)
@@ -121,6 +126,9 @@ def test_what_differs_is_named_with_its_ranks(tmp_path: Path) -> None:
     )
     assert "sum what it is made of and its number of cells over the ranks" in first["buffers"]
     assert "parameters" not in first["buffers"]
+    assert "batch statistics differ" in first["shared"]
+    assert "a fault of lightning_amp" in first["shared"]
+    assert "sum what it is made of" not in first["shared"]
 
 
 ALSO = ("validates", "saves", "nothing")

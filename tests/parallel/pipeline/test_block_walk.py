@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, BlockWalk, Span, spans
 from lightning_amp.parallel.pipeline.placeholders import Placeholders
 from lightning_amp.parallel.pipeline.run_stages import joined
@@ -45,7 +46,7 @@ def plain(net: Net, x: Tensor) -> Tensor:
 def staged(net: Net) -> BlockWalk:
     walk = BlockWalk("blocks", len(net.blocks))
     for i, block in enumerate(net.blocks):
-        block.forward = lambda *args, i=i, block=block, **kwargs: BlockCall(walk, i)(block, *args, **kwargs)
+        add_override(str(i), block, Override("pipeline", BlockCall(walk, i), BlockCall.position))
     return walk
 
 
