@@ -78,7 +78,7 @@ def count_step(
 
     Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
     """
-    step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
+    step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates, names), around)
     chain = build_chain(step, values=bool(reason))
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
     rows = length_of(batch) if batch_size is None else batch_size

@@ -7,7 +7,7 @@ Python until an operator of a forward pass reads it for the last time.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class Use:
         start: Operator after which it is kept.
         read: Operator before which a backward pass asks for it first; None where none does.
         end: Operator after which it is let go of; None at the end of the step.
+        order: Autograd's number of the node that asks for it, -1 where none does.
     """
 
     life: Life
@@ -67,6 +68,7 @@ class Use:
     start: int
     read: int | None = None
     end: int | None = None
+    order: int = -1
 
 
 @dataclass(slots=True)
@@ -113,14 +115,17 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         readers: Operators of forward passes that have read a parameter, by its name.
         trained: Names of the parameters.
         computed: Ids of the Lives that were made from parameters, at whatever remove; others are of the batch alone.
+        of_blocks: Ids of those that the blocks of `stages` have made, or that depend on what they return.
+        reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
         drawn: Ids of those that random numbers went into.
 
     Args:
         module: Whose step is counted.
         rates: For the time of a block.
+        stages: Names of the blocks that could be stages of a pipeline.
     """
 
-    def __init__(self, module: nn.Module, rates: OperatorRates) -> None:
+    def __init__(self, module: nn.Module, rates: OperatorRates, stages: Collection[str] = ()) -> None:
         super().__init__(module)
         self.calls: list[Call] = []
         self.uses: list[Use] = []
@@ -129,9 +134,12 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.read_last: dict[int, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.computed: set[int] = set()
+        self.of_blocks: set[int] = set()
+        self.reads: dict[int, list[int]] = {}
+        self.writes: dict[int, list[int]] = {}
         self.drawn: set[int] = set()
         self.trained = frozenset(self._parameters.values())
-        self._rates = rates
+        self._rates, self._stages = rates, frozenset(stages)
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -249,17 +257,26 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
         if self.work[-1][0] == FORWARD:
-            self._note_reads(given, result, draws=torch.Tag.nondeterministic_seeded in func.tags)
+            self._note_reads(
+                given, result, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view
+            )
         return result
 
-    def _note_reads(self, given: Iterable[Life], result: Any, *, draws: bool) -> None:
-        """Which parameters an operator of a forward pass has read, and what its result depends on."""
+    def _note_reads(self, given: Sequence[Life], result: Any, *, draws: bool, view: bool) -> None:
+        """What an operator of a forward pass has read, and what its result depends on."""
         weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
         for name in weights:
             self.readers.setdefault(name, []).append(len(self.work) - 1)
-        made = {id(life) for life in self._lives_of(tensors_of(result))}
+        made, now = {id(life) for life in self._lives_of(tensors_of(result))}, len(self.work) - 1
         if weights or any(id(life) in self.computed for life in given):
             self.computed |= made
+        of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
+        if not view and (of_stage or any(id(life) in self.of_blocks for life in given)):
+            self.of_blocks |= made
+        for places, lives in ((self.reads, map(id, given)), (self.writes, made)):
+            for life in lives:
+                if life not in self.of_blocks:
+                    places.setdefault(life, []).append(now)
         if draws or any(id(life) in self.drawn for life in given):
             self.drawn |= made
 
@@ -299,7 +316,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._aside = False
         if kept.use is not None:
-            kept.use.read = len(self.work) if kept.use.read is None else kept.use.read
+            if kept.use.read is None:
+                kept.use.read, node = len(self.work), autograd_node()
+                kept.use.order = -1 if node is None else node._sequence_nr()
             if self._life_of(given) is None:  # it stands for what was let go of
                 weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
         return given

@@ -142,18 +142,25 @@ class _Window:
         self._passes, self._begin, self._stop = passes, int(begin), int(stop)
         self._start, self._segments = start, segments
         n = len(passes.n_bytes)
+        # what earlier segments do without a block, and this rank does too
+        needed = np.concatenate(passes.needs[start:segments])
+        self._needed = needed[needed < begin]
         # until when autograd keeps a storage for these segments
         self._until = np.full(n, NEVER)
-        uses = passes.uses[(passes.uses[:, 1] >= start) & (passes.uses[:, 1] < segments)]
-        uses = uses[uses[:, 2] >= stop]
+        uses = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) & (passes.uses[:, 2] >= stop)]
         np.maximum.at(self._until, uses[:, 0], uses[:, 2])
-        shared = ~passes.computed & (passes.birth < begin) & ((passes.held >= begin) | (self._until > NEVER))
+        there = ~passes.computed | (~passes.of_blocks & np.isin(passes.birth, self._needed))
+        shared = there & (passes.birth < begin) & ((passes.held >= begin) | (self._until > NEVER))
         own = (passes.birth >= begin) & (passes.birth < stop)
         self._here = own | shared
         self._here[list(inputs)] = True
         end = len(passes.segment)
         self._until[list(returned)] = end
         self._kept = self._here & (self._until > NEVER)
+
+    def _is_own(self, segment: Any, maker: Any) -> Any:
+        """Whether something belongs to these segments, or to a node that was made by what they need."""
+        return ((segment >= self._start) & (segment < self._segments)) | np.isin(maker, self._needed)
 
     def kept(self) -> int:
         """Bytes that autograd and the schedule keep after the forward pass."""
@@ -171,28 +178,26 @@ class _Window:
     def backward(self) -> tuple[int, int]:
         """Most bytes at once in the backward pass: with gradients as they come, and with each until it is added."""
         passes = self._passes
-        times = np.flatnonzero((passes.segment >= self._start) & (passes.segment < self._segments))
+        own = self._is_own(passes.segment, passes.maker)
+        times = np.flatnonzero(own)
         if not len(times):
             return self.kept(), self.kept()
-        begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
-        made = np.zeros(len(passes.n_bytes), dtype=bool)
-        inside = (passes.birth >= begin) & (passes.birth < begin + length)
-        made[inside] = (passes.segment[passes.birth[inside]] >= self._start) & (
-            passes.segment[passes.birth[inside]] < self._segments
-        )
-        birth = np.where(made, passes.birth, begin) - begin
-        until = np.where(made, passes.held, self._until) - begin
+
+        def place(t: Any) -> Any:
+            return np.searchsorted(times, t, side="right") - 1
+
+        length = len(times)
+        made = own[passes.birth]
+        birth, until = place(passes.birth), np.where(made, passes.held, self._until)
         here = made | self._kept
-        others = _over_time(birth[here], until[here], passes.n_bytes[here], length)
-        own = passes.gradients[
-            (passes.gradients[:, 2] >= self._start) & (passes.gradients[:, 2] < self._segments)
-        ]
-        if not len(own):
+        others = _over_time(birth[here], place(until[here]), passes.n_bytes[here], length)
+        gradients = passes.gradients[own[passes.gradients[:, 0]]]
+        if not len(gradients):
             return int(others.max()), int(others.max())
-        born = np.clip(own[:, 0] - begin, 0, length - 1)
-        come = _over_time(born, np.full(len(own), length), own[:, 1], length)
+        born = place(gradients[:, 0])
+        come = _over_time(born, np.full(len(gradients), length), gradients[:, 1], length)
         # a node hands out all its gradients together, before any is added
-        brief = _over_time(born, own[:, 3] - begin, own[:, 1], length)
+        brief = _over_time(born, place(gradients[:, 3]), gradients[:, 1], length)
         return int((others + come).max()), int((others + brief).max())
 
 
