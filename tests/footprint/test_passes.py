@@ -16,6 +16,8 @@ from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.standing_for import standing_for, times_now
 from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.modules.stage_forms import computed_again
+from lightning_amp.planning.pipeline.stage_bytes import rest_bytes, stage_bytes
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock
 from tests.footprint.test_profile_module import Small
@@ -43,8 +45,29 @@ class Tied(Small):
 
 
 class Skipping(Tied):
-    def between(self, x: Tensor, first: Tensor, k: int) -> Tensor:
-        return x + first if k == 1 else x
+    """What the first block returns, read after the last one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = first = self.net[0](batch)
+        for block in self.net[1:]:
+            x = block(x)
+        return F.mse_loss(x + first, batch)
+
+
+class Conditioned(Small):
+    """A vector made of the batch by layers of its own, which the last block and the loss read."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.time, self.scale = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        when = self.scale(torch.tanh(self.time(batch[:, :WIDTH].cos())))
+        x = self.embed(batch)
+        for k, block in enumerate(self.net):
+            x = block(x + when if k == 2 else x)
+        return F.mse_loss(x * when, batch)
 
 
 class Backwards(Tied):
@@ -159,9 +182,31 @@ def test_other_lengths_lie_on_a_line() -> None:
 
 def test_what_cannot_be_stages_is_said() -> None:
     assert isinstance(passes(Dropping), Passes)
-    assert "'net.2' reads" in str(passes(Skipping))
+    assert "what follows the blocks reads addmm of 'net.0'" in str(passes(Skipping))
     assert "called 3 of 3" in str(passes(Backwards))
     assert "random numbers that the step draws before them" in str(passes(Masking))
+
+
+def test_what_is_made_beside_the_blocks_is_of_every_stage_that_reads_it() -> None:
+    step, row = found(Conditioned, 8), 4 * 8 * WIDTH
+    readers = {p.name: p.segments for p in step.parameters}
+    assert readers["time.weight"] == readers["scale.bias"] == (0, 2, BLOCKS)
+    assert readers["embed.weight"] == (0,)
+    assert [len(operators) > 0 for operators in step.needs] == [False, False, True, True]
+    first, second, third = (stage_bytes(step, i, i + 1, to_the_end=False) for i in range(BLOCKS))
+    # the second neither reads nor keeps it; the third has its input, and of the vector the cosine and the hidden layer
+    assert second.kept - second.received == row + second.result
+    assert third.kept - third.received == row + third.result + row + 4 * row
+    of_block, weights = 4 * (WIDTH * WIDTH + WIDTH), 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH + WIDTH)
+    assert second.gradients == of_block
+    assert third.gradients == of_block + weights
+    assert first.gradients == of_block + weights + of_block, "the layer before the blocks is of their size"
+    rest = rest_bytes(step)
+    assert rest.gradients == weights
+    # a second pass of the block does not change what is made beside it
+    again = stage_bytes(computed_again(step, [2]), 2, 3, to_the_end=False)
+    assert again.gradients == third.gradients
+    assert again.kept >= 5 * row
 
 
 def test_a_graph_of_the_backward_pass_is_there_until_it_is_gone_through() -> None:

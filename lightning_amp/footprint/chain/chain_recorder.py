@@ -22,12 +22,13 @@ from lightning_amp._torch import (
     FakeTensor,
     autograd_node,
     autograd_order,
+    in_transform,
     tree_leaves,
     tree_map,
 )
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
-from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
+from lightning_amp.footprint.first_pass import FirstPass, random_state, same_random, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.standing_for import times_now
@@ -39,6 +40,8 @@ FLOPS = {
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
 }
+VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+"""Operators that hand a value to Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,14 +121,27 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         of_blocks: Ids of those that the blocks of `stages` have made, or that depend on what they return.
         reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
         drawn: Ids of those that random numbers went into.
+        decides: Whether random numbers were drawn that Python can read, and decide by which blocks run: by Python or
+            NumPy, or by torch where their value was asked for.
+        transformed: Blocks that torch.func has transformed, by vmap, grad, jvp or another; they are not looked at.
+        swapped: Blocks that were called with other parameters than their own, by torch.func.functional_call.
 
     Args:
         module: Whose step is counted.
         rates: For the time of a block.
         stages: Names of the blocks that could be stages of a pipeline.
+        apart: Whether to count what autograd saves apart, for which torch.func.grad has no place: without, a storage
+            lives as long as it does, and no block is looked at.
     """
 
-    def __init__(self, module: nn.Module, rates: OperatorRates, stages: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rates: OperatorRates,
+        stages: Collection[str] = (),
+        *,
+        apart: bool = True,
+    ) -> None:
         super().__init__(module)
         self.calls: list[Call] = []
         self.uses: list[Use] = []
@@ -138,8 +154,11 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.reads: dict[int, list[int]] = {}
         self.writes: dict[int, list[int]] = {}
         self.drawn: set[int] = set()
+        self.decides = False
+        self.transformed: set[str] = set()
+        self.swapped: set[str] = set()
         self.trained = frozenset(self._parameters.values())
-        self._rates, self._stages = rates, frozenset(stages)
+        self._rates, self._stages, self.apart = rates, frozenset(stages), apart
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -170,18 +189,28 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         for fqn, owner in owners(self._module).items():
             self._replaced[fqn] = owner
             owner.forward = partial(self._call_of_owner, fqn, owner.forward)
-        self._saved.__enter__()
+        self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
+        if self.apart:
+            self._saved.__enter__()
 
     def stop(self) -> None:
         """End the step."""
-        self._saved.__exit__()
+        self.decides |= not same_random(self._random_state, random_state())
+        if self.apart:
+            self._saved.__exit__()
         for block in self._replaced.values():
             vars(block).pop("forward", None)
         super().stop()
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a block; one inside a backward pass is somebody's recomputation, and is not looked at."""
-        if autograd_node() is not None or self._open is not None or not torch.is_grad_enabled():
+        if not self._own.issuperset(map(id, block.parameters())):
+            self.swapped.add(fqn)
+        if in_transform():
+            self.transformed.add(fqn)
+            return forward(*args, **kwargs)
+        again = autograd_node() is not None or self._open is not None
+        if again or not self.apart or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
@@ -207,7 +236,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a module that holds blocks: what it computes after the last one is a call by itself."""
-        if autograd_node() is not None or self._within or not torch.is_grad_enabled():
+        again = autograd_node() is not None or self._within or in_transform()
+        if again or not self.apart or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given, self._within, first = BlockCall.of(fqn, args, kwargs), True, len(self.calls)
         try:
@@ -256,6 +286,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.took[-1] = seconds = times_now() * self._seconds(func, args, kwargs or {}, result)
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
+        if func in VALUES:
+            self.decides |= any(id(life) in self.drawn - self.computed for life in given)
         if self.work[-1][0] == FORWARD:
             self._note_reads(
                 given, result, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view

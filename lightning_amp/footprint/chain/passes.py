@@ -62,6 +62,7 @@ class Passes:
         maker: For every operator of the backward pass, that of the forward pass that made its node; -1 of others.
         inputs, outputs: Storages that each block is given, and returns.
         sent_bytes: Of the tensors that each block returns, [K].
+        returned: Storages that what follows the blocks makes, and the step returns.
         uses: What autograd keeps: storage, segment that keeps it, operator up to which, operator that made the node
             that reads it (-1: none does), [use, 4].
         gradients: What becomes a gradient: operator, bytes, segment whose backward pass makes it, and the last operator
@@ -88,6 +89,7 @@ class Passes:
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sent_bytes: tuple[int, ...]
+    returned: tuple[int, ...]
     uses: Any
     gradients: Any
     parameters: tuple[Parameter, ...]
@@ -125,6 +127,8 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
         rows: Samples of its batch.
         values: Whether autograd kept what it saved, because the step had values.
     """
+    if reason := impossible(step, names):
+        return reason
     calls = [call for call in step.calls if call.fqn in set(names)]
     walked = [call.fqn for call in calls]
     if walked != list(names):
@@ -136,6 +140,23 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     if reason := _skips(step, calls) or _draws(step, calls):
         return reason
     return _Cut(step, calls, rows, values).passes()
+
+
+def impossible(step: Any, names: Sequence[str]) -> str:
+    """Why blocks can be no stages whatever passes between them; "" where nothing is known of the kind."""
+    if inside := step.transformed.intersection(names):
+        return (
+            f"torch.func (vmap, grad, jvp, ...) transforms a function that calls the block {min(inside)!r}, which a"
+            " stage would have to leave half-way: call the blocks outside of it"
+        )
+    gone_back = [name for name in names if any(f"{fqn}.".startswith(f"{name}.") for fqn in step.went_back)]
+    if gone_back:
+        return (
+            "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
+            f" and goes back through the block {gone_back[0]!r}, which other ranks hold the rest of: compute such a"
+            " term without gradients of blocks"
+        )
+    return ""
 
 
 def _skips(step: Any, calls: Sequence[Any]) -> str:
@@ -152,9 +173,7 @@ def _skips(step: Any, calls: Sequence[Any]) -> str:
         if reader > made and all(life is not output for output in calls[reader - 1].outputs):
             what = f"{life.name} of {life.fqn!r}" if life.fqn else life.name
             who = f"block {calls[reader].fqn!r}" if reader < len(calls) else "what follows the blocks"
-            return (
-                f"{who} reads {what}, which an earlier block has computed, and the block before it does not return"
-            )
+            return f"{who} reads {what}, which an earlier block has computed, and the block before it does not return"
     return ""
 
 
@@ -215,6 +234,7 @@ class _Cut:
             inputs=tuple(self._places(call.inputs) for call in self._calls),
             outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
+            returned=self._places([life for life in step.returned if life.birth >= self._first[-2]]),
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 4),
             gradients=np.array(
                 [

@@ -75,13 +75,17 @@ class Facts:
     ) -> None:
         self.request, self.here, self.trainer = request, here, trainer
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
-        self.step = StepOfModule.of(trainer)
+        bounded = request.device_memory is not None and request.if_unfit == "refuse"
+        limit = self.budget if bounded else None
+        self.step = StepOfModule.of(trainer, limit_bytes=limit)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = {
             name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
         }
         """What was asked for of blocks outside, if there is a decoder."""
-        self.outside = StepOfModule.of(trainer, decoder=True) if self.blocks_outside else None
+        self.outside = (
+            StepOfModule.of(trainer, decoder=True, limit_bytes=limit) if self.blocks_outside else None
+        )
         # later in a run its blocks stay
         chooses = request.chooses and request.device_memory is not None and not self._compared
         self.beside = step_beside_decoder(trainer) if chooses else None
@@ -106,6 +110,9 @@ class Facts:
         try:
             found = self.step.seen(self.rates[0], fsdp=self.request.sharding)
             return without_stages(found, self.here.device, self.request, self.trainer), ""
+        except PlanError:
+            # it was to run with values, and there was not enough memory for that
+            raise
         except AmpError as error:
             return None, f"{NO_PROFILE}: {error}"
 
@@ -198,21 +205,27 @@ def plan_in_force(
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
 
 
-def announce(plan: Plan, *, if_unfit: str) -> None:
-    """Show the plan before training starts, on rank 0; where it is predicted not to fit, "refuse" it or warn.
+def announce(plan: Plan, request: Request, *, held: bool) -> None:
+    """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
+
+    Args:
+        held: Whether batches are counted while they run, against the budget that was named.
 
     Raises:
-        PlanError: It does not fit and is refused; on all ranks.
+        PlanError: It does not fit, or that is not known where a budget was named and is not held; on all ranks.
     """
     rank_zero_info(f"\n{plan_report(plan)}\n")
-    if plan.fits is not False:
-        return
-    if if_unfit == "refuse":
+    said, budget = shortfall(plan) if plan.fits is False else "", format_bytes(plan.budget_bytes or 0)
+    refused = request.if_unfit == "refuse"
+    if refused and plan.fits is None and plan.uncounted and request.device_memory is not None and not held:
+        said = f"a budget of {budget} was named, and whether a step fits is not known: {plan.uncounted}"
+    if said and refused:
         raise PlanError(
-            f"{shortfall(plan)}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in"
-            f" YAML `unfit: train`, {'runs' if plan.evaluates else 'trains'} anyway"
+            f"{said}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in YAML `unfit:"
+            f" train`, {'runs' if plan.evaluates else 'trains'} anyway"
         )
-    rank_zero_warn(shortfall(plan))
+    if said:
+        rank_zero_warn(said)
 
 
 def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
@@ -269,9 +282,9 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         )
     if facts.beside is not None and strategies is None and shape.decoder is not None:
         return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)
-    made, (seen, _) = make(facts.budget), facts.seen
+    made, (seen, why) = make(facts.budget), facts.seen
     if seen is None:
-        return _evaluated(made, facts, named)
+        return replace(_evaluated(made, facts, named), uncounted=why)
     assert facts.step is not None, "it has been seen"
     return plan_module(
         made,
@@ -361,9 +374,9 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
         rates_device="" if shape.decoder is None else rates.device,
         candidates=(),
     )
-    seen, _ = facts.seen
+    seen, why = facts.seen
     if seen is None or facts.step is None:
-        return replace(again, diagnosis=None)
+        return replace(again, diagnosis=None, uncounted=why)
     return plan_again(again, seen, count=facts.step.count)
 
 

@@ -7,8 +7,9 @@
     backward pass   what is in flight less what was read for the last time, temporaries, the gradient that is received;
                     gradients of parameters, of the second micro-batch on once more until they are added
     sent            what has been sent stays until the step ends: results of a stage, gradients of what it received
-    last stage      results of all micro-batches; under gpipe what follows the blocks, forward and backward, for the
-                    whole batch, and the gradients of its inputs; else what follows them once more without gradients
+    last stage      results of all micro-batches, and what the step returns of each; under gpipe what follows the
+                    blocks, forward and backward, for the whole batch, and the gradients of its inputs; else what
+                    follows them once more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
     draws           states of random numbers: of the run and of the last micro-batch's begin (and end, on the last
                     stage), and one that is sent with every result
@@ -46,6 +47,7 @@ class StageBytes:
         first_backward: Most bytes at once in the backward pass with gradients as they come, instead of `kept`.
         backward: The same of later micro-batches, beside gradients that are there already.
         result, received: Of what the last block returns, and of what the stage receives.
+        returned: Of what the step returns, for the last stage.
         gradients: Of all parameters that it reads.
     """
 
@@ -55,17 +57,19 @@ class StageBytes:
     backward: int
     result: int
     received: int
+    returned: int
     gradients: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestBytes:
-    """Of what follows the blocks, for the whole batch: with gradients, without them, and of its inputs."""
+    """Of what follows the blocks, for the whole batch: with gradients, without them, its inputs, what it returns."""
 
     forward: int
     backward: int
     silent: int
     inputs: int
+    returned: int
     gradients: int
 
 
@@ -75,7 +79,8 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool) -> St
     assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
     segments = end + (to_the_end and end == blocks)
     begin, stop = passes.first[start], passes.first[segments]
-    returned = list(passes.outputs[end - 1])
+    leaves = list(passes.returned) if segments > blocks else []
+    returned = [*passes.outputs[end - 1], *leaves]
     inputs = list(passes.outputs[start - 1]) if start else []
     received = passes.sent_bytes[start - 1] if start else 0
     window = _Window(passes, begin, stop, start, segments, returned=returned, inputs=inputs)
@@ -91,6 +96,7 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool) -> St
         backward=later + beside,
         result=result,
         received=received,
+        returned=int(passes.n_bytes[leaves].sum()),
         gradients=gradients,
     )
 
@@ -100,13 +106,19 @@ def rest_bytes(passes: Passes) -> RestBytes:
     blocks = len(passes.names)
     inputs = list(passes.outputs[-1])
     begin, stop = passes.first[blocks], passes.first[blocks + 1]
-    window = _Window(passes, begin, stop, blocks, blocks + 1, returned=[], inputs=inputs)
+    leaves = list(passes.returned)
+    window = _Window(passes, begin, stop, blocks, blocks + 1, returned=leaves, inputs=inputs)
     first, _ = window.backward()
     joined = passes.sent_bytes[-1]
     gradients = sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments)
     held = window.forward(silent=True)
     return RestBytes(
-        forward=window.forward(), backward=first, silent=held, inputs=joined, gradients=gradients
+        forward=window.forward(),
+        backward=first,
+        silent=held,
+        inputs=joined,
+        returned=int(passes.n_bytes[leaves].sum()),
+        gradients=gradients,
     )
 
 
@@ -323,7 +335,7 @@ class _Walk:
         else:
             self._sent += stays
             self._results += own.result
-        self._now += stays + own.result
+        self._now += stays + own.result + own.returned
 
     def _rest(self) -> None:
         rest = rest_bytes(self._pipeline.whole)
@@ -332,7 +344,7 @@ class _Walk:
         self._reach(rest.backward)
         self._came += rest.gradients
         # the gradients of its inputs are parts of one tensor
-        self._now += rest.gradients + rest.inputs
+        self._now += rest.gradients + rest.inputs + rest.returned
 
     def after(self) -> None:
         """What follows the passes of a step."""
