@@ -4,7 +4,7 @@ On a CPU nobody says that memory has ended before the machine does. There the bu
 for it. To count takes time, so it is done where bytes may be others than those of the batches before:
 
     the first batches of a plan    the last of them has the optimiser's state, and gradients that it adds to
-    parameters that were frozen, and are trained now; parameters that an optimiser was given    as many again
+    parameters that were frozen and are trained now, or that an optimiser was given    as many again
     a batch of more bytes than any that was counted
 
 Known limits: what else makes a step larger is not noticed, such as longer generated texts, or a draw that runs more
@@ -39,9 +39,8 @@ class CountedBatches:
         self._module, self._budget, self._why = module, budget, why
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
-        self._trained: tuple[Any, ...] = ()
-        self._left = self._most_bytes = 0
-        self.begin_again()
+        self._known: set[Any] = set()
+        self._begin()
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
@@ -50,15 +49,14 @@ class CountedBatches:
         Raises:
             OverBudget: By the operator whose result is too much.
         """
-        why, batch_bytes = self._why, sum(tensor.nbytes for tensor in tensors_in(batch))
-        trained, before = self._trained_now(), self._trained
-        if before and trained != before:
-            self.begin_again()
-            more = sum(map(int, trained[0])) - sum(map(int, before[0]))
-            why = f"since this batch {more} more parameters are trained, or an optimiser has others"
-        elif batch_bytes > self._most_bytes and not self._left:
-            self._left, why = 1, "no batch before it had as many bytes"
-        self._trained, self._most_bytes = trained, max(self._most_bytes, batch_bytes)
+        trained, n_bytes = self._trained_now(), sum(tensor.nbytes for tensor in tensors_in(batch))
+        if self._known and trained not in self._known:
+            self._begin()
+            self._why = "it trains other parameters than those before, or an optimiser has others"
+        elif n_bytes > self._most_bytes and not self._left:
+            self._left, self._why = 1, "no batch before it had as many bytes"
+        self._known.add(trained)
+        self._most_bytes = max(self._most_bytes, n_bytes)
         if not self._left:
             yield
             return
@@ -68,8 +66,8 @@ class CountedBatches:
         try:
             yield
         except OverBudget as error:
-            if why:
-                error.args = (f"{error}; {why}",)
+            if self._why:
+                error.args = (f"{error}; {self._why}",)
             raise
         finally:
             self._step.stop()
@@ -81,13 +79,18 @@ class CountedBatches:
             self._step.unbound()
 
     def begin_again(self) -> None:
-        """Another plan is installed, or others are trained, whose first batches come now."""
+        """Another plan is installed, whose first batches come now."""
+        self._known.clear()
+        self._begin()
+
+    def _begin(self) -> None:
         self._left, self._most_bytes = first_batches(self._module.trainer.accumulate_grad_batches), 0
 
-    def _trained_now(self) -> tuple[Any, ...]:
+    def _trained_now(self) -> Any:
         """Which parameters need gradients, and how many each group of an optimiser has."""
-        groups = [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
-        return [p.requires_grad for p in self._parameters], [len(group["params"]) for group in groups]
+        groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
+        flags = (parameter.requires_grad for parameter in self._parameters)
+        return tuple(flags), tuple(len(group["params"]) for group in groups)
 
 
 def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:

@@ -10,7 +10,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks_outside
@@ -46,7 +45,6 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
@@ -203,29 +201,6 @@ def plan_in_force(
     balance = getattr(getattr(facts.trainer, "datamodule", None), "balance", None)
     balance = request.balance_cells if balance is None else balance
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
-
-
-def announce(plan: Plan, request: Request, *, held: bool) -> None:
-    """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
-
-    Args:
-        held: Whether batches are counted while they run, against the budget that was named.
-
-    Raises:
-        PlanError: It does not fit, or that is not known where a budget was named and is not held; on all ranks.
-    """
-    rank_zero_info(f"\n{plan_report(plan)}\n")
-    said, budget = shortfall(plan) if plan.fits is False else "", format_bytes(plan.budget_bytes or 0)
-    refused = request.if_unfit == "refuse"
-    if refused and plan.fits is None and plan.uncounted and request.device_memory is not None and not held:
-        said = f"a budget of {budget} was named, and whether a step fits is not known: {plan.uncounted}"
-    if said and refused:
-        raise PlanError(
-            f"{said}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in YAML `unfit:"
-            f" train`, {'runs' if plan.evaluates else 'trains'} anyway"
-        )
-    if said:
-        rank_zero_warn(said)
 
 
 def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
