@@ -40,6 +40,7 @@ class CountedBatches:
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._known: set[Any] = set()
+        self._left = self._most_bytes = 0
         self._begin()
 
     @contextmanager
