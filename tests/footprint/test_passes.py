@@ -94,6 +94,16 @@ class Dropping(Tied):
         return F.dropout(x, 0.5)
 
 
+class Returned(Tied):
+    """Returns what it has predicted beside its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch
+        for block in self.net:
+            x = block(x)
+        return {"loss": F.mse_loss(x, batch), "rounded": x.round(), "batch": batch, "of_block": x}
+
+
 class Again(torch.autograd.Function):
     """exp(x w') w, of which nothing is kept: its backward pass makes a graph, and goes through it."""
 
@@ -207,6 +217,17 @@ def test_what_is_made_beside_the_blocks_is_of_every_stage_that_reads_it() -> Non
     again = stage_bytes(computed_again(step, [2]), 2, 3, to_the_end=False)
     assert again.gradients == third.gradients
     assert again.kept >= 5 * row
+
+
+def test_what_a_step_returns_is_there_until_it_ends() -> None:
+    step, row = found(Returned, 8), 4 * 8 * WIDTH
+    # a mean of losses has the memory of all of them on a CPU; what a block returns is counted as that
+    assert [int(step.n_bytes[place]) for place in step.returned] == [row, row]
+    last = stage_bytes(step, 2, 3, to_the_end=True)
+    assert last.returned == 2 * row
+    assert last.kept == stage_bytes(step, 2, 3, to_the_end=False).kept + 2 * row
+    assert stage_bytes(step, 0, 1, to_the_end=True).returned == 0
+    assert rest_bytes(step).returned == 2 * row
 
 
 def test_a_graph_of_the_backward_pass_is_there_until_it_is_gone_through() -> None:

@@ -284,7 +284,7 @@ class FullySharded:
             held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
             if fqn:
                 # before torch's, which puts parameters in the place of any others
-                own = unit.register_forward_pre_hook(partial(_refuse_swapped, fqn), prepend=True)
+                own = unit.register_forward_pre_hook(partial(refuse_swapped, fqn), prepend=True)
                 before = unit.register_forward_pre_hook(watch.gathered)
                 after = unit.register_forward_hook(partial(self._look_at_output, watch))
                 self._undo += [own.remove, before.remove, after.remove]
@@ -348,7 +348,8 @@ class FullySharded:
             raise ModelError(STRAY)
 
 
-def _refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
+def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
+    """Refuse, with a ModelError, a call of a unit in which torch.func has put other tensors in its parameters' place."""
     if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
 
