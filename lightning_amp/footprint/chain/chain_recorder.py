@@ -287,7 +287,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
         if func in VALUES:
-            self.decides |= any(id(life) in self.drawn - self.computed for life in given)
+            self.decides |= any(id(life) in self.drawn and id(life) not in self.computed for life in given)
         if self.work[-1][0] == FORWARD:
             self._note_reads(
                 given, result, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view

@@ -349,7 +349,7 @@ class FullySharded:
 
 
 def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
-    """Refuse, with a ModelError, a call of a unit in which torch.func has put other tensors in its parameters' place."""
+    """Refuse, with a ModelError, a call of a unit in which other tensors are in the place of its parameters."""
     if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
 

@@ -173,9 +173,7 @@ def _pipeline_of(plan: Plan, seen: Seen) -> PipelineStages | None:
     """
     spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
     if spec is not None and "pipeline" in seen.refused:
-        raise PlanError(
-            f"pipeline was asked for, and cannot be: {seen.refused['pipeline']}; or leave 'pipeline' out"
-        )
+        raise PlanError(f"pipeline cannot run this step: {seen.refused['pipeline']}; or leave 'pipeline' out")
     return spec
 
 

@@ -1,5 +1,5 @@
-"""Claim: of a technique that refuses a module, or whose step has shown that it cannot be, the plan says why, not that it
-helps, and a plan that asks for it is refused; of a pipeline that was not counted it is not said that it fits; how a
+"""Claim: of a technique that refuses a module, or that its step has shown to be impossible, the plan says why, not that
+it helps, and a plan that asks for it is refused; of a pipeline that was not counted it is not said that it fits; how a
 stream gives a batch.
 """
 
@@ -165,7 +165,7 @@ def planned(kind: type[Blocks], strategies: str, memory: str | None = None) -> P
 
 def test_a_step_that_shows_that_a_technique_cannot_be_is_refused_by_its_name() -> None:
     for (kind, strategies), words in REFUSED.items():
-        with pytest.raises(PlanError, match=f"{strategies}.* cannot be: .*{words}"):
+        with pytest.raises(PlanError, match=f"{strategies} cannot .*: .*{words}"):
             planned(kind, strategies)
     # where it is no hindrance
     assert "fsdp" in planned(ByRow, "fsdp").strategies
