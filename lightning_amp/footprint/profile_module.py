@@ -171,20 +171,23 @@ def counted_step(
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
-    name, reason = type(module).__name__, ""
+    name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
     for with_values in (False, True):
-        for recorder in filter(None, (make, plain)):
+        while True:
             fake = None if with_values else FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                longer = batch if batch_size is None else resize(batch, batch_size)
-                given = longer if fake is None else fake_batch(batch, fake, batch_size)
-                return _run(copy_of(module, fake), given, fake, recorder, around), reason
+                if fake is not None:
+                    given = fake_batch(batch, fake, batch_size)
+                else:
+                    given = batch if batch_size is None else resize(batch, batch_size)
+                return _run(copy_of(module, fake), given, fake, makers[0], around), reason
             except ModelError:
                 raise
             except Exception as error:
                 failed = error
-            if not of_transform(failed):
+            if len(makers) == 1 or not of_transform(failed):
                 break
+            makers.pop(0)
         if with_values and isinstance(failed, OverBudget):
             raise PlanError(
                 f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
@@ -373,7 +376,8 @@ class _Here(SingleDeviceStrategy):
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        if late := [p for p in self._counter.unfrozen if id(p) not in taken]:
+        late = [p for p in self._counter.unfrozen if id(p) not in taken]
+        if late and self.optimizers:
             self.optimizers[0].add_param_group({"params": late})
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

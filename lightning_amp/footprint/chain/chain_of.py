@@ -91,7 +91,9 @@ def count_step(
     Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
     """
     make = partial(ChainRecorder, rates=rates, stages=names)
-    step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, apart=False))
+    step, reason = counted_step(
+        module, batch, batch_size, make, around, plain=partial(make, watches_saved=False)
+    )
     chain = build_chain(step, values=bool(reason))
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
     rows = length_of(batch) if batch_size is None else batch_size
@@ -114,4 +116,4 @@ def count_step(
 
 def _refused(step: ChainRecorder, names: Sequence[str]) -> dict[str, str]:
     found = {"pipeline": reason} if (reason := impossible(step, names)) else {}
-    return found if step.apart else {**found, "recompute": TRANSFORMED, "chunk": TRANSFORMED}
+    return found if step.watches_saved else {**found, "recompute": TRANSFORMED, "chunk": TRANSFORMED}

@@ -130,8 +130,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         module: Whose step is counted.
         rates: For the time of a block.
         stages: Names of the blocks that could be stages of a pipeline.
-        apart: Whether to count what autograd saves apart, for which torch.func.grad has no place: without, a storage
-            lives as long as it does, and no block is looked at.
+        watches_saved: Whether to watch what autograd saves, beside which torch.func.grad cannot run: without, no block
+            is looked at.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         rates: OperatorRates,
         stages: Collection[str] = (),
         *,
-        apart: bool = True,
+        watches_saved: bool = True,
     ) -> None:
         super().__init__(module)
         self.calls: list[Call] = []
@@ -158,7 +158,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.transformed: set[str] = set()
         self.swapped: set[str] = set()
         self.trained = frozenset(self._parameters.values())
-        self._rates, self._stages, self.apart = rates, frozenset(stages), apart
+        self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -190,13 +190,13 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._replaced[fqn] = owner
             owner.forward = partial(self._call_of_owner, fqn, owner.forward)
         self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
-        if self.apart:
+        if self.watches_saved:
             self._saved.__enter__()
 
     def stop(self) -> None:
         """End the step."""
         self.decides |= not same_random(self._random_state, random_state())
-        if self.apart:
+        if self.watches_saved:
             self._saved.__exit__()
         for block in self._replaced.values():
             vars(block).pop("forward", None)
@@ -210,7 +210,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.transformed.add(fqn)
             return forward(*args, **kwargs)
         again = autograd_node() is not None or self._open is not None
-        if again or not self.apart or not torch.is_grad_enabled():
+        if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
@@ -237,7 +237,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a module that holds blocks: what it computes after the last one is a call by itself."""
         again = autograd_node() is not None or self._within or in_transform()
-        if again or not self.apart or not torch.is_grad_enabled():
+        if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given, self._within, first = BlockCall.of(fqn, args, kwargs), True, len(self.calls)
         try:
