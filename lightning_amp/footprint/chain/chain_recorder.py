@@ -40,7 +40,7 @@ FLOPS = {
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
 }
-VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that hand a value to Python."""
 
 
@@ -286,7 +286,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.took[-1] = seconds = times_now() * self._seconds(func, args, kwargs or {}, result)
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
-        if func in VALUES:
+        if func._opname in VALUES:
             self.decides |= any(id(life) in self.drawn and id(life) not in self.computed for life in given)
         if self.work[-1][0] == FORWARD:
             self._note_reads(
