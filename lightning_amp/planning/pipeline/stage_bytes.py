@@ -2,7 +2,8 @@
 
     always          parameters and optimiser state of the rank's blocks, and of what it reads beside them; buffers;
                     the whole batch; gradients of the last step, which are put aside until this one has its loss
-    forward pass    what it makes; what is received, twice (the leaf, and the copy that blocks may write into)
+    forward pass    what it makes, after what the rank makes before its blocks; what is received, twice (the leaf, and
+                    the copy that blocks may write into)
     in flight       what autograd keeps of the segments, what was received, what the last block has returned
     backward pass   what is in flight less what was read for the last time, temporaries, the gradient that is received;
                     gradients of parameters, of the second micro-batch on once more until they are added
