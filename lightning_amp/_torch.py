@@ -115,6 +115,7 @@ __all__ = [
     "gelu_backward",
     "has_kernel",
     "has_no_values",
+    "in_transform",
     "is_compiled",
     "is_watched",
     "make_fx",
@@ -186,6 +187,11 @@ def failures_unlogged() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def in_transform() -> bool:
+    """Whether a function runs that torch.func has transformed, by vmap, grad, jvp or another."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def autograd_node() -> Any:

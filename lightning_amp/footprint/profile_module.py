@@ -20,14 +20,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode, failures_unlogged, is_compiled
-from lightning_amp.errors import ModelError
+from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.footprint.bounded_step import BoundedStep, OverBudget
+from lightning_amp.footprint.failed_step import of_transform, why_values
 from lightning_amp.footprint.fake_copy import (
     CopyFakes,
     copy_of,
@@ -62,6 +64,9 @@ class Around:
             that are more.
         datamodule: Whose hooks may change a batch, and which the module may ask for.
         values: Whether a step that cannot run without values runs with them, which takes its memory and its time.
+        limit_bytes: Most bytes that it may take then, together with the module that it is a copy of.
+        unfreezes: Whether a callback will unfreeze parameters later: the step trains them already, and some optimiser
+            has them.
     """
 
     prepared: bool = False
@@ -71,6 +76,8 @@ class Around:
     accumulate_grad_batches: int = 1
     datamodule: LightningDataModule | None = None
     values: bool = True
+    limit_bytes: int | None = None
+    unfreezes: bool = False
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
@@ -87,6 +94,7 @@ class Around:
                 trainer.accumulate_grad_batches, *(n for found in schedules for n in found.values()), 1
             ),
             datamodule=datamodule,
+            unfreezes=any(isinstance(callback, BaseFinetuning) for callback in callbacks),
         )
 
     @property
@@ -143,15 +151,19 @@ def counted_step(
     batch_size: int | None,
     make: Callable[[LightningModule], R],
     around: Around = BY_ITSELF,
+    *,
+    plain: Callable[[LightningModule], R] | None = None,
 ) -> tuple[R, str]:
     """What `make` returns for a copy of the module, after the second step; and why it is a step with values, if it is.
 
     Args:
         module, batch, batch_size, around: As of `profile_module`.
         make: Makes the recorder that counts the step.
+        plain: Makes another one, for a step in which torch.func has no place for the first.
 
     Raises:
         ModelError: As `profile_module`.
+        PlanError: The step needs values, and takes more bytes than it may.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -160,44 +172,49 @@ def counted_step(
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
-    try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = copy_of(module, fake)
-        return _run(twin, fake_batch(batch, fake, batch_size), fake, make, around), ""
-    except ModelError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        if not around.values:
-            raise ModelError(
-                f"the step of {type(module).__name__!r} cannot run without values ({reason}), and was not to be run"
-                " with them"
-            ) from error
-        return _run_with_values(module, batch, batch_size, error, make, around), reason
+    name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
+    for with_values in (False, True):
+        while True:
+            fake = None if with_values else FakeTensorMode(allow_non_fake_inputs=True)
+            try:
+                if fake is not None:
+                    given = fake_batch(batch, fake, batch_size)
+                else:
+                    given = batch if batch_size is None else resize(batch, batch_size)
+                return _run(copy_of(module, fake), given, fake, makers[0], around), reason
+            except ModelError:
+                raise
+            except Exception as error:
+                failed = error
+            if len(makers) == 1 or not of_transform(failed):
+                break
+            makers.pop(0)
+        if with_values and isinstance(failed, OverBudget):
+            raise PlanError(
+                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
+                f" the module, and a budget was named that has no room for it beside the module itself: {failed}"
+            ) from failed
+        if not with_values:
+            reason = why_values(failed)
+            _refuse_values(module, reason, around, failed)
+    raise ModelError(
+        f"a profile was asked for of {name!r}, whose training step fails: {failed!r}; give a batch as its training_step"
+        " gets it"
+    ) from failed
 
 
-def _run_with_values(
-    module: LightningModule,
-    batch: Any,
-    batch_size: int | None,
-    cause: Exception,
-    make: Callable[[LightningModule], R],
-    around: Around,
-) -> R:
+def _refuse_values(module: LightningModule, reason: str, around: Around, cause: Exception) -> None:
+    """Refuse, with a ModelError, a step that needs values where there are none, or where it is not to run with them."""
     name = type(module).__name__
+    if not around.values:
+        raise ModelError(
+            f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
+        ) from cause
     if any(tensor.is_meta for tensor in module.state_dict().values()):
         raise ModelError(
-            f"a profile was asked for of {name!r}, whose step failed without values: {cause!r}; its parameters have no"
+            f"a profile was asked for of {name!r}, whose step failed without values: {reason}; its parameters have no"
             " values either (device 'meta'): give a module on the CPU, for which a real step is measured"
         ) from cause
-    longer = batch if batch_size is None else resize(batch, batch_size)
-    try:
-        return _run(copy_of(module, None), longer, None, make, around)
-    except Exception as error:
-        raise ModelError(
-            f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
-            " training_step gets it"
-        ) from error
 
 
 def _run(
@@ -219,6 +236,10 @@ def _run(
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = _without_bar(child.log)  # type: ignore[method-assign]
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    counter.unfrozen = frozen if around.unfreezes else []
+    for parameter in counter.unfrozen:
+        parameter.requires_grad_(True)
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     with aside(module), counter:
         trainer = _trainer(device, counter, fake, around)
@@ -347,10 +368,34 @@ class _Here(SingleDeviceStrategy):
             assert self.lightning_module is not None, "the Trainer sets the module before its device"
             make_fake(self.lightning_module, self._fake)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """With the parameters that will be unfrozen, where the module has made them for others."""
+        super().setup_optimizers(trainer)
+        taken = {
+            id(p)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        late = [p for p in self._counter.unfrozen if id(p) not in taken]
+        if late and self.optimizers:
+            self.optimizers[0].add_param_group({"params": late})
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass begins, be it inside the optimiser's step."""
-        self._counter.recorder.optimising = False
-        return super().training_step(*args, **kwargs)
+        recorder = self._counter.recorder
+        recorder.optimising, recorder.in_step = False, True
+        returned = super().training_step(*args, **kwargs)
+        recorder.end_step(returned)
+        return returned
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's backward pass, or the module's by `manual_backward`."""
+        recorder = self._counter.recorder
+        before, recorder.in_step = recorder.in_step, False
+        found = super().backward(*args, **kwargs)
+        recorder.in_step = before
+        return found
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As AMPStrategy's."""
@@ -365,11 +410,12 @@ class _Count(Callback):
     """Enters the fake mode for both steps, and counts the last batch of the second."""
 
     def __init__(self, recorder: StepRecorder, fake: FakeTensorMode | None, around: Around) -> None:
-        self.recorder = recorder
+        self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
         self._fake, self._entered, self._counting = fake, ExitStack(), False
         self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
         self._first, self._counting_first = LiveBytes(), ExitStack()
         self._counted_first = around.batches - 1
+        self._limit, self._bounded = around.limit_bytes if fake is None else None, list[BoundedStep]()
 
     def __enter__(self) -> None:
         """Nothing has begun."""
@@ -380,6 +426,8 @@ class _Count(Callback):
             self.recorder.stop()
         self._counting = False
         self._counting_first.close()
+        while self._bounded:
+            self._bounded.pop().stop()
         self._entered.close()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -401,6 +449,10 @@ class _Count(Callback):
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)
             self._entered.enter_context(CopyFakes())
+        if batch_idx == 0 and self._limit is not None:
+            held = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+            self._bounded.append(BoundedStep(pl_module, max(0, self._limit - held)))
+            self._bounded[0].start(batch, trainer.optimizers)
         if batch_idx == self._counted_first:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])

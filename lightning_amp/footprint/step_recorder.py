@@ -38,6 +38,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         work: Phase and module of every operator so far.
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
+        in_step: Whether the module's training step runs now, and no backward pass that it has left to the Trainer.
+        returned: Storages of what the training step has returned last.
+        went_back: Modules whose nodes a backward pass has gone through that the training step began by itself.
         first_bytes, left_bytes: As of ModuleProfile, of the step before.
 
     Args:
@@ -50,7 +53,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.lives: list[Life] = []
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
-        self.optimising = False
+        self.optimising = self.in_step = False
+        self.returned: list[Life] = []
+        self.went_back: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self._module = module
         self._names = {id(child): fqn for fqn, child in module.named_modules()}
@@ -90,6 +95,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
+    def end_step(self, returned: Any) -> None:
+        """The module's training step has returned, or raised."""
+        self.in_step = False
+        keys = {id(storage) for _, storage in storages_of(tensors_in(returned))}
+        self.returned = [self._of_key[key] for key in keys if key in self._of_key]
+
     def begin_optimiser(self) -> None:
         """Gradients are whole, and what follows is of the optimiser, until its step has ended."""
         self.hold_gradients()
@@ -128,6 +139,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         node = autograd_node()
         phase = OPTIMISER if self.optimising and node is None else FORWARD if node is None else BACKWARD
         fqn, order = self._place(node)
+        if self.in_step and node is not None:
+            self.went_back.add(fqn)
         self.work.append((phase, fqn))
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
         self._now = Life(

@@ -37,6 +37,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.footprint.hooked import hooked
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
@@ -227,9 +228,8 @@ def _refuse(block: nn.Module) -> None:
             raise CannotCapture(f"{place} is compiled")
         if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
             raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
-        hooked = [hooks for hooks in HOOKS if getattr(child, hooks)]
-        if hooked:
-            raise CannotCapture(f"{place} has hooks ({hooked[0].strip('_')}), which are Python")
+        if hooks := hooked([child], HOOKS):
+            raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
 
 
 def _copied(values: Sequence[Any]) -> dict[int, Any]:

@@ -250,7 +250,7 @@ def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
         profile(rna()), devices=2, device_memory="1MiB", shape=replace(unknown, parameter_bytes=10**7)
     )
     assert tight.fits is False
-    assert "without the activations, which are not known," in plan_report(tight)
+    assert "without the activations, which are not known" in plan_report(tight)
     assert "no decomposed decoder was recognised: data parallelism (S1) only" in plan_report(made)
 
 

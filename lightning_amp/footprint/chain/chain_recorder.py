@@ -7,7 +7,7 @@ Python until an operator of a forward pass reads it for the last time.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,12 +22,13 @@ from lightning_amp._torch import (
     FakeTensor,
     autograd_node,
     autograd_order,
+    in_transform,
     tree_leaves,
     tree_map,
 )
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
-from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
+from lightning_amp.footprint.first_pass import FirstPass, random_state, same_random, unrepeatable
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.standing_for import times_now
@@ -39,6 +40,8 @@ FLOPS = {
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
 }
+VALUES = ("_local_scalar_dense", "is_nonzero")
+"""Operators that hand a value to Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,7 @@ class Use:
         start: Operator after which it is kept.
         read: Operator before which a backward pass asks for it first; None where none does.
         end: Operator after which it is let go of; None at the end of the step.
+        order: Autograd's number of the node that asks for it, -1 where none does.
     """
 
     life: Life
@@ -67,6 +71,7 @@ class Use:
     start: int
     read: int | None = None
     end: int | None = None
+    order: int = -1
 
 
 @dataclass(slots=True)
@@ -113,14 +118,30 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         readers: Operators of forward passes that have read a parameter, by its name.
         trained: Names of the parameters.
         computed: Ids of the Lives that were made from parameters, at whatever remove; others are of the batch alone.
+        of_blocks: Ids of those that the blocks of `stages` have made, or that depend on what they return.
+        reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
         drawn: Ids of those that random numbers went into.
+        decides: Whether random numbers were drawn that Python can read, and decide by which blocks run: by Python or
+            NumPy, or by torch where their value was asked for.
+        transformed: Blocks that torch.func has transformed, by vmap, grad, jvp or another; they are not looked at.
+        swapped: Blocks that were called with other parameters than their own, by torch.func.functional_call.
 
     Args:
         module: Whose step is counted.
         rates: For the time of a block.
+        stages: Names of the blocks that could be stages of a pipeline.
+        watches_saved: Whether to watch what autograd saves, beside which torch.func.grad cannot run: without, no block
+            is looked at.
     """
 
-    def __init__(self, module: nn.Module, rates: OperatorRates) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rates: OperatorRates,
+        stages: Collection[str] = (),
+        *,
+        watches_saved: bool = True,
+    ) -> None:
         super().__init__(module)
         self.calls: list[Call] = []
         self.uses: list[Use] = []
@@ -129,9 +150,15 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.read_last: dict[int, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.computed: set[int] = set()
+        self.of_blocks: set[int] = set()
+        self.reads: dict[int, list[int]] = {}
+        self.writes: dict[int, list[int]] = {}
         self.drawn: set[int] = set()
+        self.decides = False
+        self.transformed: set[str] = set()
+        self.swapped: set[str] = set()
         self.trained = frozenset(self._parameters.values())
-        self._rates = rates
+        self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -162,18 +189,28 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         for fqn, owner in owners(self._module).items():
             self._replaced[fqn] = owner
             owner.forward = partial(self._call_of_owner, fqn, owner.forward)
-        self._saved.__enter__()
+        self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
+        if self.watches_saved:
+            self._saved.__enter__()
 
     def stop(self) -> None:
         """End the step."""
-        self._saved.__exit__()
+        self.decides |= not same_random(self._random_state, random_state())
+        if self.watches_saved:
+            self._saved.__exit__()
         for block in self._replaced.values():
             vars(block).pop("forward", None)
         super().stop()
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a block; one inside a backward pass is somebody's recomputation, and is not looked at."""
-        if autograd_node() is not None or self._open is not None or not torch.is_grad_enabled():
+        if not self._own.issuperset(map(id, block.parameters())):
+            self.swapped.add(fqn)
+        if in_transform():
+            self.transformed.add(fqn)
+            return forward(*args, **kwargs)
+        again = autograd_node() is not None or self._open is not None
+        if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
@@ -199,7 +236,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a module that holds blocks: what it computes after the last one is a call by itself."""
-        if autograd_node() is not None or self._within or not torch.is_grad_enabled():
+        again = autograd_node() is not None or self._within or in_transform()
+        if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given, self._within, first = BlockCall.of(fqn, args, kwargs), True, len(self.calls)
         try:
@@ -248,18 +286,29 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.took[-1] = seconds = times_now() * self._seconds(func, args, kwargs or {}, result)
             if self._open is not None and self.work[-1][0] == FORWARD:
                 self.calls[self._open].seconds += seconds
+        if func._opname in VALUES:
+            self.decides |= any(id(life) in self.drawn and id(life) not in self.computed for life in given)
         if self.work[-1][0] == FORWARD:
-            self._note_reads(given, result, draws=torch.Tag.nondeterministic_seeded in func.tags)
+            self._note_reads(
+                given, result, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view
+            )
         return result
 
-    def _note_reads(self, given: Iterable[Life], result: Any, *, draws: bool) -> None:
-        """Which parameters an operator of a forward pass has read, and what its result depends on."""
+    def _note_reads(self, given: Sequence[Life], result: Any, *, draws: bool, view: bool) -> None:
+        """What an operator of a forward pass has read, and what its result depends on."""
         weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
         for name in weights:
             self.readers.setdefault(name, []).append(len(self.work) - 1)
-        made = {id(life) for life in self._lives_of(tensors_of(result))}
+        made, now = {id(life) for life in self._lives_of(tensors_of(result))}, len(self.work) - 1
         if weights or any(id(life) in self.computed for life in given):
             self.computed |= made
+        of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
+        if not view and (of_stage or any(id(life) in self.of_blocks for life in given)):
+            self.of_blocks |= made
+        for places, lives in ((self.reads, map(id, given)), (self.writes, made)):
+            for life in lives:
+                if life not in self.of_blocks:
+                    places.setdefault(life, []).append(now)
         if draws or any(id(life) in self.drawn for life in given):
             self.drawn |= made
 
@@ -299,7 +348,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._aside = False
         if kept.use is not None:
-            kept.use.read = len(self.work) if kept.use.read is None else kept.use.read
+            if kept.use.read is None:
+                kept.use.read, node = len(self.work), autograd_node()
+                kept.use.order = -1 if node is None else node._sequence_nr()
             if self._life_of(given) is None:  # it stands for what was let go of
                 weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
         return given

@@ -27,7 +27,7 @@ from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.fsdp.refusals import refuse
+from lightning_amp.parallel.fsdp.refusals import SWAPPED, refuse
 from lightning_amp.parallel.fsdp.units import find_units, units_of
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
@@ -37,6 +37,7 @@ from lightning_amp.planning.modules.seen import Seen, StageChunks
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.quantities import format_bytes
 
 T = TypeVar("T")
 
@@ -75,9 +76,17 @@ class StepOfModule:
         self._plans: dict[Any, Any] = {}
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, *, decoder: bool = False, values: bool = True) -> "StepOfModule | None":
+    def of(
+        cls,
+        trainer: pl.Trainer,
+        *,
+        decoder: bool = False,
+        values: bool = True,
+        limit_bytes: int | None = None,
+    ) -> "StepOfModule | None":
         """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
-        or none if one was looked for. Without `values` a step that needs them is not counted.
+        or none if one was looked for. Without `values` a step that needs them is not counted, and with `limit_bytes` it
+        is refused where it takes more.
 
         All ranks call it, and rank 0 uses it.
         """
@@ -85,7 +94,7 @@ class StepOfModule:
         if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
             return None
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
-        around = replace(around, values=values)
+        around = replace(around, values=values, limit_bytes=limit_bytes)
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around, trains=True)
 
@@ -99,6 +108,7 @@ class StepOfModule:
 
         Raises:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
+            PlanError: It needs values, and takes more than its limit.
         """
         self.take()
         step = self._count_step(None, rates)
@@ -116,9 +126,30 @@ class StepOfModule:
                 forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
             ),
             fsdp=fsdp,
-            refused=_refused(self._module, values=self._trains),
+            refused=_refused(self._module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
+            notes=tuple(self._notes(step)),
         )
+
+    def _notes(self, step: CountedStep) -> Iterator[str]:
+        if step.profile.reason:
+            yield f"the step was measured with real values before it was planned: {step.profile.reason}"
+        if step.decides and step.chain.blocks:
+            yield (
+                "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"
+                " is the peak of one draw, and another one can take more"
+            )
+        frozen = sum(p.nbytes for p in self._module.parameters() if not p.requires_grad)
+        if frozen and self._around.unfreezes:
+            yield (
+                f"{format_bytes(frozen)} of parameters are frozen, and counted as if they were trained, for a callback"
+                " unfreezes some"
+            )
+        elif frozen:
+            yield (
+                f"{format_bytes(frozen)} of parameters are frozen, and counted so; on a CPU a budget that was named is"
+                " held where they are unfrozen later"
+            )
 
     def take(self) -> None:
         """Take one batch, as `seen` does; for `count` and `chain_with` alone."""
@@ -223,13 +254,24 @@ class StepOfModule:
             ) from error
 
 
-def _refused(module: LightningModule, *, values: bool) -> dict[str, str]:
-    """Techniques that are known to refuse a module before a step is counted, and why."""
+def _refused(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
+    """Techniques that the module is known to refuse, or that its step has shown to be impossible, and why."""
+    units = find_units(module)
+    gone_back = [unit for unit in units if any(f"{fqn}.".startswith(f"{unit}.") for fqn in step.went_back)]
+    swapped, why = [unit for unit in units if unit in step.swapped], ""
     try:
-        refuse(module, find_units(module), values=values)
+        refuse(module, units, values=values)
     except InstallError as error:
-        return {"fsdp": str(error)}
-    return {}
+        why = str(error)
+    if swapped:
+        why = why or SWAPPED.format(swapped[0])
+    if gone_back:
+        why = why or (
+            "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
+            f" for which the parameters of {gone_back[0]!r} would have to be gathered once more: train with"
+            " strategies='S1'"
+        )
+    return {**({"fsdp": why} if why else {}), **step.refused}
 
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:

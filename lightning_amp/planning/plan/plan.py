@@ -94,6 +94,7 @@ class Plan:
         stages: What is predicted of the stages of a pipeline; empty without one, or where the step was not profiled.
         evaluates: The method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit,
             and where it was not counted.
+        uncounted: Why the peak is not known, and `predicted_peak_bytes` only the least that it can be; "" where it is.
     """
 
     policy: str
@@ -119,6 +120,7 @@ class Plan:
     diagnosis: ModuleDiagnosis | None = None
     stages: tuple[Stage, ...] = ()
     evaluates: str = ""
+    uncounted: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -131,13 +133,15 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the predicted peak is within the budget; None when the budget is unknown, or when activations are
-        and the rest is within it.
+        """Whether the predicted peak is within the budget; None when the budget is unknown, or when the peak is and
+        what is known of it is within the budget.
         """
         if self.budget_bytes is None:
             return None
         if self.predicted_peak_bytes > self.budget_bytes:
             return False
+        if self.uncounted:
+            return None
         return True if self.strata_bytes or self.diagnosis is not None or self.evaluates else None
 
     @property

@@ -135,7 +135,7 @@ def shortfall(plan: Plan) -> str:
     stratum = plan.fails_at_stratum
     whole = plan.strata_bytes or plan.diagnosis is not None
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
-    known = known if whole else "without the activations, which are not known,"
+    known = known if whole else "without the activations, which are not known"
     where = known if stratum is None else f"at stratum {stratum}"
     return (
         f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
@@ -146,7 +146,10 @@ def shortfall(plan: Plan) -> str:
 def _way_out(plan: Plan) -> str:
     """The sentence of a module's plan that says what is missing, else what helps any."""
     said = [note for note in plan.notes if note.startswith(LEAST)] if plan.diagnosis is not None else []
-    return said[0] if said else "use smaller batches, more or larger devices, or other strategies"
+    if said:
+        return said[0]
+    others = "use smaller batches, more or larger devices, or other strategies"
+    return f"{plan.uncounted}; {others}" if plan.uncounted else others
 
 
 def _mark(evidence: str, plan: Plan) -> str:
@@ -158,7 +161,9 @@ def _prediction(plan: Plan) -> list[str]:
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
     size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
     if plan.diagnosis is not None:
-        rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
+        known = f"{size} of {budget} ({verdict})"
+        known = f"unknown, at least {size} of {budget}: {plan.uncounted}" if plan.uncounted else known
+        rows = [("predicted peak per rank", known)]
         held = f"{format_bytes(plan.predicted_base_bytes)} of parameters, gradients and optimiser state"
         rows += [("kept between steps", held)]
     elif plan.evaluates:

@@ -138,9 +138,20 @@ def asks(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def by_row(net: Net, x: Tensor) -> Any:
+    return torch.vmap(lambda row: plain(net, row[None]))(x)
+
+
+def penalty(net: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(plain(net, x).sum(), x, create_graph=True)[0]
+
+
 @pytest.mark.parametrize(
     ("walk", "told"),
     [
+        (by_row, r"block 0 of 'blocks' is called by a function that torch.func \(vmap"),
+        (penalty, r"takes gradients while it runs \(torch.autograd.grad, as for a gradient penalty\)"),
         (reads_other, "not what the block before it returns"),
         (backwards, "block 3 of 'blocks' where block 0 was next"),
         (twice, "block 0 of 'blocks' where block 1 was next"),
