@@ -17,6 +17,11 @@ from lightning_amp.planning.chunks.over import written_over
 from lightning_amp.planning.chunks.region import Region, piece_length, pieces
 
 Cost = Callable[[Region], float]
+MOST_ROWS = 6_000
+"""Of all regions that are compared for one table, each row as often as it is in one; the examples have 945 at most.
+
+A search of as many takes about a second of one core. It is a bound of work, so that plans do not depend on the clock.
+"""
 STEP = 1.15
 """Ratio of two lengths of a piece that are worth telling apart."""
 
@@ -132,7 +137,7 @@ class Candidates:
     def around(self, hot: frozenset[int]) -> list[Candidate]:
         """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
         if hot not in self._around:
-            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot)), hot))
+            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot))
         return self._around[hot]
 
     def _of(self, region: Region) -> Candidate:
