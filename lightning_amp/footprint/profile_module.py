@@ -39,6 +39,7 @@ from lightning_amp.footprint.fake_copy import (
 )
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.footprint.quiet import quiet
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import Life, summarize
@@ -160,7 +161,7 @@ def counted_step(
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
     try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = QuickFakes()
         twin = copy_of(module, fake)
         return _run(twin, fake_batch(batch, fake, batch_size), fake, make, around), ""
     except ModelError:

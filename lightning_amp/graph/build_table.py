@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
-from lightning_amp._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known
@@ -27,7 +28,7 @@ def build_table(capture: Capture) -> Table:
     """The table of a block that has been captured."""
     assert capture.graph is not None, f"the block was not captured: {capture.reason}"
     builder = _Builder(capture)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with QuickFakes():
         for node in capture.graph.graph.nodes:
             builder.add(node)
     return builder.table()

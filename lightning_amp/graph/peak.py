@@ -71,7 +71,9 @@ class PieceTable:
 Rows = Sequence[Row | PieceRow]
 
 
-def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True) -> BlockBytes:
+def block_bytes(
+    table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True
+) -> BlockBytes:
     """Count a block; without `train` nothing is saved and there is no backward pass.
 
     Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.
@@ -93,7 +95,8 @@ def _saved_until(table: Table | PieceTable) -> dict[int, int]:
 
 
 def _forward(
-    table: Table | PieceTable, saved: dict[int, int], *, train: bool) -> tuple[tuple[int, ...], dict[int, int]]:
+    table: Table | PieceTable, saved: dict[int, int], *, train: bool
+) -> tuple[tuple[int, ...], dict[int, int]]:
     rows, alive, now, found = table.rows, dict[int, int](), 0, []
     ends: dict[int, list[int]] = {}
     for k, end in _last_use(table).items():
@@ -181,9 +184,7 @@ class _Waiting:
             Bytes of gradients while it runs, and the most while some are then added to such as wait already.
         """
         row, most = self._rows[i], 0
-        made = [
-            (k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if self._rows[k].needs_grad
-        ]
+        made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if self._rows[k].needs_grad]
         new = sum(n for _, n in made)
         during = self.n_bytes + new
         own = self.pop(i)

@@ -137,7 +137,9 @@ class Candidates:
     def around(self, hot: frozenset[int]) -> list[Candidate]:
         """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
         if hot not in self._around:
-            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot))
+            self._around[hot] = list(
+                self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot)
+            )
         return self._around[hot]
 
     def _of(self, region: Region) -> Candidate:

@@ -90,7 +90,11 @@ class Pieces:
 
     def __init__(self, table: Table, region: Region) -> None:
         self._old, self._region = table.rows, region
-        self.inputs, self.inside, self.outputs = region.inputs(table), region.inside(table), region.outputs(table)
+        self.inputs, self.inside, self.outputs = (
+            region.inputs(table),
+            region.inside(table),
+            region.outputs(table),
+        )
         self._place = {i: n for n, i in enumerate((*self.inputs, *self.inside))}
         self._homes = {i: self._place[i] for i in self.inputs}
         self._scattered = {i for i in self.inputs if self._is_scattered(i)}
@@ -162,9 +166,7 @@ class Pieces:
         read = [(k, self._old[k]) for k in dict.fromkeys(row.inputs)]
         product, result = row.op.startswith(COPYING), result_bytes(row)
         # a product copies a piece that has more than two dims; a linear layer adds its bias in a step of its own then
-        copied = [
-            result_bytes(x) for k, x in read if product and k in self._scattered and len(x.shape) > 2
-        ]
+        copied = [result_bytes(x) for k, x in read if product and k in self._scattered and len(x.shape) > 2]
         apart = copied and row.op.startswith("aten.linear.") and len(row.inputs) > 2
         handed = product and i in self._handed and len(row.shape) > 2
         return _Sizes(

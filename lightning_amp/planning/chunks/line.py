@@ -171,9 +171,7 @@ class Line:
             step.after,
         )
 
-    def _in_pieces(
-        self, candidate: Candidate, label: Label, step: _Step, budget: int | None
-    ) -> Label | None:
+    def _in_pieces(self, candidate: Candidate, label: Label, step: _Step, budget: int | None) -> Label | None:
         """Compute a region in as few pieces as the budget allows; None if it allows none."""
         gone = label.gone_bytes
         if budget is not None and gone + step.peak_bytes > budget:
@@ -217,9 +215,11 @@ class Line:
         return self._states[place].setdefault((homes, saved), _State(homes, saved))
 
     def bytes(self, homes: Collection[int]) -> int:
+        """Of some memory."""
         return sum(map(self._size.__getitem__, homes))
 
     def is_made(self, home: int) -> bool:
+        """Whether memory is made by the block, and not an argument's."""
         return home < 0 or self.rows[home].kind == OPERATOR
 
     def _not_saved(self, table: Table) -> list[int]:
@@ -276,7 +276,9 @@ class _Moved:
         """The step to a place before which these rows are needed."""
         saved_bytes = self.gone + self._line.bytes(self.saved)
         kept = self.forget(needed)
-        return _Step(self._line.state(place, kept, frozenset(self.saved)), self.peak, 0, 0, self.gone, saved_bytes)
+        return _Step(
+            self._line.state(place, kept, frozenset(self.saved)), self.peak, 0, 0, self.gone, saved_bytes
+        )
 
     def alive(self) -> int:
         """Bytes of all that is there, without those that are gone."""
