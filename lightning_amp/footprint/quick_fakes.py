@@ -39,13 +39,20 @@ _Found = int | _Made | tuple[_Made, ...] | None
 """The place of the argument that is the result, how one or several are made, or None: left to torch."""
 
 
+_known: dict[Any, _Found] = {}
+"""Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
+MOST = 100_000
+"""Entries before it is emptied."""
+
+
 class QuickFakes(FakeTensorMode):
     """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._looked_up: dict[Any, bool] = {}
-        self._known: dict[Any, _Found] = {}
+        if len(_known) > MOST:
+            _known.clear()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of an operator."""
@@ -54,13 +61,13 @@ class QuickFakes(FakeTensorMode):
         if not self._may_look_up(func) or not self._describe((*args, *kwargs, *kwargs.values()), key):
             return super().dispatch(func, types, args, kwargs)
         try:
-            known = self._known.get(tuple(key), key)
+            known = _known.get(tuple(key), key)
         except TypeError:
             # an argument that cannot be compared
             known = None
         if known is key:
             result = super().dispatch(func, types, args, kwargs)
-            self._known[tuple(key)] = self._found(result, args, kwargs)
+            _known[tuple(key)] = self._found(result, args, kwargs)
             return result
         if isinstance(known, _Made):
             return self._make(known, args)
