@@ -37,6 +37,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 # computes shapes of operators on them, and moves no values
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+# while it is on, operators see fake tensors as tensors of the device "meta"
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as as_meta
+
 # the number that autograd gives to the next node of the graph
 from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[attr-defined]
 
@@ -96,6 +99,7 @@ __all__ = [
     "PythonNode",
     "TorchDispatchMode",
     "add_each",
+    "as_meta",
     "attend_on_cpu",
     "attend_on_cpu_back",
     "attend_on_cuda",

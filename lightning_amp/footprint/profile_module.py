@@ -41,6 +41,7 @@ from lightning_amp.footprint.fake_copy import (
 )
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.footprint.quiet import quiet
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import Life, summarize
@@ -175,7 +176,7 @@ def counted_step(
     name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
     for with_values in (False, True):
         while True:
-            fake = None if with_values else FakeTensorMode(allow_non_fake_inputs=True)
+            fake = None if with_values else QuickFakes()
             try:
                 if fake is not None:
                     given = fake_batch(batch, fake, batch_size)
@@ -393,14 +394,10 @@ class _Here(SingleDeviceStrategy):
         """The Trainer's backward pass, or the module's by `manual_backward`."""
         recorder = self._counter.recorder
         before, recorder.in_step = recorder.in_step, False
-        found = super().backward(*args, **kwargs)
+        with types_of_the_step(self.precision_plugin):
+            found = super().backward(*args, **kwargs)
         recorder.in_step = before
         return found
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As AMPStrategy's."""
-        with types_of_the_step(self.precision_plugin):
-            return super().backward(*args, **kwargs)
 
     def teardown(self) -> None:
         """Leave the module where it is."""

@@ -7,7 +7,7 @@ Python until an operator of a forward pass reads it for the last time.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.first_pass import FirstPass, random_state, same_random, unrepeatable
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import Read, tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.standing_for import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -163,6 +163,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._aside = False
         self._within = False
         self._uses_before = 0
+        self._given: list[Life] = []
         self._saved = saved_tensors_hooks(self._keep, self._give)
 
     @property
@@ -267,57 +268,69 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:
-        found = (self._life_of(tensor) for tensor in tensors)
+        return self._lives_in(
+            tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided
+        )
+
+    def _lives_in(self, storages: Iterable[torch.UntypedStorage]) -> list[Life]:
+        found = (self._of_key.get(id(storage)) for storage in storages)
         return list({id(life): life for life in found if life is not None}.values())
 
     def _life_of(self, tensor: Tensor) -> Life | None:
         return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._aside:
-            return func(*args, **(kwargs or {}))
-        given = [] if autograd_node() is not None else self._lives_of(tensors_of((args, kwargs)))
-        for life in given:
-            self.read_last[id(life)] = len(self.work)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of the step and note it, or one beside the step."""
+        return func(*args, **kwargs) if self._aside else super().dispatched(func, types, args, kwargs)
+
+    def begins(self, func: Any, args: Any, read: Read) -> None:
+        """Note what it reads."""
+        super().begins(func, args, read)
+        self._given = [] if self._node is not None else self._lives_in(storage for _, storage in read)
+        for life in self._given:
+            self.read_last[id(life)] = self._now.birth
+
+    def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
+        """Note how long it has taken, and what its result depends on."""
+        super().ends(func, args, kwargs, read, result)
+        made = tensors_of(result)
+        # an operator that has failed is in `work` too
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
         if not func.is_view:
-            self.took[-1] = seconds = times_now() * self._seconds(func, args, kwargs or {}, result)
+            flops = FLOPS.get(func.overloadpacket)
+            n = 0 if flops is None else flops(*args, **kwargs, out_val=result)
+            moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
+            rates = self._rates
+            seconds = max(n / rates.matmul_flops, moved / rates.memory_bytes) + rates.overhead_seconds
+            self.took[-1] = times_now() * seconds
             if self._open is not None and self.work[-1][0] == FORWARD:
-                self.calls[self._open].seconds += seconds
+                self.calls[self._open].seconds += self.took[-1]
         if func._opname in VALUES:
-            self.decides |= any(id(life) in self.drawn and id(life) not in self.computed for life in given)
-        if self.work[-1][0] == FORWARD:
-            self._note_reads(
-                given, result, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view
+            self.decides |= any(
+                id(life) in self.drawn and id(life) not in self.computed for life in self._given
             )
-        return result
+        if self.work[-1][0] == FORWARD:
+            self._note_reads(made, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view)
 
-    def _note_reads(self, given: Sequence[Life], result: Any, *, draws: bool, view: bool) -> None:
+    def _note_reads(self, made: Iterable[Tensor], *, draws: bool, view: bool) -> None:
         """What an operator of a forward pass has read, and what its result depends on."""
+        given, now = self._given, self._now.birth
         weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
         for name in weights:
-            self.readers.setdefault(name, []).append(len(self.work) - 1)
-        made, now = {id(life) for life in self._lives_of(tensors_of(result))}, len(self.work) - 1
+            self.readers.setdefault(name, []).append(now)
+        results = {id(life) for life in self._lives_of(made)}
         if weights or any(id(life) in self.computed for life in given):
-            self.computed |= made
+            self.computed |= results
         of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
         if not view and (of_stage or any(id(life) in self.of_blocks for life in given)):
-            self.of_blocks |= made
-        for places, lives in ((self.reads, map(id, given)), (self.writes, made)):
+            self.of_blocks |= results
+        for places, lives in ((self.reads, map(id, given)), (self.writes, results)):
             for life in lives:
                 if life not in self.of_blocks:
                     places.setdefault(life, []).append(now)
         if draws or any(id(life) in self.drawn for life in given):
-            self.drawn |= made
-
-    def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        moved = sum(t.nbytes for t in tensors_of((args, kwargs, result)) if t.layout is torch.strided)
-        count = FLOPS.get(func.overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=result)
-        rates = self._rates
-        return max(flops / rates.matmul_flops, moved / rates.memory_bytes) + rates.overhead_seconds
+            self.drawn |= results
 
     def _keep(self, tensor: Tensor) -> _Kept:
         """Autograd saves a tensor."""
@@ -326,13 +339,15 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if life is not None and life.kind not in (PARAMETERS, GRADIENTS, STATE):
             use = Use(life, None if autograd_node() is not None else self._open, now)
             self.uses.append(use)
-        self._aside = True
-        alias = tensor.detach()
-        self._aside = False
         if use is None or not isinstance(tensor, FakeTensor):
+            self._aside = True
+            alias = tensor.detach()
+            self._aside = False
             kept = _Kept(use, lambda: alias)
         else:
-            kept = _Kept(use, partial(_empty, tuple(alias.shape), alias.stride(), alias.dtype, alias.device))
+            kept = _Kept(
+                use, partial(_empty, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+            )
         if use is not None:
             weakref.finalize(kept, self._let_go, use)
         return kept

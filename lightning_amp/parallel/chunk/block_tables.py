@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
@@ -64,7 +64,7 @@ def block_code(module: nn.Module, calls: Sequence[BlockCall], budgets: Mapping[s
 
 def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Capture | str]:
     """What became of every call, or why it was not looked at."""
-    captures, fake = Captures(), FakeTensorMode(allow_non_fake_inputs=True)
+    captures, fake = Captures(), QuickFakes()
     found: list[Capture | str] = []
     for call in calls:
         if call.sparse:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensorMode, tree_map
+from lightning_amp._torch import tree_map
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.find_blocks import find_blocks
@@ -26,6 +26,7 @@ from lightning_amp.footprint.forward_overrides import (
     remove_override,
 )
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.check import Checked
@@ -153,7 +154,7 @@ def _dry_run(
 ) -> tuple[list[_Call], int]:
     """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
     calls: list[tuple[str, Any, int]] = []
-    fake, live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
+    fake, live = QuickFakes(), LiveBytes()
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
 
