@@ -443,8 +443,8 @@ BLOCKS = [
         "module",
         "a sampler is read ahead",
         "lightning_amp/lightning/first_look/example_batch.py",
-        "return next(iter(apart(order, memo)))",
-        "return next(iter(order))",
+        "batches = None if loader.batch_sampler is None else apart(loader.batch_sampler, memo)",
+        "batches = loader.batch_sampler",
         LOOK,
     ),
 ]

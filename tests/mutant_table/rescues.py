@@ -88,9 +88,9 @@ RESCUES = [
     Mutant(
         "rescue",
         "streams are not put back",
-        f"{L}/first_look/example_batch.py",
-        "with isolated_random_streams():",
-        "if True:",
+        "lightning_amp/footprint/guest.py",
+        "        isolated_random_streams(),\n",
+        "",
         "tests/lightning/first_look",
     ),
     Mutant(

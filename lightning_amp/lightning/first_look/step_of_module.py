@@ -21,8 +21,9 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
@@ -114,7 +115,7 @@ class StepOfModule:
                 forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
             ),
             fsdp=fsdp,
-            refused=_refused(self._module, values=self._trains),
+            refused=refused_techniques(self._module, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
         )
 
@@ -221,7 +222,7 @@ class StepOfModule:
             ) from error
 
 
-def _refused(module: LightningModule, *, values: bool) -> dict[str, str]:
+def refused_techniques(module: LightningModule, *, values: bool) -> dict[str, str]:
     """Techniques that are known to refuse a module before a step is counted, and why."""
     try:
         refuse(module, find_units(module), values=values)
