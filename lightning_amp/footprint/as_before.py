@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import cache, partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -81,30 +81,32 @@ class _Before:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, staticmethod | classmethod):
+        # by its type, for a lazy object would be made if it was asked for its class
+        kind = type(value)
+        if issubclass(kind, staticmethod | classmethod):
             self.keep(value.__func__, depth)
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             self.keep(value.fget, depth)
-        elif isinstance(value, tuple):
+        elif issubclass(kind, tuple):
             self._keep_entries(value, depth)
-        elif type(value) in CONTAINERS:
+        elif kind in CONTAINERS:
             if len(value) <= DATA:
                 self._undo.append(partial(_refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
-        elif isinstance(value, CACHED):
+        elif issubclass(kind, CACHED):
             self._undo.append(partial(_clear_if_grown, value, value.cache_info().currsize))
-        elif isinstance(value, torch.Generator):
+        elif issubclass(kind, torch.Generator):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
+        elif issubclass(kind, np.random.Generator):
             self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, np.random.RandomState):
+        elif issubclass(kind, np.random.RandomState):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
+        elif issubclass(kind, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, CellType):
+        elif issubclass(kind, CellType):
             self._keep_cell(value, depth)
         elif depth and self._is_looked_into(value):
-            if isinstance(value, FunctionType):
+            if issubclass(kind, FunctionType):
                 for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
                     self.keep(part, depth)
             self.keep_names(value, depth - 1)
@@ -118,13 +120,10 @@ class _Before:
 
     def _is_looked_into(self, value: Any) -> bool:
         """Whether it is a class or function of the files, or an object of the user's; of modules there are copies."""
-        if isinstance(value, type | FunctionType):
+        kind = type(value)
+        if issubclass(kind, type | FunctionType):
             return value.__module__ in self._files
-        return (
-            hasattr(value, "__dict__")
-            and not isinstance(value, nn.Module | Tensor)
-            and is_of_user(type(value))
-        )
+        return is_of_user(kind) and not issubclass(kind, nn.Module | Tensor | ModuleType) and _has_names(kind)
 
     def _keep_entries(self, values: Any, depth: int) -> None:
         if len(values) <= LONG:
@@ -139,6 +138,10 @@ class _Before:
             return
         self._undo.append(partial(setattr, cell, "cell_contents", content))
         self.keep(content, depth)
+
+
+def _has_names(kind: type) -> bool:
+    return any("__dict__" in vars(base) for base in kind.__mro__)
 
 
 def _names(owner: Any) -> dict[str, Any]:

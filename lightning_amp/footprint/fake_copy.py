@@ -8,7 +8,7 @@ itself, and would run on the module that trains: it is copied too, with what it 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import CellType, FunctionType, ModuleType
@@ -56,7 +56,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             for tensor in _own_tensors(child):
                 memo[id(tensor)] = fake_tensor(tensor, fake)
     try:
-        _copy_functions(module, memo)
+        _copy_functions([*module.modules()], memo)
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -86,6 +86,7 @@ def copy_of_data(
         return None
     found = copy.copy(data)
     memo: dict[int, Any] = {id(module): twin, id(data): found}
+    _copy_functions([data], memo)
     for name, value in vars(data).items():
         if isinstance(value, nn.Module) and id(value) not in memo:
             memo[id(value)] = copy_of(value, fake)
@@ -93,11 +94,11 @@ def copy_of_data(
     return found
 
 
-def _copy_functions(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Put into a memo copies of the functions that a module holds and that hold something themselves."""
+def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Put into a memo copies of the functions that some objects hold and that hold something themselves."""
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
-    waiting: list[Any] = [value for child in module.modules() for value in vars(child).values()]
+    waiting: list[Any] = [value for owner in owners for value in vars(owner).values()]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict | list | tuple):
@@ -113,7 +114,7 @@ def _copy_functions(module: nn.Module, memo: dict[int, Any]) -> None:
             copies.append((twin, value))
             waiting += [content for cell in own for content in _content(cell)]
     # only now, for what one has closed over may hold others
-    copied = partial(_copied, memo=memo, own={id(child) for child in module.modules()})
+    copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
         for content in _content(cell):
             new.cell_contents = copied(content)

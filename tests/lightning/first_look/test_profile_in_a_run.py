@@ -136,6 +136,20 @@ def test_what_collates_a_batch_does_not_remember_the_one_of_the_profile(of_data:
     assert trainer.strategy.plan.diagnosis is not None, "the step was profiled"  # type: ignore[union-attr]
 
 
+def test_hooks_that_are_set_on_a_data_module_get_no_fake_tensors() -> None:
+    batches: list[Any] = []
+
+    def keep(batch: Any, dataloader_idx: int) -> Any:
+        batches.append(batch)
+        return batch
+
+    data = pl.LightningDataModule()
+    data.train_dataloader = lambda: DataLoader(CELLS, batch_size=2)  # type: ignore[method-assign]
+    data.on_before_batch_transfer = keep  # type: ignore[method-assign]
+    trainer_of().fit(Profiled(print), datamodule=data)
+    assert [type(batch) for batch in batches] == [Tensor, Tensor]
+
+
 def test_nobody_is_asked_in_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A breakpoint of a step is for the step that trains."""
     asked: list[int] = []
