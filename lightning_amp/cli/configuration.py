@@ -36,13 +36,11 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.parallel.contract.protocol import find_decoders
     from lightning_amp.parallel.describe_module import describe
-    from lightning_amp.planning.modules.plan_module import plan_module, told_apart, told_model_ranks
+    from lightning_amp.planning.modules.plan_module import told_apart
+    from lightning_amp.planning.modules.plan_step import Counted, plan_step
     from lightning_amp.planning.modules.questions import answers
-    from lightning_amp.planning.plan.decoder_only import profile_of_module
-    from lightning_amp.planning.plan.sharding import with_sharding
     from lightning_amp.planning.plan.specs import FullyShard
-    from lightning_amp.planning.policies.build_rules import with_schedule, without_shared_statistics
-    from lightning_amp.planning.policies.make_plan import plan
+    from lightning_amp.planning.policies.build_rules import without_shared_statistics
     from lightning_amp.verification.read_configuration import read_step
 
     refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
@@ -59,7 +57,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
             f"--config {arguments.config!r} was asked for, whose strategy carries out plan={told.plan!r}: there is"
             " nothing to plan; name --policy or --strategies to plan it otherwise"
         )
-    asked, named = told_apart(request["strategies"], policy=request["policy"])
+    _, named = told_apart(request["strategies"], policy=request["policy"])
     rates, memory = rates_asked(told), request["device_memory"]
 
     def step_at(batch_size: int | None) -> StepOfModule:
@@ -74,24 +72,14 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     shared = share and request["devices"] > 1
     look = partial(StepOfModule.seen, rates=rates, fsdp=fsdp, shared_statistics=shared)
     seen = look(step)
-    size = seen.profile.batch_size or 1
-    shape = replace(describe(module, batch_size=size), profiled=True)
-    request |= {"batch_size": size, "strategies": asked}
-    request["model_parallel_size"], stages = told_model_ranks(
-        request["model_parallel_size"], asked, shape, seen
-    )
-    schedule = {name: options.get(name) for name in ("micro_batches", "schedule")}
-    base = with_schedule(
-        plan(profile_of_module(shape), **request, shape=shape, rates=rates), shape, **schedule
-    )
-    base = with_sharding(base, fsdp, launches=rates.launches)
-    made = plan_module(
-        base,
-        seen,
-        named=named,
-        budget_named=memory is not None,
+    shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
+    del request["batch_size"]
+    made = plan_step(
+        Counted(seen=seen, shape=shape),
+        **request,
+        micro_batches=options.get("micro_batches"),
+        schedule=options.get("schedule"),
         count=step.count,
-        asked=replace(stages, micro_batches=schedule["micro_batches"]),
     )
     if not share:
         made = without_shared_statistics(made)

@@ -10,7 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.strategy.same_plan import COMPARED

@@ -18,8 +18,9 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
 from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
 from lightning_amp.footprint.fake_copy import length_of
+from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step, profile_of
+from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (planning/time/device_rates.py)."""

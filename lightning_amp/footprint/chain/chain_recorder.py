@@ -166,6 +166,10 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._given: list[Life] = []
         self._saved = saved_tensors_hooks(self._keep, self._give)
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "ChainRecorder":
+        """Itself: a step that copies blocks, whose forwards are the recorder's, copies none of what was recorded."""
+        return self
+
     @property
     def seconds(self) -> float:
         """Of all operators."""

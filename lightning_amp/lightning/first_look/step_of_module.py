@@ -21,8 +21,9 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
@@ -126,7 +127,7 @@ class StepOfModule:
                 forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
             ),
             fsdp=fsdp,
-            refused=_refused(self._module, step, values=self._trains),
+            refused=refused_techniques(self._module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
             notes=tuple(self._notes(step)),
         )
@@ -254,7 +255,7 @@ class StepOfModule:
             ) from error
 
 
-def _refused(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
+def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
     """Techniques that the module is known to refuse, or that its step has shown to be impossible, and why."""
     units = find_units(module)
     gone_back = [unit for unit in units if any(f"{fqn}.".startswith(f"{unit}.") for fqn in step.went_back)]

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks_outside
@@ -182,9 +183,10 @@ def plan_in_force(
 
     def decide() -> Plan:
         asked = request.plan if given is None else given
-        if asked is None or strategies is not None:
-            return plan_run(facts, strategies, model_ranks)
-        return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
+        with ended_by_sigterm(facts.trainer):
+            if asked is None or strategies is not None:
+                return plan_run(facts, strategies, model_ranks)
+            return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
 
     try:
         plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)

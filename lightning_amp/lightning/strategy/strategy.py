@@ -191,9 +191,10 @@ class AMPStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
         drawn = random_state(self.root_device)
-        while_others_start(self.launcher, self.root_device, self.request)
-        super().setup_environment()
-        self._failures.connected()
+        with self._failures.starting():
+            while_others_start(self.launcher, self.root_device, self.request)
+            super().setup_environment()
+            self._failures.connected()
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
         set_random_state(drawn, self.root_device)
         if self.world_size > 1:
@@ -257,8 +258,8 @@ class AMPStrategy(MeshStrategy):
         self._step, self._shards = None, Shards()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as `deepcopy(trainer)` makes: what is to be undone stays the original's."""
-        return {**vars(self), "_undo": [], "pipelined_steps": None}
+        """Of a copy, as `deepcopy` and `torch.save` of a Trainer make: the step and its undoing stay the original's."""
+        return {**super().__getstate__(), "_undo": [], "_step": None, "pipelined_steps": None}
 
     def teardown(self) -> None:
         """Make parameters whole again, undo what was installed, then what Lightning does."""

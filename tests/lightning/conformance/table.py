@@ -192,6 +192,16 @@ same: on one rank as one device to 1e-12; on two ranks of the data axis as one d
 (double precision) and as `ddp` to 1e-12; on two ranks of the model axis as one device to 1e-9. Exceptions are in the
 notes. "refused" means that the run stopped, on every rank, with the message that is given.
 
+Two things differ from a plain Trainer by design: the hook `train_dataloader` is called before
+`configure_optimizers`, for a plan is made of the batches that it gives, and once more later where it draws random
+numbers, so that these are those of a plain run; and callbacks of the strategy, such as the one that times steps,
+stand in `trainer.callbacks`.
+
+A fit profiles one step first, on copies of the module and the data module, whose hooks are called. It leaves no
+trace in the process: no callback is called, and calls, counters, random numbers, warnings, log records, files,
+settings and signals are those of a plain run (`tests/lightning/first_look/test_guest.py`, for every hook of
+Lightning). Not covered is what a step sends to other processes by itself, as `wandb.log` called directly.
+
 Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. Rows that begin with "stages" have a list of blocks
 in the place of the decoder; of their plans P is {pipeline}, R is {recomputed} and C is {chunked}.
 """

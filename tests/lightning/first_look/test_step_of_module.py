@@ -14,7 +14,8 @@ from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look import step_of_module
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
