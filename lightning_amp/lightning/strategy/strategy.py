@@ -90,7 +90,7 @@ class AMPStrategy(MeshStrategy):
         device_memory: str | int | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
-        race: bool = True,
+        race: bool = False,
         rescue: bool = False,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
@@ -121,7 +121,7 @@ class AMPStrategy(MeshStrategy):
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
-            race: Whether the first steps under policy "auto" try the plans that fit, and the fastest stays.
+            race: Under policy "auto", time the plans that fit in the first steps and keep the fastest; runs may differ.
             rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
