@@ -229,6 +229,7 @@ class AMPStrategy(MeshStrategy):
                 shards=self._shards,
                 bucket_bytes=int(self.request.bucket_mb * MIB),
                 check_finite=self.request.check_finite,
+                own_statistics=not self.request.chooses,
             )
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
