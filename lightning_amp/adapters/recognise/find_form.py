@@ -47,6 +47,7 @@ from lightning_amp.adapters.recognise.small_copy import (
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.first_pass import DEPTH, mark_of
 from lightning_amp.parallel.checks.likelihood import checking_values
+from lightning_amp.parallel.checks.same_function import failure
 
 CLOSE = 1e-9
 TOTAL = "log-probability"
@@ -91,8 +92,8 @@ class _Case:
 
 
 @checking_values(True)
-def adapted(module: nn.Module) -> AdaptedDecoder:
-    """Our decoder for a foreign one.
+def adapted(module: nn.Module) -> tuple[AdaptedDecoder, bool]:
+    """Our decoder for a foreign one, and whether both were compared at the real size.
 
     Raises:
         NotRecognised: No form of ours computes what the module does.
@@ -106,9 +107,10 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
     names = hooked(module, decoder)
     if names:
         raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
-    if sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES:
+    small_enough = sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES
+    if small_enough:
         _check_real_size(family, module, layout, form)
-    return decoder
+    return decoder, small_enough
 
 
 def _check_real_size(family: _Family, module: nn.Module, layout: Layout, form: Form) -> None:
@@ -121,7 +123,7 @@ def _check_real_size(family: _Family, module: nn.Module, layout: Layout, form: F
     except AmpError:
         raise
     except Exception as error:
-        raise NotRecognised(f"fails at its real size with {error!r}") from error
+        raise NotRecognised(f"fails at its real size with {failure(error)}") from error
     if found:
         raise NotRecognised(f"has {found} than any of our forms at its real size")
 
@@ -138,7 +140,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
             raise
         except Exception as error:
             raise NotRecognised(
-                f"fails on a small example with {error!r}{settings_problem(module)}"
+                f"fails on a small example with {failure(error)}{settings_problem(module)}"
             ) from error
         after = _contents(first.module)
         others = [
@@ -249,7 +251,7 @@ def _differences(family: _Family, cases: list[_Case], form: Form) -> Iterator[st
     except NotRecognised as error:
         yield str(error)
     except Exception as error:
-        yield f"fails in the comparison with {error!r}"
+        yield f"fails in the comparison with {failure(error)}"
 
 
 def _results(small: Small, total: Tensor) -> Results:
