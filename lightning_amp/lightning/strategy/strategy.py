@@ -71,6 +71,7 @@ class AMPStrategy(MeshStrategy):
         request: The options, as given; most are attributes of the strategy too.
         unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
         plan, predicted_step: The plan in force, and its step where rank 0 has profiled it; None before `setup`.
+        own_statistics: Whether ranks may change buffers from their own cells; not where the policy chooses the plan.
         pipelined_steps: What runs a pipeline's training steps, with the times of the last one's passes; else None.
     """
 
@@ -156,6 +157,7 @@ class AMPStrategy(MeshStrategy):
         self.policy, self.strategies, self.unfit = policy, strategies, self.request.if_unfit
         self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
+        self.own_statistics = not self.request.chooses
         self.plan: Plan | None = None
         self.predicted_step: Any = None
         self.pipelined_steps: Any = None
@@ -229,7 +231,7 @@ class AMPStrategy(MeshStrategy):
                 shards=self._shards,
                 bucket_bytes=int(self.request.bucket_mb * MIB),
                 check_finite=self.request.check_finite,
-                own_statistics=not self.request.chooses,
+                own_statistics=self.own_statistics,
             )
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
