@@ -72,7 +72,7 @@ def test_last_is_what_fit_of_the_same_configuration_wrote(
     config = write(folder)
     assert main(["predict", "--config", config, "--ckpt_path", "last"]) == 2
     assert "'last': fit has written no checkpoint" in (said := capsys.readouterr().err)
-    assert "run `lightning-amp fit` with this configuration first" in said
+    assert "run `lightning-amp fit` with this configuration and without --ckpt_path first" in said
     assert main(["fit", "--config", config]) == 0
     (path,) = folder.glob("lightning_logs/version_*/checkpoints/*.ckpt")
     expected = predicted(config, str(path))

@@ -78,7 +78,7 @@ def _why(asked: str) -> str:
 
 def _listed(found: set[str], others: set[str]) -> str:
     if not found | others:
-        return "No checkpoint was found: run `lightning-amp fit` with this configuration first"
+        return "No checkpoint was found: run `lightning-amp fit` with this configuration and without --ckpt_path first"
     newest = sorted(found or others, key=_written, reverse=True)
     whose = "this configuration" if found else "other configurations"
     more = f" and {len(newest) - SHOWN} more" if len(newest) > SHOWN else ""
