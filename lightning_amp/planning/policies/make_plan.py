@@ -222,8 +222,9 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
     shared = [s for s in chosen if STRATEGIES[s].data_axis]
     if shared and mesh.data < 2:
         raise PlanError(
-            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has {mesh.data}"
-            f" rank with devices={devices}; use two devices or more, or leave {', '.join(shared)} out"
+            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has one rank:"
+            f" devices={devices}, of which the model axis has {model}; use more devices, a smaller"
+            f" model_parallel_size, or leave {', '.join(shared)} out"
         )
     return mesh
 
