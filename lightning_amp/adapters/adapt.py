@@ -49,10 +49,10 @@ class Adapted:
 
     def add(self, fqn: str, module: nn.Module) -> None:
         """Let ours stand in for a decoder, or raise NotRecognised."""
-        decoder = adapted(module)
+        decoder, compared = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
-        self._forwards[fqn] = module, _Forward(decoder, module)
+        self._forwards[fqn] = module, _Forward(decoder, module, compared=compared)
         self.stand_in()
 
     def stand_in(self) -> None:
@@ -151,6 +151,7 @@ def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) 
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
+            forward.first_batch.derivatives = True
             tell(
                 f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors"
             )
@@ -168,11 +169,11 @@ class _Forward(StandIn):
 
     decoder: AdaptedDecoder
 
-    def __init__(self, decoder: AdaptedDecoder, module: nn.Module) -> None:
+    def __init__(self, decoder: AdaptedDecoder, module: nn.Module, *, compared: bool) -> None:
         super().__init__(decoder)
         self.module = module
         self.snapshot = Snapshot(module)
-        self.first_batch = FirstBatch(module, decoder)
+        self.first_batch = FirstBatch(module, decoder, derivatives=not compared)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
         """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.

@@ -49,6 +49,7 @@ from lightning_amp.adapters.recognise.small_copy import (
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.first_pass import DEPTH, mark_of
 from lightning_amp.parallel.checks.likelihood import checking_values
+from lightning_amp.parallel.checks.same_function import failure
 
 CLOSE = 1e-9
 TOTAL = "log-probability"
@@ -93,8 +94,8 @@ class _Case:
 
 
 @checking_values(True)
-def adapted(module: nn.Module) -> AdaptedDecoder:
-    """Our decoder for a foreign one.
+def adapted(module: nn.Module) -> tuple[AdaptedDecoder, bool]:
+    """Our decoder for a foreign one, and whether both were compared at the real size.
 
     Raises:
         NotRecognised: No form of ours computes what the module does.
@@ -108,15 +109,15 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
         raise
     except Exception as error:
         if problem := settings_problem(module):
-            raise NotRecognised(f"fails in the comparison with {error!r}{problem}") from error
+            raise NotRecognised(f"fails in the comparison with {failure(error)}{problem}") from error
         raise ModelError(
             f"the decoder {type(module).__name__!r} has the parts of HiGLUE's, and fails where it is compared with"
-            f" ours, with {error!r}: repair that, or name techniques that change no decoder, such as strategies='S1',"
-            " under which it is trained as any other module"
+            f" ours, with {failure(error)}: repair that, or name techniques that change no decoder, such as"
+            " strategies='S1', under which it is trained as any other module"
         ) from error
 
 
-def _adapted(module: nn.Module) -> AdaptedDecoder:
+def _adapted(module: nn.Module) -> tuple[AdaptedDecoder, bool]:
     family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
     layout = family.read(module)
     if "forward" in vars(module) or module._compiled_call_impl is not None:
@@ -130,9 +131,10 @@ def _adapted(module: nn.Module) -> AdaptedDecoder:
     names = hooked(module, decoder)
     if names:
         raise NotRecognised(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
-    if sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES:
+    small_enough = sum(needed_bytes(module, decoder)) <= AT_ONCE_BYTES
+    if small_enough:
         _check_real_size(family, module, layout, form)
-    return decoder
+    return decoder, small_enough
 
 
 def _check_real_size(family: _Family, module: nn.Module, layout: Layout, form: Form) -> None:

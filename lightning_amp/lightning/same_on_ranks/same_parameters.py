@@ -1,5 +1,7 @@
 """What ranks hold in common is still equal: compared before validations, in saves, and at the end of a fit.
 
+Where the policy has chosen the plan, buffers are compared after the first step too, and a difference ends the run.
+
 A replicated parameter or a buffer is compared over all ranks, a shard over the data axis, and rows of fsdp over the
 groups of ranks that have the same. Gradients are made equal, so
 only what a rank writes by itself can tell parameters apart; buffers are told apart by running statistics of the rank's
@@ -25,6 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.parallel.contract.sharded_parameter import is_split, local
 from lightning_amp.parallel.s1_data.batch_norm import is_local, is_shared
@@ -104,6 +107,29 @@ def warn_of_differences(
         )
 
 
+def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
+    """Refuse buffers that a rank has changed from its own cells in the first step; all ranks call it.
+
+    Args:
+        module, mesh, apart: As for `warn_of_differences`.
+
+    Raises:
+        PlanError: On all ranks.
+    """
+    if mesh.size(0) == 1:
+        return
+    held, parts = common_buffers(module), set[int]()
+    if apart:
+        held, parts = _of_stages(held)
+    if found := differing(held, mesh, parts):
+        raise PlanError(
+            f"after the first step, {_named(found)}. A rank has changed them from its own cells, as a running statistic"
+            f" of the batch is changed, so that the {mesh.size(0)} ranks of the data axis train another model than one"
+            f" device does. {SHARE_STATISTIC}. With strategies='S1' by name the run goes on with a warning; a buffer"
+            " that nothing reads can be registered with persistent=False"
+        )
+
+
 def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]:
     """What is not on all ranks is a part, and compared over the data axis; where it is not, zeros are."""
     absent = torch.tensor([tensor.is_meta for tensor in held.values()], dtype=torch.uint8)
@@ -114,11 +140,18 @@ def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]
 
 
 def _told(what: str, found: list[Difference], step: int) -> str:
+    return (
+        f"after step {step}, {_named(found, what)}. These ranks train different models, and a checkpoint has the first"
+        " one's."
+    )
+
+
+def _named(found: list[Difference], what: str = "buffers") -> str:
     first = "; ".join(f"{name!r} by {off:.1e}, on ranks {ranks!r}" for name, off, ranks in found[:SHOWN])
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return (
-        f"after step {step}, {what} differ between ranks that should have the same (by so much of the first such rank's"
-        f" largest entry): {first}{more}. These ranks train different models, and a checkpoint has the first one's."
+        f"{what} differ between ranks that should have the same (by so much of the first such rank's largest entry):"
+        f" {first}{more}"
     )
 
 

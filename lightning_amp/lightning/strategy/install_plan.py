@@ -52,7 +52,7 @@ from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.planning.policies.race import Result, Strategies
-from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.planning.reports.plan_report import labels, techniques
 from lightning_amp.quantities import format_bytes, format_seconds
 
 
@@ -149,12 +149,15 @@ class InstalledPlan:
         )
 
     def _race(self) -> None:
-        """Let the plans that may run race from the next batch on, in the place of a race that has begun."""
+        """Say which plan trains; start a race from the next batch on, if plans may race, and end the one before."""
         self._end_race()
         first, entered = self._plan.strategies, _entered(self._plan)
         if self._may_race() and entered - {first}:
             callback = RaceOfPlans(first, entered, switch=self.switch, tell=self._tell_result)
             self._end_race = put_first(self._trainer, callback)
+            rank_zero_info("training starts with this plan; the first steps race it against others that fit")
+        elif self._trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(f"training with this plan: {labels(self._plan)}")
 
     def switch(self, strategies: Strategies) -> None:
         """Put the modules of another plan in the place of those that are installed; all ranks call it between steps.

@@ -374,10 +374,10 @@ def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:
 
 
 def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
-    """Of the file that was asked for, else of the device, with a note where it is not known.
+    """Rates of the file in the request, else of the device, with a note where the device is not known.
 
-    A CPU is measured where plans may race, which makes the choice one of this machine at this time anyway; without a
-    race the same request gets the same plan.
+    A CPU is measured only before a race, whose outcome depends on the machine and the moment anyway. Without a race,
+    the default, nothing is measured, and the same request gets the same plan.
     """
     if request.rates is not None:
         found, note = Rates.read(request.rates), ""

@@ -49,7 +49,7 @@ class Request:
     device_memory: str | int | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
-    race: bool = True
+    race: bool = False
     rescue: bool = False
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def races(self) -> bool:
-        """Whether its choice may be changed by a race; hooks that look for NaN keep modules where they are."""
+        """Whether a race may change its choice; hooks that look for NaN keep modules where they are."""
         return self.race and self.chooses and not self.check_finite
 
     @property

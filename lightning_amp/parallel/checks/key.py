@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_amp.parallel.checks.cached_check import remembered, settings_of
+from lightning_amp.parallel.checks.same_function import failure
 from lightning_amp.parallel.contract.hooks import KINDS
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY
 from lightning_amp.shapes import PerAnchor
@@ -129,7 +130,7 @@ def _tried(alone: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
             with warnings.catch_warnings(action="ignore"):
                 alike = run is None or all(_alike(run, v, part) for part in parts)
         except Exception as error:
-            return f"has a {name!r} that fails on an example, with stand-ins for its children, with {error!r}"
+            return f"has a {name!r} that fails on an example, with stand-ins for its children, with {failure(error)}"
         if not alike:
             return f"has a {name!r} that returns other values for some of the {things} than for all of them"
     return ""

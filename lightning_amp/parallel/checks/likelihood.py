@@ -11,6 +11,7 @@ tried with and without.
 Known limit: what a likelihood does with other numbers than those of the examples is not seen.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from lightning_amp._torch import values_are_checked
+from lightning_amp.parallel.checks.same_function import failure
 
+ARGUMENTS = ("x", "log_mu", "log_theta", "zi_logits")
 RTOL = 1e-9
 CELLS = 3
 IMPOSSIBLE = 20.0, 8.0, -1000.0
@@ -62,9 +65,21 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
     names = sorted(leaf.state_dict())
     if names:
         return f"has the state {names!r}"
+    if problem := _call_problem(leaf):
+        return problem
     tries = product((False, True), EXAMPLES, (1, CELLS))
     differences = (_difference(leaf, ours, one, rows, whole, checked) for checked, one, rows in tries)
     return next(filter(None, differences), "")
+
+
+def _call_problem(leaf: nn.Module) -> str:
+    """Whether a likelihood takes other arguments, such as that of a binarized stratum."""
+    parameters = inspect.signature(leaf.forward)
+    try:
+        parameters.bind(*ARGUMENTS)
+    except TypeError:
+        return f"takes {list(parameters.parameters)!r}, where counts with many zeros have {list(ARGUMENTS)!r}"
+    return ""
 
 
 def _difference(
@@ -76,7 +91,7 @@ def _difference(
         try:
             found = _values(leaf, example, rows, whole=whole[checked])
         except Exception as error:
-            return f"fails on a small example with {error!r}"
+            return f"fails on a small example with {failure(error)}"
     names = ("value", "gradient", "gradient", "gradient")
     for what, own, other in zip(names, found, expected, strict=True):
         if not torch.allclose(own, other, rtol=RTOL, atol=RTOL):

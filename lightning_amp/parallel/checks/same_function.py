@@ -38,7 +38,7 @@ def mismatch(
         rtol: Relative tolerance; 0 asks for equal numbers.
     """
     if not isinstance(candidate, nn.Module):
-        return f"is {candidate!r}"
+        return f"is {shown(candidate)} and no module"
     state = sorted(candidate.state_dict())
     if state:
         return f"has the state {state!r}"
@@ -50,11 +50,22 @@ def mismatch(
         except InstallError:
             raise
         except Exception as error:
-            return f"fails on a small example with {error!r}"
+            return f"fails on a small example with {failure(error)}"
     for name, right in expected.items():
         if not _same(found[name], right, rtol):
             return f"returns {_difference(name, found[name], right)} for a small example"
     return ""
+
+
+def shown(value: object) -> str:
+    """A value in a message: a layer with its settings, a module of several by its class alone."""
+    composed = isinstance(value, nn.Module) and any(True for _ in value.children())
+    return repr(type(value).__name__) if composed else repr(value)
+
+
+def failure(error: Exception) -> str:
+    """An error in a message."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _same(found: Any, right: Any, rtol: float) -> bool:

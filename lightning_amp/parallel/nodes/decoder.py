@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.key import rows_problem
+from lightning_amp.parallel.checks.same_function import failure
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
@@ -146,7 +147,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
         local = alone.shape == rows[0, :w].shape and torch.allclose(alone, among, rtol=1e-8)
     except Exception as error:
         raise _refusal(
-            decoder, f"has {fqn!r} that fails on an example with {error!r}", "bucketed attention"
+            decoder, f"has {fqn!r} that fails on an example with {failure(error)}", "bucketed attention"
         ) from error
     if not local:
         raise _refusal(

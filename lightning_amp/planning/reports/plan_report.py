@@ -73,8 +73,13 @@ def plan_report(plan: Plan) -> str:
     said = [note for note in plan.notes if not note.startswith(LEAST)]
     notes = [*said, *([shortfall(plan)] if plan.fits is False else [])]
     sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
-    names = ", ".join(map(label, plan.strategies)) or "single-device execution"
-    return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
+    heading = "\n".join(wrap(f"Plan (policy {plan.policy}): {labels(plan)}", WIDTH))
+    return "\n\n".join([heading, *sections])
+
+
+def labels(plan: Plan) -> str:
+    """The plan's techniques in words."""
+    return ", ".join(map(label, plan.strategies)) or "single-device execution"
 
 
 # they print as their reports; they lie in rooms that know none

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
@@ -199,7 +200,7 @@ def scaled(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
             trainer = trainer_of(
                 rank,
                 ranks,
-                AMPStrategy(),
+                AMPStrategy(strategies="S1"),
                 max_epochs=2,
                 default_root_dir=folder,
                 enable_checkpointing=also == "saves",
@@ -241,3 +242,32 @@ def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is
 
 def distance(found: dict[str, Tensor], one: dict[str, Tensor]) -> float:
     return max(float((found[name].double() - value.double()).norm()) for name, value in one.items())
+
+
+def chosen(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """What a fit whose plan the policy chooses says of a running scale, and the buffer after that."""
+    found = {}
+    for kind, scaler in (SCALERS | {"late": partial(RunningScale, late=True)}).items():
+        module = Scaled(scaler()).double()
+        loader = DataLoader([cells(6, seed=s + 9 * rank) for s in range(3)], batch_size=None)
+        trainer = trainer_of(rank, ranks, AMPStrategy(), max_epochs=1, default_root_dir=folder)
+        try:
+            trainer.fit(
+                module, DataLoader([{n: v.double() for n, v in b.items()} for b in loader], batch_size=None)
+            )
+            found[kind] = f"trained {trainer.global_step} steps"
+        except PlanError as error:
+            found[kind] = str(error)
+    return found
+
+
+def test_a_policy_that_chooses_refuses_a_running_scale_of_the_rank_s_own_cells(tmp_path: Path) -> None:
+    (one,) = run_ranks(chosen, 1, tmp_path, tmp_path)
+    assert set(one.values()) == {"trained 3 steps"}
+    results = run_ranks(chosen, 2, tmp_path, tmp_path)
+    for found in results:
+        assert found["shared"] == "trained 3 steps"
+        for kind in ("own", "late"):
+            assert found[kind].startswith("after the first step, buffers differ between ranks")
+            assert "'encoder.0.mean'" in found[kind]
+            assert "With strategies='S1' by name the run goes on" in found[kind]
