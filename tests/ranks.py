@@ -12,6 +12,7 @@ import pickle
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -96,7 +97,7 @@ def run_ranks(
     Args:
         body: A function at the top level of its module; its result must be picklable.
         world_size: Ranks.
-        tmp_path: An empty folder.
+        tmp_path: A folder.
         *args: Given to every rank.
         timeout: Seconds for the body, not counting the start of the processes.
         fresh: Start processes for this call alone: `body` measures its process, or changes what outlives it.
@@ -109,15 +110,17 @@ def run_ranks(
     # by value: multiprocessing would hand over a file for every tensor
     sent = pickle.dumps((body, args))
     try:
+        # two calls may have one folder, and what the first has left of its meeting is in the way
+        meet = tempfile.mkdtemp(dir=tmp_path)
         for rank, connection in enumerate(connections):
-            connection.send((sent, rank, world_size, tmp_path, Path.cwd(), dict(os.environ)))
+            connection.send((sent, rank, world_size, Path(meet), Path.cwd(), dict(os.environ)))
         reports = _collect(connections, START_S)
         if all(ok for ok, _ in reports.values()) and len(reports) == world_size:
             reports = _collect(connections, timeout)
         failed = [(rank, text) for rank, (ok, text) in reports.items() if not ok]
         if failed or len(reports) < world_size:
             processes = [process for process, _ in ranks]
-            stacks = _stacks(processes, set(range(world_size)) - set(reports), tmp_path)
+            stacks = _stacks(processes, set(range(world_size)) - set(reports), Path(meet))
             first = (
                 f"rank {failed[0][0]} failed:\n{failed[0][1]}" if failed else "ranks gave no answer in time"
             )

@@ -90,7 +90,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             if type(value) is FakeTensor:
                 if value.fake_mode is not self or value.constant is not None:
                     return False
-                if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+                if not _is_plain(value):
                     return False
                 key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
                 key.append(value.requires_grad)
@@ -125,7 +125,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _made(self, result: Any, args: Any, kwargs: Any) -> _Made | None:
         if type(result) is not FakeTensor or result.constant is not None or result.requires_grad:
             return None
-        if result.layout is not torch.strided or result.is_conj() or result.is_neg():
+        if not _is_plain(result):
             return None
         shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
         made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
@@ -138,3 +138,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         with as_meta(self):
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its layout; forward derivatives are zeros without memory, for one."""
+    if tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())

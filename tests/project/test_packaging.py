@@ -78,7 +78,7 @@ def test_the_recipe_of_conda_needs_what_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     recipe = yaml.safe_load((ROOT / ".ci" / "recipe.yaml").read_text())
     # conda's names of two packages; extras are packages of their own there
-    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base", "PyYAML": "pyyaml"}
     declared = [re.sub(r"\[.*\]", "", line) for line in project["dependencies"]]
     wanted = {re.sub(r"^[\w-]+", lambda name: names.get(name[0], name[0]), line) for line in declared}
     found = {line.replace(" ", "") for line in recipe["requirements"]["run"]}

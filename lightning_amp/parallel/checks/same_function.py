@@ -64,8 +64,8 @@ def shown(value: object) -> str:
 
 
 def failure(error: Exception) -> str:
-    """An error in a message."""
-    return f"{type(error).__name__}: {error}"
+    """An error in a message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _same(found: Any, right: Any, rtol: float) -> bool:
