@@ -17,6 +17,10 @@ from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 
 # a function of torch that is written in Python is run, and what it calls is looked up
 from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
+
+# one operator with its schema, and all overloads of one name
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
@@ -26,6 +30,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 __all__ = [
     "AUTOGRAD_AND_AUTOCAST",
+    "OpOverload",
+    "OpOverloadPacket",
     "disable_torch_function",
     "enable_torch_function",
     "excluded_keys",
@@ -58,7 +64,7 @@ for _name in _KEYS:
         AUTOGRAD_AND_AUTOCAST = AUTOGRAD_AND_AUTOCAST | DispatchKeySet(getattr(DispatchKey, _name))
 
 
-def is_composite(func: torch._ops.OpOverload) -> bool:
+def is_composite(func: OpOverload) -> bool:
     """Whether an operator consists of others, of which autograd sees each."""
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 

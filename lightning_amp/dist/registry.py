@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.dist._torch import tree_leaves
 from lightning_amp.errors import ShardError
 
 Handler = Callable[..., Any]
@@ -44,7 +45,7 @@ _METHODS = ("add", "sub", "mul", "truediv", "neg", "radd", "rmul", "rsub", "pow"
 POINTWISE = (
     {getattr(home, name) for home in (torch, Tensor) for name in _NAMES}
     | {getattr(Tensor, f"__{name}__") for name in _METHODS}
-    | {F.gelu, torch._C._nn.silu, F.softplus}
+    | {F.gelu, F.silu, F.softplus}
 )
 """Functions whose result has the shape of their tensors where these have one shape; for the fast path."""
 
@@ -78,7 +79,7 @@ def name_of(func: Any) -> str:
 def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -> ShardError:
     """The error of an operator that cannot be computed on parts, with the module that has called it."""
     name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
-    tensors = [describe(t) for t in torch.utils._pytree.tree_leaves(list(args)) if isinstance(t, Tensor)]
+    tensors = [describe(t) for t in tree_leaves(list(args)) if isinstance(t, Tensor)]
     remedy = (
         remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
     )
