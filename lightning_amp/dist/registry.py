@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_amp.dist._torch import tree_leaves
+from lightning_amp.dist._torch import disable_torch_function, tree_leaves
 from lightning_amp.errors import ShardError
 
 Handler = Callable[..., Any]
@@ -91,7 +91,7 @@ def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -
 def describe(x: Tensor) -> str:
     """Shape and splits of a tensor."""
     splits = getattr(x, "splits", None)
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function():
         shape = tuple(x.shape)
     return f"{shape!r} ({splits})" if isinstance(splits, tuple) else f"{shape!r}"
 
