@@ -202,9 +202,9 @@ def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
 
 
 def length_of(batch: Any) -> int | None:
-    """The length of the first dimension that most tensors of a batch have; None where no tensor has a dimension."""
+    """The length of the first dimension that more than half of a batch's tensors have; None where there is none."""
     found = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
-    return max(sorted(set(found)), key=found.count) if found else None
+    return next((length for length in set(found) if 2 * found.count(length) > len(found)), None)
 
 
 def resize(batch: Any, batch_size: int) -> Any:

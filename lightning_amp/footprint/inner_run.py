@@ -246,9 +246,9 @@ class _Here(SingleDeviceStrategy):
             self.optimizers[0].add_param_group({"params": late})
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass begins, be it inside the optimiser's step."""
+        """A forward pass begins."""
         recorder = self._counter.recorder
-        recorder.optimising, recorder.in_step = False, True
+        recorder.begin_step(args[0] if args else None)
         returned = super().training_step(*args, **kwargs)
         recorder.end_step(returned)
         return returned

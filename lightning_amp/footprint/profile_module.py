@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule
 
 from lightning_amp._torch import FakeTensorMode
+from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import OverBudget
 from lightning_amp.footprint.failed_step import of_transform, why_values
@@ -98,6 +99,12 @@ def counted_step(
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
+    if batch_size is not None and length_of(batch) is None:
+        lengths = sorted({tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()})
+        raise ModelError(
+            f"a batch_size of {batch_size!r} was asked for, and the tensors of the batch have {lengths!r} rows: no more"
+            " than half of them have one length, which another could stand for; leave batch_size out"
+        )
     name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
     for with_values in (False, True):
         while True:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_amp._torch import autograd_node, autograd_order
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch_parts import parts_in, tensors_in
 from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.summarize import BACKWARD, FORWARD, OPTIMISER, Head, Life
@@ -40,7 +40,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
         in_step: Whether the module's training step runs now, and no backward pass that it has left to the Trainer.
-        returned: Storages of what the training step has returned last.
+        lengths: Of the first dimensions of the tensors that the training step has got last.
+        returned: Storages of what it has returned last.
         went_back: Modules whose nodes a backward pass has gone through that the training step began by itself.
         first_bytes, left_bytes: As of ModuleProfile, of the step before.
 
@@ -55,6 +56,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
         self.optimising = self.in_step = False
+        self.lengths: frozenset[int] = frozenset()
         self.returned: list[Life] = []
         self.went_back: set[str] = set()
         self.first_bytes = self.left_bytes = 0
@@ -96,6 +98,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
+
+    def begin_step(self, batch: Any) -> None:
+        """The module's training step begins, be it inside the optimiser's step."""
+        self.optimising, self.in_step = False, True
+        tensors = (part for part in parts_in(batch) if isinstance(part, Tensor) and part.dim())
+        self.lengths = frozenset(tensor.shape[0] for tensor in tensors)
 
     def end_step(self, returned: Any) -> None:
         """The module's training step has returned, or raised."""

@@ -101,7 +101,12 @@ def count_step(
     passes: Passes | str = NO_BLOCKS
     if names:
         passes = "the tensors of its batch have no length in common"
-        if rows is not None:
+        if len(step.lengths) > 1:
+            # as nodes and edges of graphs: rows of one of them point to rows of another
+            passes = (
+                f"no micro-batch can be cut from its batch, whose tensors have {sorted(step.lengths)!r} rows"
+            )
+        elif rows is not None:
             passes = passes_of(step, names, rows=rows, values=bool(reason))
     return CountedStep(
         profile=profile_of(step, step.whole_lives, reason, rows),

@@ -168,7 +168,13 @@ class StepOfModule:
         counted = next((one for one in self._passes.values() if one is not whole), None)
         between = whole.at(counted, rows) if isinstance(counted, Passes) else None
         if between is None and rows not in self._passes:
-            self._count_step(rows, rates)
+            try:
+                self._count_step(rows, rates)
+            except AmpError as error:
+                # rows of a graph, or of sequences end to end, are no batch by themselves
+                self._passes[rows] = (
+                    f"a micro-batch of {rows} of the batch's {whole.rows} rows cannot be counted: {error}"
+                )
         return self._passes[rows] if between is None else between
 
     def _count_step(self, rows: int | None, rates: Rates) -> CountedStep:

@@ -173,6 +173,50 @@ def test_a_step_that_shows_that_a_technique_cannot_be_is_refused_by_its_name() -
     assert "pipeline" in planned(Swapped, "pipeline").strategies
 
 
+class Graphs(Small):
+    """Layers on nodes and the edges between them, of several graphs end to end."""
+
+    def __init__(self, *, reads_values: bool) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.reads_values = reads_values
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        x, (source, target), graph = batch["x"], batch["edge_index"], batch["graph"]
+        for layer in self.net:
+            x = x.index_add(0, target, torch.tanh(layer(x))[source])
+        n = int(graph.max()) + 1 if self.reads_values else len(batch["y"])
+        return (x.new_zeros(n, 8).index_add(0, graph, x).mean(1) - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("reads_values", [False, True])
+def test_collated_graphs_have_no_micro_batches_and_are_planned(reads_values: bool) -> None:
+    torch.manual_seed(0)
+    batch = {
+        "x": torch.randn(9, 8),
+        "edge_index": torch.randint(9, (2, 30)),
+        "graph": torch.arange(9) // 3,
+        "y": torch.randn(3),
+    }
+    step = StepOfModule(Graphs(reads_values=reads_values), lambda: batch, around=Around())
+    found = diagnose_module(step.seen(CPU_CORE), ranks=2)
+    assert "tensors have [2, 3, 9] rows" in found.does_not_help["pipeline"]
+
+
+def test_a_micro_batch_that_fails_is_a_pipeline_that_cannot_be() -> None:
+    """Rows of a batch that point to other rows of it."""
+
+    class Pointing(Blocks):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            x, others = batch[:, :40], batch[:, 40].long()
+            assert int(others.max()) < len(x), "of the whole batch"
+            return self.net(x)[others].square().mean()
+
+    batch = torch.cat([torch.randn(8, 40), torch.arange(8.0).flip(0)[:, None]], 1)
+    found = StepOfModule(Pointing(), lambda: batch, around=Around()).seen(CPU_CORE)
+    assert "cannot be counted" in diagnose_module(found, ranks=2, budget=1).does_not_help["pipeline"]
+
+
 def test_a_pipeline_that_was_not_counted_does_not_fit() -> None:
     counted, unknown = planned(Blocks, "pipeline", "1GiB"), planned(Skipping, "pipeline", "1GiB")
     assert (counted.fits, counted.uncounted) == (True, "")
