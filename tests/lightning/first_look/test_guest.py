@@ -259,6 +259,8 @@ def all_that_is_seen(strategy: Any, folder: Path, *, run: str, values: bool = Fa
         for name, (_, write, _) in SETTINGS.items():
             if name != "filters":
                 write(before[name])  # type: ignore[operator]
+        # a device that was set, be it the default, is a mode of torch functions
+        torch.set_default_device(None)
     return {
         "events": [event for event in events if event[1] not in MOVED],
         "moved": Counter(event for event in events if event[1] in MOVED),
