@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
@@ -180,6 +181,9 @@ def plan_in_force(
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
     request, here, _ = facts.request, facts.here, facts.speeds
+    if request.device_memory is not None and facts.step is not None and given is None:
+        # of long loops it takes ten seconds and more
+        rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
 
     def decide() -> Plan:
         asked = request.plan if given is None else given

@@ -142,6 +142,11 @@ class Candidates:
             )
         return self._around[hot]
 
+    @property
+    def thinned(self) -> bool:
+        """Whether some regions were not looked at, for there were too many."""
+        return self._search.thinned
+
     def _of(self, region: Region) -> Candidate:
         # the search keeps its regions, so that no two have one identity
         if id(region) not in self._known:

@@ -366,6 +366,11 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         base = _on_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
+    if "chunk" in best.strategies and seen.chunks is not None and seen.chunks.known and seen.chunks.thinned:
+        notes.append(
+            f"{seen.chunks.thinned[0]!r} has more regions that could run in chunks than are compared: those with the"
+            " fewest bytes alive before and behind them were"
+        )
     notes += _missing(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(
