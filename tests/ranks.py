@@ -52,6 +52,9 @@ POOL: list[tuple[Any, Connection]] = []
 MARKED = True
 """Whether the running test is marked `ranks` (conftest.py sets it), so that `make check` can leave it out."""
 
+NO_WORD = "the process ended without a word"
+"""Of a rank that has ended before it has reported."""
+
 BOOKKEEPING = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators of functional collectives that move nothing."""
 
@@ -120,7 +123,8 @@ def run_ranks(
         failed = [(rank, text) for rank, (ok, text) in reports.items() if not ok]
         if failed or len(reports) < world_size:
             processes = [process for process, _ in ranks]
-            stacks = _stacks(processes, set(range(world_size)) - set(reports), Path(meet))
+            crashed = {rank for rank, text in failed if text == NO_WORD}
+            stacks = _stacks(processes, set(range(world_size)) - set(reports) | crashed, Path(meet))
             first = (
                 f"rank {failed[0][0]} failed:\n{failed[0][1]}" if failed else "ranks gave no answer in time"
             )
@@ -174,7 +178,7 @@ def _collect(connections: list[Connection], timeout: float) -> dict[int, tuple[b
             try:
                 reports[rank] = connection.recv()
             except EOFError:
-                reports[rank] = (False, "the process ended without a word")
+                reports[rank] = (False, NO_WORD)
             if not reports[rank][0]:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return reports
@@ -218,6 +222,8 @@ def _run(
     body, args = pickle.loads(sent)
     with (folder / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        # a crash of the process leaves its stacks there
+        faulthandler.enable(stack, all_threads=True)
         import torch.distributed as dist
 
         store = dist.FileStore(str(folder / "store"), world_size)
@@ -234,6 +240,7 @@ def _run(
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
 
 
 @contextmanager

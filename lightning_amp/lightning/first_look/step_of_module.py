@@ -276,7 +276,7 @@ def refused_techniques(module: LightningModule, step: CountedStep, *, values: bo
         why = why or (
             "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
             f" for which the parameters of {gone_back[0]!r} would have to be gathered once more: train with"
-            " strategies='S1'"
+            " strategies='S1', or, where it is loss.backward(), call self.manual_backward(loss)"
         )
     return {**({"fsdp": why} if why else {}), **step.refused}
 
