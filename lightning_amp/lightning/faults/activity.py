@@ -1,11 +1,12 @@
-"""What a rank is doing, read from the stack of its main thread: nothing has to be noted while it trains.
+"""What a rank is doing: the hook and the batch that Lightning has noted, and the stack of its main thread.
 
 The hook is the innermost function on the stack that has the name of one of Lightning's hooks; a rank waits for others
 while the innermost frames are torch.distributed's, or that of our own wait for a collective that is on its way.
 
 The stack of a thread that runs on meanwhile is read by faulthandler, which reads it as it lies and makes no frame
 objects: walking those while torch's dispatch modes run is a memory error sooner or later (CPython 3.11, torch 2.13),
-seen as crashes and as ranks that hang.
+seen as crashes and as ranks that hang. It also reads the state of threads that a C++ thread makes at that moment, which
+has crashed a rank once: so a stack is read only of a rank that has stood still for seconds.
 
 Known limits: on CUDA a rank waits for the device, not in a collective, so it is not known to wait for other ranks; of
 a stack deeper than faulthandler's 100 functions the hook is the one that Lightning has noted, if any.
@@ -92,6 +93,11 @@ class _Frame(NamedTuple):
 
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.M)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+
+
+def doing_as_noted(trainer: pl.Trainer | None) -> Doing:
+    """What Lightning has noted of the run; no stack is read."""
+    return _doing((), trainer)
 
 
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:

@@ -1,7 +1,7 @@
 """Failure detector: heartbeats to rank 0 over TCP; when a rank ends, all others learn which and why, and end too.
 
     every rank <-> rank 0          a TCP connection with a daemon thread at either end
-    once a second                  each says what its main thread is doing, and for how long it has been so
+    once a second                  each says in which hook and batch it is, and for how long; after some seconds, where
     a rank raises                  it says so before it ends; rank 0 passes it on
     a rank is killed               the kernel closes its connection
     a rank hangs, or its machine   `lost_after` seconds of silence
@@ -40,6 +40,10 @@ ASKED_GRACE_S = 0.5
 CAUSE_S = 3.0
 """How long a rank whose collective broke waits to learn whose fault it is."""
 EXIT_STATUS = 1
+SLOW_S = 5.0
+"""After which the stack of a rank is read, then each time it has stood still for half as long again."""
+NEAR = 0.8
+"""Share of `stuck_after` from which it is read every time: it tells who waits for whom."""
 FLUSH_S = 1.0
 PAUSE_TICKS = 3
 """A look for messages that took longer than so many ticks was a pause of the process."""
@@ -81,6 +85,7 @@ class Detector:
         self,
         rank: int,
         look: Callable[[], Doing],
+        look_closely: Callable[[], Doing] | None = None,
         *,
         limits: Limits,
         listener: socket.socket | None,
@@ -90,12 +95,13 @@ class Detector:
     ) -> None:
         self.fault: Fault | None = None
         self._rank, self._look, self._limits, self._token = rank, look, limits, token
+        self._look_closely, self._next_close = look_closely or look, SLOW_S
         self._children = list(children)
         self._seen: dict[int, _Seen] = {}
         self._known, self._over = threading.Event(), threading.Event()
         self._learned = self._said = 0.0
         self._last: tuple[Any, ...] = ()
-        self._since = time.monotonic()
+        self._since, self._doing = time.monotonic(), Doing()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -243,9 +249,15 @@ class Detector:
         state = (doing.hook, doing.place, doing.batches)
         if state != self._last or not doing.batches:
             self._last, self._since = state, now
-        self._idle, self._doing = now - self._since, doing
+            self._doing, self._next_close = doing, SLOW_S
+        self._idle = now - self._since
+        if self._idle >= self._next_close or self._idle >= NEAR * self._limits.stuck_after:
+            # a stack is not read more often than it takes to say who is stuck: see activity.py
+            self._doing, self._next_close = self._look_closely(), 1.5 * self._idle
         for seen in self._seen.values():
-            seen.link.send(doing=str(doing), waiting=bool(doing.waiting), idle=self._idle, host=this_host())
+            seen.link.send(
+                doing=str(self._doing), waiting=bool(self._doing.waiting), idle=self._idle, host=this_host()
+            )
 
     def _look_around(self) -> None:
         """Find who is silent; on rank 0 also who is stuck."""

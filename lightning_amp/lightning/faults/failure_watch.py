@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import launch_process_observer, trainer_of
-from lightning_amp.lightning.faults.activity import doing_of_exception, doing_of_thread
+from lightning_amp.lightning.faults.activity import doing_as_noted, doing_of_exception, doing_of_thread
 from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
 from lightning_amp.lightning.faults.interrupt import (
@@ -111,10 +111,10 @@ class FailureWatch:
         link = None if first else _link_to_first(address, port, rank=strategy.global_rank)
         if link is None and not first:
             return
-        look = partial(doing_of_thread, threading.get_ident(), trainer)
         self._detector = Detector(
             strategy.global_rank,
-            look,
+            partial(doing_as_noted, trainer),
+            partial(doing_of_thread, threading.get_ident(), trainer),
             limits=self._limits,
             listener=listener,
             link=link,
