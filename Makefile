@@ -84,7 +84,7 @@ extras: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[test,lint]' --constraint constraints.txt
 	touch $(STAMP)
 
 $(DOCS)/.installed: pyproject.toml constraints.txt

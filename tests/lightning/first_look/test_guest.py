@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torchmetrics import MeanMetric
+from torchmetrics import MeanSquaredError
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -185,7 +185,7 @@ def kinds(folder: Path, events: list[Any], *, values: bool) -> tuple[type, type,
             if base is pl.LightningModule:
                 self.net, self.mean = (
                     nn.Sequential(nn.Linear(3, 3), nn.Dropout()),
-                    MeanMetric(nan_strategy="disable"),
+                    MeanSquaredError(),
                 )
 
         parts = own | {name: hook(name) for name in hooks}
@@ -193,7 +193,7 @@ def kinds(folder: Path, events: list[Any], *, values: bool) -> tuple[type, type,
 
     def step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.net(batch).square().mean()
-        self.mean(loss.detach())
+        self.mean(loss.detach()[None], torch.zeros(1))
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("mean", self.mean, on_epoch=True)
         return loss * 2 if values and loss.item() > 0.5 else loss
