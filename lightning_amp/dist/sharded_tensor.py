@@ -106,6 +106,10 @@ class ShardedTensor(Tensor):
         """This rank's part."""
         return self.local
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Names of the tensors that it holds, for what counts bytes."""
+        return ["local"], None
+
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank; a collective, with gradients."""
         return part_in(self, WHOLE)

@@ -62,9 +62,12 @@ class Technique:
     needs_mesh: bool = False
 
 
-BY_STRATEGY = (*STRATEGIES["S1"].specs, *STRATEGIES["fsdp"].specs)
-"""Carried out by the Lightning strategy itself: gradients, batch statistics, the sampler and parameters that are split
-over the data axis, not a module swap."""
+BY_STRATEGY = (
+    *STRATEGIES["S1"].specs,
+    *(spec for row in STRATEGIES.values() if row.data_axis or row.steps for spec in row.specs),
+)
+"""Carried out by the Lightning strategy itself: gradients, batch statistics, the sampler, parameters that are split
+over the data axis, and steps that take the place of the module's; not a module swap."""
 
 OF_BLOCKS = (specs.RecomputeBlock, specs.ChunkBlock)
 """For blocks of any module, outside of a decoder where there is one."""

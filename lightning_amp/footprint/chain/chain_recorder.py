@@ -29,7 +29,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.first_pass import FirstPass, random_state, same_random, unrepeatable
-from lightning_amp.footprint.live_bytes import Read, tensors_of
+from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.standing_for import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -221,7 +221,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call.inputs, call.input_bytes = self._lives_of(tensors), sum(t.nbytes for t in tensors)
+        call.inputs, call.input_bytes = self._lives_of(tensors), _bytes_of(tensors)
         call.parameter_bytes = sum(p.nbytes for p in block.parameters())
         self._aside = True
         first = FirstPass(block, (args, kwargs), {})
@@ -236,7 +236,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
-        call.outputs, call.output_bytes = self._lives_of(results), sum(t.nbytes for t in results)
+        call.outputs, call.output_bytes = self._lives_of(results), _bytes_of(results)
         return result
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,9 +272,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:
-        return self._lives_in(
-            tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided
-        )
+        return self._lives_in(storage for _, storage in storages_of(tensors))
 
     def _lives_in(self, storages: Iterable[torch.UntypedStorage]) -> list[Life]:
         found = (self._of_key.get(id(storage)) for storage in storages)
@@ -388,3 +386,11 @@ def _apart(result: Any) -> Any:
 
 def _empty(shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what is here of some tensors: of a wrapper those of its parts."""
+    return sum(
+        sum(part.nbytes for part, _ in storages_of([t])) if hasattr(t, "__tensor_flatten__") else t.nbytes
+        for t in tensors
+    )

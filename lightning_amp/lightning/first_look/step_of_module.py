@@ -35,12 +35,16 @@ from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
 from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen, StageChunks
+from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
+from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 T = TypeVar("T")
+Steps = Callable[[LightningModule], dict[str, Any]]
+"""Module -> what takes the place of its steps, by name."""
 
 
 class StepOfModule:
@@ -52,6 +56,8 @@ class StepOfModule:
         around: What is known of the run.
         batch_size: Another length of the batch.
         trains: Whether the module itself is to train; one that is only planned may be without values.
+        steps: A technique, ranks of the model axis, and the steps that take the place of the module's while it is
+            counted.
     """
 
     def __init__(
@@ -62,9 +68,10 @@ class StepOfModule:
         around: Around,
         batch_size: int | None = None,
         trains: bool = False,
+        steps: tuple[str, int, Steps] | None = None,
     ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
-        self._trains = trains
+        self._trains, self._steps = trains, steps
         self._batch_size = batch_size
         self._calls: dict[int | None, tuple[BlockCall, ...]] = {None: ()}
         self._batch: Any = None
@@ -84,6 +91,7 @@ class StepOfModule:
         decoder: bool = False,
         values: bool = True,
         limit_bytes: int | None = None,
+        steps: tuple[str, int, Steps] | None = None,
     ) -> "StepOfModule | None":
         """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
         or none if one was looked for. Without `values` a step that needs them is not counted, and with `limit_bytes` it
@@ -97,7 +105,7 @@ class StepOfModule:
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
         around = replace(around, values=values, limit_bytes=limit_bytes)
         loaders, why = training_loaders(trainer)
-        return cls(module, partial(_batch_of, loaders, why), around=around, trains=True)
+        return cls(module, partial(_batch_of, loaders, why), around=around, trains=True, steps=steps)
 
     def seen(self, rates: Rates, *, fsdp: FullyShard | None = None, shared_statistics: bool = False) -> Seen:
         """Take one batch and profile the step as it is.
@@ -115,6 +123,8 @@ class StepOfModule:
         step = self._count_step(None, rates)
         self._profiles[_places(())], chain = step.profile, step.chain
         tables = partial(block_tables, self._module, self._calls[None], shared=shared_statistics)
+        if self._steps is not None:
+            return self._seen_stepped(step, rates, *self._steps[:2])
         return Seen(
             profile=step.profile,
             chain=chain,
@@ -130,6 +140,20 @@ class StepOfModule:
             refused=refused_techniques(self._module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
             notes=tuple(self._notes(step)),
+        )
+
+    def _seen_stepped(self, step: CountedStep, rates: Rates, name: str, ranks: int) -> Seen:
+        """Of rank 0 with the steps of a technique, and what that goes together with."""
+        others = {other for other in TECHNIQUES if other not in STRATEGIES[name].together}
+        return Seen(
+            profile=step.profile,
+            chain=step.chain,
+            units=units_of(self._module),
+            rates=rates,
+            no_stages=f"it was not tried together with {name}",
+            refused=dict.fromkeys(others, f"it was not tried together with {name}"),
+            over_model=ranks,
+            notes=(*self._notes(step), f"the step was counted on rank 0 of the model axis, with {name}"),
         )
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
@@ -250,6 +274,8 @@ class StepOfModule:
 
     def _counted(self, count: Callable[..., T], rows: int | None = None) -> T:
         size = self._batch_size if rows is None else rows
+        steps = {} if self._steps is None else self._steps[2](self._module)
+        vars(self._module).update(steps)
         try:
             return count(self._module, self._batch, batch_size=size, around=self._around)
         except AmpError:
@@ -259,6 +285,9 @@ class StepOfModule:
                 f"a profile was asked for of {type(self._module).__name__!r}, which failed in a way that it should not:"
                 f" {type(error).__name__}: {error}"
             ) from error
+        finally:
+            for name in steps:
+                vars(self._module).pop(name, None)
 
 
 def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:

@@ -54,6 +54,7 @@ class TrainingStep:
         shards: The sharded parameters.
         bucket_bytes, check_finite: As for AMPStrategy.
         own_statistics: Whether buffers that a rank changes from its own cells are accepted.
+        over_model: Whether a rank of the model axis has gradients of its part of the samples, to be averaged.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TrainingStep:
         bucket_bytes: int,
         check_finite: bool,
         own_statistics: bool,
+        over_model: bool = False,
     ) -> None:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight = CellWeight(mesh["data"], device)
@@ -79,7 +81,7 @@ class TrainingStep:
             sharded=[parameter.shard for parameter in shards.over_model],
             apart=shards.apart,
             bucket_bytes=bucket_bytes,
-            rounds_differently=device.type == "cuda",
+            rounds_differently=over_model or device.type == "cuda",
         )
         # loss scaling overflows on purpose and skips such steps
         scaled = getattr(precision, "scaler", None) is not None

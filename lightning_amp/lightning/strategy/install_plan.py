@@ -44,6 +44,7 @@ from lightning_amp.lightning.strategy.refusals import (
     check_rescue,
 )
 from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.lightning.strategy.stepped import install_steps
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
@@ -106,6 +107,7 @@ class InstalledPlan:
         check_precision(installed, self._trainer.precision_plugin, self._plan)
         self._undo.append(count_replicas_once(self._model, self._mesh))
         check_callbacks(installed, getattr(self._trainer, "callbacks", ()), self._plan)
+        self._undo.append(install_steps(self._trainer.lightning_module, self._plan, self._mesh))
         shards = self._staged() or Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
         self._race()

@@ -8,7 +8,7 @@ from functools import cached_property
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
@@ -24,6 +24,7 @@ from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
+from lightning_amp.lightning.strategy.stepped import dry_steps, with_options
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,
@@ -77,7 +78,7 @@ class Facts:
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
         bounded = request.device_memory is not None and request.if_unfit == "refuse"
         limit = self.budget if bounded else None
-        self.step = StepOfModule.of(trainer, limit_bytes=limit)
+        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=dry_steps(request, here))
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = {
             name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
@@ -115,6 +116,9 @@ class Facts:
             # it was to run with values, and there was not enough memory for that
             raise
         except AmpError as error:
+            if isinstance(error.__cause__, ShardError):
+                # an operator of the step has no parts, and would fail in the run too
+                raise error.__cause__ from None
             return None, f"{NO_PROFILE}: {error}"
 
     @cached_property
@@ -246,7 +250,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
             node_devices=here.node_ranks,
         )
         made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
-        made = with_sharding(made, request.sharding, launches=rates.launches)
+        made = with_options(with_sharding(made, request.sharding, launches=rates.launches), request)
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
 

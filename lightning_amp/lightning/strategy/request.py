@@ -1,5 +1,6 @@
 """What a person asks of the strategy, checked before any process is started."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -31,6 +32,8 @@ OPTIONS_OF = {
     "schedule": "pipeline",
     "fsdp_ranks": "fsdp",
     "fsdp_offload": "fsdp",
+    "sequence_dim": "sequence",
+    "sequence_grid": "sequence",
 }
 """Options that say how one strategy is done, which has to be asked for by name."""
 
@@ -65,6 +68,9 @@ class Request:
     fsdp_ranks: int | None = None
     fsdp_offload: bool = False
     device_speeds: Literal["measure"] | None = None
+    sequence_dim: Mapping[str, int | Sequence[int]] | None = None
+    sequence_sizes: str | Sequence[int] = "even"
+    sequence_grid: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

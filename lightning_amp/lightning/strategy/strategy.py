@@ -10,7 +10,7 @@ and a norm taken by hand, are those of the rank's part (`gradient_norm` has all)
 told.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
@@ -62,6 +62,7 @@ from lightning_amp.lightning.strategy.over_data_axis import shard_fully, share_s
 from lightning_amp.lightning.strategy.request import Request, one_of
 from lightning_amp.parallel.s1_data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import with_steps
 
 
 class AMPStrategy(MeshStrategy):
@@ -107,6 +108,9 @@ class AMPStrategy(MeshStrategy):
         fsdp_ranks: int | None = None,
         fsdp_offload: bool = False,
         device_speeds: Literal["measure"] | None = None,
+        sequence_dim: Mapping[str, int | Sequence[int]] | None = None,
+        sequence_sizes: str | Sequence[int] = "even",
+        sequence_grid: str = "",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -136,6 +140,10 @@ class AMPStrategy(MeshStrategy):
             fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
+            sequence_dim: Of `strategies="sequence"`: tensors of the batch and the dims that are split over the model
+                axis, such as `{"ids": 1, "labels": 1}`; `{"batch": 1}` where the batch is a tensor.
+            sequence_sizes: "even", "causal", or the sizes of the ranks' parts.
+            sequence_grid: Ranks along each of two dims, such as "2x2".
             process_group_backend, timeout, start_method: As for DDPStrategy.
 
         Raises:
@@ -233,6 +241,7 @@ class AMPStrategy(MeshStrategy):
                 bucket_bytes=int(self.request.bucket_mb * MIB),
                 check_finite=self.request.check_finite,
                 own_statistics=self.own_statistics,
+                over_model=bool(with_steps(plan.strategies)),
             )
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]

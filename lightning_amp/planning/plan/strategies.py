@@ -14,6 +14,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
 from lightning_amp.planning.plan.specs import Spec
+from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
 
 if TYPE_CHECKING:
     from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
@@ -36,6 +37,11 @@ class StrategyInfo:
         data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
         install: Technique of a strategy from outside: (module, spec, mesh) -> Change or module. None for S1 to S5,
             whose techniques `parallel/install.py` knows.
+        steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
+            name: a technique that lies in one folder, and that the Lightning strategy carries out. Gradients of its
+            steps are averaged over the model axis too. "" for all others.
+        together: Of such a technique: the strategies that it goes together with.
+        asked: Of such a technique: its spec with the options that a person has given.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
             memory model is to see instead; None leaves its savings out.
     """
@@ -49,6 +55,9 @@ class StrategyInfo:
     model_axis: bool = False
     data_axis: bool = False
     install: Callable[..., Any] | None = None
+    steps: str = ""
+    together: tuple[str, ...] = ()
+    asked: "Callable[[Any, Any], Spec] | None" = None
     shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
 
     @property
@@ -214,6 +223,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         shrinks="inner tensors of a block to those of one chunk",
         specs=(specs.ChunkBlock,),
     ),
+    "sequence": StrategyInfo(**SEQUENCE),
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
@@ -329,6 +339,11 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     return in_order({"S1", *ids})
 
 
+def with_steps(strategies: Iterable[str]) -> str:
+    """The strategy whose steps take the place of the module's; "" where none is among them."""
+    return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
+
+
 def specs_by_name() -> dict[str, type[Spec]]:
     """Types of all specs by the name that stands in a plan's JSON."""
     return {spec.__name__: spec for info in STRATEGIES.values() for spec in info.specs}
@@ -345,7 +360,7 @@ def targets_of(strategy: str, shape: "ModelShape") -> Sequence[Target]:
     for target in found:
         fqn, spec = target if isinstance(target, tuple) and len(target) == 2 else (None, None)
         # "" is the whole module, which no technique from outside can replace
-        named = isinstance(fqn, str) and bool(fqn or info.data_axis)
+        named = isinstance(fqn, str) and bool(fqn or info.data_axis or info.steps)
         if not named or type(spec) not in info.specs:
             raise PlanError(
                 f"targets of {strategy} returned {target!r}; allowed are pairs of a module's name or pattern and a"

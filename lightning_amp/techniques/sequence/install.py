@@ -1,16 +1,17 @@
 """Install `sequence`: the steps of a LightningModule run on batches that are split over the model axis."""
 
-from functools import partial
+from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch.distributed.device_mesh import DeviceMesh
 
+import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
-from lightning_amp.techniques.sequence.step import STEPS, SequenceStep
+from lightning_amp.techniques.sequence.step import STEPS, step_of
 
 
 def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
@@ -37,7 +38,8 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
                 " define it in the class"
             )
         if getattr(type(module), name, None) is not getattr(LightningModule, name, None):
-            changed[name] = partial(SequenceStep(name, how), module)
+            # a copy of the module has a method that is bound to the copy
+            changed[name] = MethodType(step_of(getattr(type(module), name), name, how), module)
     return changed
 
 

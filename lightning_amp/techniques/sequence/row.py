@@ -1,7 +1,10 @@
 """The row of `sequence` in the table of strategies, and the spec that its rule has in a plan."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from lightning_amp.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +23,53 @@ class SequenceParallel:
     grid: str = ""
 
 
+def asked(spec: SequenceParallel, request: Any) -> SequenceParallel:
+    """The spec with `sequence_dim`, `sequence_sizes` and `sequence_grid` of a request.
+
+    Raises:
+        PlanError: There is no `sequence_dim`, or a value outside what is allowed.
+    """
+    dims, sizes, grid = request.sequence_dim, request.sequence_sizes, request.sequence_grid
+    if not (isinstance(dims, Mapping) and dims and all(map(_is_dims, dims.values()))):
+        raise PlanError(
+            f"sequence_dim={dims!r} was given; sequence requires a dictionary from tensors of the batch to the dims"
+            " that are split, such as {'ids': 1, 'labels': 1}, {'0.image': [2, 3]} for two dims, or {'batch': 1} where"
+            " the batch is a tensor"
+        )
+    written = ",".join(f"{path}:{'/'.join(map(str, _each(own)))}" for path, own in dims.items())
+    if isinstance(sizes, Sequence) and not isinstance(sizes, str):
+        sizes = ",".join(map(str, sizes))
+    if sizes not in ("even", "causal") and not all(part.strip().isdecimal() for part in sizes.split(",")):
+        raise PlanError(
+            f"sequence_sizes={request.sequence_sizes!r} was given; allowed are 'even', 'causal', and the sizes of the"
+            " ranks' parts, such as [5, 7]"
+        )
+    two = any(len(_each(own)) == 2 for own in dims.values())
+    if two != bool(grid):
+        raise PlanError(
+            f"sequence_grid={grid!r} was given with sequence_dim={dims!r}; a tensor with two dims requires a grid of"
+            " the model axis, such as '2x2', and one dim requires none"
+        )
+    return replace(spec, dims=written, sizes=sizes, grid=grid)
+
+
+def _each(dims: Any) -> tuple[int, ...]:
+    return (dims,) if isinstance(dims, int) else tuple(dims)
+
+
+def _is_dims(dims: Any) -> bool:
+    if isinstance(dims, int):
+        return True
+    return isinstance(dims, list | tuple) and 1 <= len(dims) <= 2 and all(isinstance(d, int) for d in dims)
+
+
 ROW: dict[str, Any] = {
     "title": "sequence parallel",
     "shrinks": "samples to a rank's part of each",
     "specs": (SequenceParallel,),
+    "targets": lambda shape: [("", SequenceParallel(dims=""))],
     "model_axis": True,
+    "steps": "lightning_amp.techniques.sequence.install",
+    "together": ("S1", "recompute"),
+    "asked": asked,
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,35 +17,27 @@ from lightning_amp.techniques.sequence.split_batch import HowToSplit, mapped
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class SequenceStep:
-    """A step of a LightningModule; called with the module, so that a deep copy of it runs its own.
+def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
+    """A step of a LightningModule that splits its batch, and returns whole tensors.
 
     Args:
+        step: The module's.
         name: Of the step.
         how: Which dims are split.
     """
 
-    def __init__(self, name: str, how: HowToSplit) -> None:
-        self.name, self.how = name, how
-
-    def __call__(self, module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the step returns; its tensors are whole.
-
-        Raises:
-            ShardError: An operator of the step cannot be computed on parts.
-        """
-        step: Callable[..., Any] = getattr(type(module), self.name)
-        with guarded(self.how.axes), whole_in_metrics(module):
-            found = step(module, self.how.batch(batch), *args, **kwargs)
-            self._check_loss(found)
+    @wraps(step)
+    def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded(how.axes), whole_in_metrics(module):
+            found = step(module, how.batch(batch), *args, **kwargs)
+            loss = found.get("loss") if isinstance(found, dict) else found
+            if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
+                raise ShardError(
+                    f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
+                )
             return mapped(found, lambda _, x: _whole(x))
 
-    def _check_loss(self, found: Any) -> None:
-        loss = found.get("loss") if isinstance(found, dict) else found
-        if self.name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
-            raise ShardError(
-                f"{self.name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
-            )
+    return split
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""LightningModules that know nothing of ranks, and how their batches are split."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
+
+DIM, LENGTH, WORDS = 8, 11, 7
+
+
+class Steps(pl.LightningModule):
+    """All four steps, which write down their losses; trained in float64 by SGD with momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.losses: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train", loss, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Text(Steps):
+    """A causal transformer with learned positions, whose head has the embedding's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(WORDS, DIM), nn.Parameter(0.1 * torch.randn(LENGTH, DIM))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(DIM, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.embed(batch["ids"]) + self.positions
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch).flatten(0, 1), batch["labels"].flatten(), ignore_index=0)
+
+
+class Padded(Steps):
+    """A transformer over genes of which some are padding, pooled by a mean over those that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, DIM)
+        self.block = nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
+        self.head, self.error = nn.Linear(DIM, 1), MeanSquaredError()
+
+    def forward(self, batch: Any) -> Tensor:
+        genes, padding, _ = batch
+        x = self.block(self.embed(genes), src_key_padding_mask=padding)
+        kept = (~padding)[..., None].to(x.dtype)
+        return self.head((x * kept).sum(1) / kept.sum(1))[:, 0]
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self(batch)
+        if not self.training:
+            self.error(found, batch[2])
+            self.log("error", self.error)
+        return F.mse_loss(found, batch[2])
+
+
+class Picture(Steps):
+    """A small U-Net with batch norm, pooling, transposed convolution and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU())
+        self.low = nn.Sequential(
+            nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.GELU()
+        )
+        self.up, self.out = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        high = self.down(image)
+        return self.out(torch.cat([high, self.up(self.low(high))], 1))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch) - batch[:, :1].roll(1, 2)).square().mean()
+
+
+class Noisy(Steps):
+    """Diffusion noise and dropout: random numbers are those of one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, DIM), nn.ReLU(), nn.Dropout(0.3), nn.Linear(DIM, 3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        noise = torch.randn_like(batch)
+        return (self(batch + 0.3 * noise) - noise).square().mean()
+
+
+class Case(NamedTuple):
+    """A module, its batch for a seed, and options of the strategy."""
+
+    module: Callable[[], Steps]
+    batch: Callable[[], Any]
+    options: dict[str, Any]
+
+
+def _text() -> dict[str, Tensor]:
+    ids = torch.randint(WORDS, (3, LENGTH + 1))
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def _genes() -> tuple[Tensor, Tensor, Tensor]:
+    padding = torch.arange(LENGTH) >= torch.tensor([11, 6, 3])[:, None]
+    return torch.randn(3, LENGTH, 3).double(), padding, torch.randn(3).double()
+
+
+CASES = {
+    "text": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}}),
+    "text, causal parts": Case(
+        Text, _text, {"sequence_dim": {"ids": 1, "labels": -1}, "sequence_sizes": "causal"}
+    ),
+    "text, recompute": Case(
+        Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute"}
+    ),
+    "padded": Case(Padded, _genes, {"sequence_dim": {"0": 1, "1": 1}}),
+    "picture": Case(
+        Picture,
+        lambda: torch.randn(2, 2, 12, 8).double(),
+        {"sequence_dim": {"batch": 2}, "sequence_sizes": [8, 4]},
+    ),
+    "noise": Case(Noisy, lambda: torch.randn(4, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
+    "one sample": Case(Noisy, lambda: torch.randn(1, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
+}
+RANDOM = ["noise", "one sample"]
+TWO_DIMS = Case(
+    Picture,
+    lambda: torch.randn(2, 2, 12, 8).double(),
+    {"sequence_dim": {"batch": [2, 3]}, "sequence_grid": "2x2"},
+)

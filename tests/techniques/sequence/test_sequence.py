@@ -1,0 +1,203 @@
+"""Claim: a module whose samples are split over ranks trains, validates and predicts as one process does, in float64;
+its peak is predicted; what is not supported is refused before anything is trained.
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import PlanError, ShardError
+from lightning_amp.planning.plan.plan import Plan
+from tests.any_module import Meter
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.ranks import run_ranks
+from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, Case, Noisy, Text
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def run(case: Case, rank: int, ranks: int, *, rows: slice = slice(None), **options: Any) -> dict[str, Any]:
+    """Three steps with a validation, then a prediction; of one rank without the strategy."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    batches = [case.batch() for _ in range(3)]
+    if rows != slice(None):
+        batches = [batch[rows] for batch in batches]
+    loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "callbacks": [meter],
+    }
+    if ranks > 1:
+        own = {"strategies": "sequence", "model_parallel_size": ranks, **case.options, **options}
+        given |= {"strategy": AMPStrategy(**own), "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
+    else:
+        given["devices"] = 1
+    trainer = Trainer(**QUIET | given, use_distributed_sampler=False)
+    module = case.module().double()
+    trainer.fit(module, loader, loader)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    plan = getattr(trainer.strategy, "plan", None)
+    found = trainer.predict(module, loader)
+    assert not [name for name in vars(module) if name.endswith("_step")], "the module is as it was"
+    return {
+        "losses": module.losses,
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "metrics": metrics,
+        "predicted": found,
+        "plan": plan,
+        "peak": meter.live.peak,
+    }
+
+
+def close(found: dict[str, Any], right: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(right["losses"], rel=1e-12)
+    assert found["metrics"] == pytest.approx(right["metrics"], rel=1e-12)
+    for name, value in right["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-10, atol=1e-12)
+    for one, other in zip(found["predicted"], right["predicted"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def all_cases(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
+    found = {name: run(CASES[name], rank, ranks) for name in names}
+    return {name: {**one, "plan": one["plan"].to_json()} for name, one in found.items()}
+
+
+@pytest.mark.ranks
+def test_modules_train_as_one_process_does(tmp_path: Path) -> None:
+    """Losses, metrics, parameters, buffers and predictions; with the predicted peak."""
+    found = run_ranks(all_cases, 2, tmp_path, [*CASES])
+    three = run_ranks(all_cases, 3, tmp_path, RANDOM)
+    for name, case in CASES.items():
+        # random numbers are others than those of one process, and the same on any number of ranks
+        right = three[0][name] if name in RANDOM else run(case, 0, 1)
+        for rank in found:
+            close(rank[name], right)
+        plan = Plan.from_json(found[0][name]["plan"])
+        assert plan.strategies[-1] == "sequence", name
+        assert plan.mesh.model == 2
+        assert found[0][name]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05), name
+
+
+def on_a_grid(rank: int, ranks: int) -> dict[str, Any]:
+    return {**run(TWO_DIMS, rank, ranks), "plan": None}
+
+
+def over_data_too(rank: int, ranks: int) -> dict[str, Any]:
+    """Two ranks of the data axis have two samples each."""
+    case = CASES["noise"]
+    net = Case(lambda: Plain(), case.batch, case.options)
+    own = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    return {**run(net, rank, ranks, rows=own, model_parallel_size=2), "plan": None}
+
+
+class Plain(Noisy):
+    """Without random numbers, whose order depends on how samples are dealt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch) - batch.cumsum(1)).square().mean()
+
+
+@pytest.mark.ranks
+def test_two_dims_and_a_data_axis(tmp_path: Path) -> None:
+    right = run(TWO_DIMS, 0, 1)
+    for found in run_ranks(on_a_grid, 4, tmp_path):
+        close(found, right)
+    right = run(Case(Plain, CASES["noise"].batch, {}), 0, 1)
+    for found in run_ranks(over_data_too, 4, tmp_path):
+        for name, value in right["state"].items():
+            torch.testing.assert_close(found["state"][name], value, rtol=1e-10, atol=1e-12)
+
+
+class Recurrent(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(3, 3, batch_first=True)  # type: ignore[assignment]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)[0]
+
+
+class PerPosition(Noisy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean((0, 2))
+
+
+REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], str]] = {
+    "no dims": (lambda: CASES["noise"], {"sequence_dim": None}, PlanError, "sequence requires a dictionary"),
+    "no tensor": (
+        lambda: CASES["noise"],
+        {"sequence_dim": {"x": 1}},
+        ShardError,
+        "has no tensor at 'x'; it has 'batch'",
+    ),
+    "no dim": (lambda: CASES["noise"], {"sequence_dim": {"batch": 3}}, ShardError, "dim 3 of 'batch'"),
+    "sizes": (lambda: CASES["noise"], {"sequence_sizes": [4, 4]}, ShardError, "one size per rank"),
+    "grid": (lambda: CASES["noise"], {"sequence_grid": "2x1"}, PlanError, "one dim requires none"),
+    "fsdp": (lambda: CASES["noise"], {"strategies": "sequence,fsdp"}, PlanError, "fsdp"),
+    "chunk": (lambda: CASES["text"], {"strategies": "sequence,chunk"}, PlanError, "chunk"),
+    "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
+    "an operator": (
+        lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options),
+        {},
+        ShardError,
+        "lstm' in 'Recurrent', .*test_sequence.py",
+    ),
+    "a loss that is no number": (
+        lambda: Case(PerPosition, CASES["noise"].batch, CASES["noise"].options),
+        {},
+        ShardError,
+        "a loss is a number",
+    ),
+}
+
+
+def refused(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (make, options, _, _) in REFUSED.items():
+        try:
+            run(make(), rank, ranks, **options)
+            found[name] = "", ""
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
+@pytest.mark.ranks
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(refused, 2, tmp_path):
+        for name, (_, _, kind, words) in REFUSED.items():
+            assert found[name][0] == kind.__name__, (name, found[name])
+            assert re.search(words, found[name][1]), (name, found[name])
+
+
+def test_options_are_checked_before_processes_start() -> None:
+    with pytest.raises(
+        PlanError, match="sequence_dim=.* which is of sequence; ask for strategies='sequence'"
+    ):
+        AMPStrategy(sequence_dim={"x": 1})
+    assert Text().losses == []
