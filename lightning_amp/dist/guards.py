@@ -4,7 +4,6 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 `torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,6 @@ from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_err
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import MeshAxis
 
-_GRAD = torch.autograd.grad
 PASSED_ON = ("RegisterPostBackwardFunction",)
 """Functions of torch that return their tensors as they are: FSDP2's, which waits for a block's gradients."""
 
@@ -32,6 +30,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         axes: All axes that tensors of the step may be split over.
     """
     apply = torch.autograd.Function.__dict__["apply"]
+    engine = torch.autograd._engine_run_backward
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
@@ -51,59 +50,62 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             raise shard_error(cls, tree_leaves(args), "autograd Functions do not see parts", remedy=remedy)
         return found
 
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-        return _grad(axes, outputs, inputs, grad_outputs, **kwargs)
+    def run(outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
+        if kwargs.get("accumulate_grad"):
+            return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
+        return _gradients(
+            axes, outputs, inputs, seeds, lambda o, i, s: engine(o, s, retain, create, i, *args, **kwargs)
+        )
 
-    FUNCTIONS[_GRAD] = grad
-    names = _names_of(_GRAD)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
+        outs, ins = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
+        seeds = [grad_outputs] * len(outs) if isinstance(grad_outputs, Tensor | None) else list(grad_outputs)
+
+        def plain(o: Any, i: Any, s: Any) -> Any:
+            torch.autograd._engine_run_backward = engine
+            try:
+                return torch.autograd.grad(o, i, s, **kwargs)
+            finally:
+                torch.autograd._engine_run_backward = run
+
+        return _gradients(axes, outs, ins, seeds, plain)
+
+    FUNCTIONS[torch.autograd.grad] = grad
     try:
         torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
-        for home, name in names:
-            home[name] = grad
+        torch.autograd._engine_run_backward = run
         # ranks have to issue the same collectives when blocks run again
         with set_checkpoint_early_stop(False):
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        for home, name in names:
-            home[name] = _GRAD
-        FUNCTIONS.pop(_GRAD, None)
+        torch.autograd._engine_run_backward = engine
+        FUNCTIONS.pop(torch.autograd.grad, None)
 
 
-def _names_of(function: Callable[..., Any]) -> list[tuple[dict[str, Any], str]]:
-    """The modules, as dictionaries, that have a function under a name, as after `from torch.autograd import grad`."""
-    homes = [home for home in gc.get_referrers(function) if isinstance(home, dict) and "__spec__" in home]
-    return [
-        (home, name)
-        for home in homes
-        for name, value in home.items()
-        if value is function and home["__name__"] != __name__
-    ]
-
-
-def _grad(
-    axes: Sequence[MeshAxis], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
+def _gradients(
+    axes: Sequence[MeshAxis],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    run: Callable[[list[Tensor], list[Tensor], list[Tensor]], Sequence[Tensor | None]],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of values inside a step.
 
     Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole input is
     the sum of what the ranks find; that of a split one is its owner's.
     """
-    outs, ins = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
-    seeds = [grad_outputs] * len(outs) if isinstance(grad_outputs, Tensor | None) else list(grad_outputs)
-    parts = list[Tensor | None]()
-    for out, seed in zip(outs, seeds, strict=True):
-        missing = [axis.size for axis in axes if splits_of(out).on(axis) is None]
+    parts = list[Tensor]()
+    for out, seed in zip(outputs, seeds, strict=True):
         given = torch.ones_like(local_of(out)) if seed is None else part_in(seed, splits_of(out))
-        for size in missing:
-            given = given / size
-        parts.append(given)
-    found = _GRAD(list(map(local_of, outs)), list(map(local_of, ins)), parts, **kwargs)
-    result = list[Tensor | None]()
-    for value, one in zip(found, ins, strict=True):
-        whole = value
         for axis in axes:
-            if whole is not None and splits_of(one).on(axis) is None:
-                whole = all_reduce(whole, axis)
-        result.append(None if whole is None else wrap(whole, splits_of(one)))
-    return tuple(result)
+            given = given if splits_of(out).on(axis) is not None else given / axis.size
+        parts.append(given)
+    found = list(run([local_of(t) for t in outputs], [local_of(t) for t in inputs], parts))
+    for i, one in enumerate(inputs):
+        for axis in axes:
+            if found[i] is not None and splits_of(one).on(axis) is None:
+                found[i] = all_reduce(found[i], axis)
+        found[i] = None if found[i] is None else wrap(found[i], splits_of(one))
+    return tuple(found)

@@ -11,8 +11,8 @@ def own_part(whole: Tensor, dim: int, owners: Owners, rank: int) -> Tensor:
     """A rank's indices of a dim of a whole tensor; the gradient of others' is zero."""
     if owners.repeat == 1:
         return pick(whole, dim, owners.spans[rank])
-    spans = Owners.of(owners.runs, owners.size).spans[rank]
-    return pick(whole.unflatten(dim, (owners.repeat, -1)), dim + 1, spans).flatten(dim, dim + 1)
+    periods = whole.unflatten(dim, (owners.repeat, -1))
+    return pick(periods, dim + 1, owners.one_period.spans[rank]).flatten(dim, dim + 1)
 
 
 def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_amp.errors import ShardError
@@ -13,41 +12,15 @@ from lightning_amp.errors import ShardError
 Handler = Callable[..., Any]
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
+LOST = "it writes into a copy, which is a view of a tensor in torch; other ranks would not see the write"
+BY_RULE = object()
+"""What a handler returns where the rules of flow say what happens."""
 OPERATORS: dict[str, Handler] = {}
-"""By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result."""
+"""By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result, plan or BY_RULE."""
 FUNCTIONS: dict[Any, Handler] = {}
 """By function of Python, such as torch.Tensor.register_hook: (*args, **kwargs) -> result."""
 AUTOGRAD_FUNCTIONS: dict[type[torch.autograd.Function], Handler] = {}
 """By Function: (*args) -> result, in place of `apply`."""
-
-_NAMES = (
-    *(
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "exp",
-        "log",
-        "sqrt",
-        "rsqrt",
-        "abs",
-        "erf",
-        "sigmoid",
-        "tanh",
-        "cos",
-        "sin",
-    ),
-    *("pow", "square", "reciprocal", "relu"),
-)
-_METHODS = ("add", "sub", "mul", "truediv", "neg", "radd", "rmul", "rsub", "pow")
-POINTWISE = (
-    {getattr(home, name) for home in (torch, Tensor) for name in _NAMES}
-    | {getattr(Tensor, f"__{name}__") for name in _METHODS}
-    | {F.gelu, torch._C._nn.silu, F.softplus}
-)
-"""Functions whose result has the shape of their tensors where these have one shape; for the fast path."""
-
 
 def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
     """Add the handler of operators of aten, by their names without overload."""
@@ -89,10 +62,8 @@ def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -
 
 def describe(x: Tensor) -> str:
     """Shape and splits of a tensor."""
-    splits = getattr(x, "splits", None)
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = tuple(x.shape)
-    return f"{shape!r} ({splits})" if isinstance(splits, tuple) else f"{shape!r}"
+    shape = tuple(getattr(x, "whole_shape", None) or x.shape)
+    return f"{shape!r} ({x.splits})" if hasattr(x, "whole_shape") else f"{shape!r}"
 
 
 def _caller() -> str:

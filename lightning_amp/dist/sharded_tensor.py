@@ -10,21 +10,22 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist._torch import disable_torch_function, skip_one_torch_function
-from lightning_amp.dist.below_autograd import STATE, above_autograd, below_autograd
+from lightning_amp.dist._torch import skip_one_torch_function
+from lightning_amp.dist.below_autograd import STATE
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
-from lightning_amp.dist.registry import FUNCTIONS, POINTWISE, shard_error
+from lightning_amp.dist.registry import FUNCTIONS, shard_error
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits, axis_of
 from lightning_amp.errors import ShardError
 
-Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-DISPATCH: list[Dispatch] = []
-"""What computes an operator on parts; dispatch.py puts it here, for it needs this module."""
+Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+COMPUTE: dict[str, Compute] = {}
+"""What computes a "function" or an "operator" on parts; dispatch.py puts them here, for it needs this module."""
 
 
 class ShardedTensor(Tensor):
@@ -33,19 +34,21 @@ class ShardedTensor(Tensor):
     Attributes:
         local: This rank's part, with its gradient graph.
         splits: How the tensor is split.
+        whole_shape: Its global shape.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
     """
 
     local: Tensor
     splits: Splits
+    whole_shape: torch.Size
     copied: bool
 
     @staticmethod
     def __new__(cls, local: Tensor, splits: Splits, copied: bool = False) -> "ShardedTensor":
         """Wrap a part; nothing is sent, and its shape is not compared with other ranks'."""
-        shape = splits.global_shape(local.shape)
+        shape = torch.Size(splits.global_shape(local.shape))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.splits, made.copied = local, splits, copied
+        made.local, made.splits, made.whole_shape, made.copied = local, splits, shape, copied
         return made
 
     def __init__(self, local: Tensor, splits: Splits, copied: bool = False) -> None:
@@ -67,7 +70,7 @@ class ShardedTensor(Tensor):
             ShardError: A part is empty, or of another size than `sizes` says.
         """
         axis = axis_of(mesh)
-        dim %= local.dim()
+        dim = range(local.dim())[dim]
         if sizes is None:
             found: list[Any] = [None] * axis.size
             dist.all_gather_object(found, local.shape[dim], group=axis.group)
@@ -95,7 +98,7 @@ class ShardedTensor(Tensor):
         """
         if len(self.splits) != 1:
             raise ShardError(f"redistribute of a tensor with {self.splits}; allowed is one mesh axis")
-        axis, dim = self.splits[0].axis, dim % len(shape_of(self))
+        axis, dim = next(iter(self.splits)).axis, range(len(shape_of(self)))[dim]
         n = shape_of(self)[dim]
         owners = Owners.even(n, axis.size) if sizes is None else Owners.contiguous(sizes)
         if owners.n != n or owners.size != axis.size or min(owners.counts) < 1:
@@ -141,46 +144,24 @@ class ShardedTensor(Tensor):
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Send a call to its handler, or down to `__torch_dispatch__`."""
-        if func in POINTWISE and not kwargs:
-            found = _elementwise(func, args)
-            if found is not None:
-                return found
         handler = FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         if isinstance(func, types.FunctionType):
             # written in Python: the operators that it calls arrive here one by one
             return skip_one_torch_function(func, types_, args, kwargs or {})
-        return below_autograd(func, args, kwargs or {})
+        return COMPUTE["function"](func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute an operator on the parts, with autograd."""
-        if not STATE.keys:
+        if not STATE.calls:
             raise shard_error(
                 func, args, "it reached a sharded tensor below autograd, not through torch's functions"
             )
-        with above_autograd():
-            return DISPATCH[0](func, args, kwargs or {})
-
-
-def _elementwise(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The fast path: an elementwise function of tensors that are split alike; None where they are not."""
-    splits, shape, parts = None, None, []
-    for arg in args:
-        if type(arg) is ShardedTensor:
-            if splits is None:
-                splits, shape = arg.splits, arg.local.shape
-            elif arg.splits is not splits or arg.local.shape != shape:
-                return None
-            parts.append(arg.local)
-        elif isinstance(arg, Tensor):
-            return None
-        else:
-            parts.append(arg)
-    return ShardedTensor(func(*parts), cast(Splits, splits))
+        return COMPUTE["operator"](func, args, kwargs or {})
 
 
 def splits_of(x: Any) -> Splits:
@@ -193,12 +174,9 @@ def local_of(x: Any) -> Any:
     return x.local if type(x) is ShardedTensor else x
 
 
-def shape_of(x: Tensor) -> tuple[int, ...]:
+def shape_of(x: Tensor) -> torch.Size:
     """The global shape, without a call to torch's functions of sharded tensors."""
-    if type(x) is ShardedTensor:
-        with disable_torch_function():
-            return tuple(x.shape)
-    return tuple(x.shape)
+    return x.whole_shape if type(x) is ShardedTensor else x.shape
 
 
 def wrap(local: Tensor, splits: Splits, copied: bool = False) -> Tensor:
@@ -216,21 +194,6 @@ def redistribute(x: Tensor, splits: Splits) -> Tensor:
     return wrap(part_in(x, splits), splits)
 
 
-def settled(local: Tensor, splits: Splits, copied: bool = False) -> Tensor:
-    """A tensor of a part whose splits may leave ranks without an index, which no handler has to expect.
-
-    Where there are enough indices they are split evenly, else every rank has the whole of the dim.
-    """
-    for split in splits:
-        axis, dim, owners = split
-        if min(owners.period_counts) > 0:
-            continue
-        want = Split(axis, dim, Owners.even(owners.n, axis.size)) if owners.n >= axis.size else None
-        goal, copied = splits.replaced(axis, want), True
-        local, splits = resplit(local, splits, goal), goal
-    return wrap(local, splits, copied)
-
-
 def in_order(x: Tensor, dim: int) -> Tensor:
     """A tensor whose parts of a dim are ranges in the order of the ranks, if the dim is split."""
     split = splits_of(x).at(dim)
@@ -238,6 +201,12 @@ def in_order(x: Tensor, dim: int) -> Tensor:
         return x
     ordered = split._replace(owners=Owners.contiguous(split.owners.counts))
     return redistribute(x, splits_of(x).replaced(split.axis, ordered))
+
+
+def computed_in(x: Tensor) -> Tensor:
+    """A part in the type in which autocast computes products, for operators that autocast does not see."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def is_view(part: Tensor, of: Tensor) -> bool:

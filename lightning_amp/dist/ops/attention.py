@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp.dist.collectives import reduce_now, ring
-from lightning_amp.dist.ops.random import uniform
-from lightning_amp.dist.owners import Span
+from lightning_amp.dist.ops.random import kept
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.registry import operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
+    computed_in,
     in_order,
     local_of,
     part_in,
@@ -107,18 +107,18 @@ def block_backward(
     return inner @ k, inner.transpose(-1, -2) @ q, weights.to(grad.dtype).transpose(-1, -2) @ grad
 
 
-def _seen(mask: Tensor | None, causal: bool, rows: Span, columns: Span, device: Any) -> Any:
+def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
     """How rows see a block of columns: (whether the kernel is causal, mask); None where they see nothing of it."""
     if not causal:
-        return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns[0] : columns[1]]
-    if columns[0] >= rows[1]:
+        return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns.start : columns.stop]
+    if columns.start >= rows.stop:
         return None
-    if columns[1] - 1 <= rows[0]:
+    if columns.stop - 1 <= rows.start:
         return False, None
-    if rows[0] == columns[0]:
+    if rows.start == columns.start:
         return True, None
-    column = torch.arange(*columns, device=device)
-    return False, column[None] <= torch.arange(*rows, device=device)[:, None]
+    column = torch.arange(columns.start, columns.stop, device=device)
+    return False, column[None] <= torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
 class _Ring(torch.autograd.Function):
@@ -132,8 +132,8 @@ class _Ring(torch.autograd.Function):
         causal: bool,
         scale: float | None,
         axis: MeshAxis,
-        rows: Sequence[Span],
-        columns: Sequence[Span],
+        rows: Sequence[range],
+        columns: Sequence[range],
     ) -> Tensor:
         out: Tensor | None = None
         log_sums = q.new_empty(0)
@@ -142,7 +142,7 @@ class _Ring(torch.autograd.Function):
             at = (axis.rank - step) % axis.size
             arrive = None
             if step + 1 < axis.size:
-                n = _length(columns[(at - 1) % axis.size])
+                n = len(columns[(at - 1) % axis.size])
                 # sent while this block is computed
                 arrive = ring(held, [_with_rows(t, n) for t in (k, v)], axis)
             how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
@@ -173,17 +173,13 @@ class _Ring(torch.autograd.Function):
                 of_q += a
                 held[2] += b
                 held[3] += c
-            n = _length(columns[(at - 1) % axis.size])
+            n = len(columns[(at - 1) % axis.size])
             if step + 1 == axis.size:
                 # home again: only gradients are needed
                 held = [k, v, *ring(held[2:], [_with_rows(t, n) for t in (k, v)], axis)()]
             else:
                 held = ring(held, [_with_rows(t, n) for t in (k, v, k, v)], axis)()
         return of_q, held[2], held[3], None, None, None, None, None, None
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
 
 
 def _with_rows(x: Tensor, n: int) -> list[int]:
@@ -263,11 +259,15 @@ def _attention(
         mask = _mask_of(mask, n, rest, of_q)
     if dropout_p or (mask is not None and mask.requires_grad):
         return _with_weights(q, k, v, mask, dropout_p, is_causal, scale, of_q, axis)
-    dtype = local_of(q).dtype
-    if torch.is_autocast_enabled(local_of(q).device.type):
-        dtype = torch.get_autocast_dtype(local_of(q).device.type)
-    a, b, c = (local_of(t).to(dtype) for t in (q, k, v))
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+    scale, n_values = scale or shape_of(q)[-1] ** -0.5, shape_of(v)[-1]
+    most = max(shape_of(q)[-1], n_values)
+    if shape_of(q)[-1] != n_values:
+        # the kernel wants as many features of values as of keys: zeros change neither
+        q, k, v = (torch.nn.functional.pad(t, (0, most - shape_of(t)[-1])) for t in (q, k, v))
+        found = _attention(func, q, k, v, mask, dropout_p, is_causal, scale=scale)
+        return found[..., :n_values]
+    a, b, c = (computed_in(local_of(t)) for t in (q, k, v))
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(a.dtype)
     if of_q is None:
         assert of_k is not None, "rows or columns are split"
         if is_causal:
@@ -278,10 +278,10 @@ def _attention(
         return wrap(found, rest)
     rows = [spans[0] for spans in of_q.owners.spans]
     if of_k is None:
-        how = _seen(mask, is_causal, rows[axis.rank], (0, shape_of(k)[row]), a.device)
+        how = _seen(mask, is_causal, rows[axis.rank], range(shape_of(k)[row]), a.device)
         seen = how[1]
         if how[0] or (is_causal and seen is None):
-            own = torch.arange(*rows[axis.rank], device=a.device)[:, None]
+            own = torch.arange(rows[axis.rank].start, rows[axis.rank].stop, device=a.device)[:, None]
             seen = torch.arange(shape_of(k)[row], device=a.device)[None] <= own
         found = torch.nn.functional.scaled_dot_product_attention(a, b, c, seen, scale=scale)
         return wrap(found, splits_of(q))
@@ -339,6 +339,6 @@ def _with_weights(
         scores = wrap(part, splits_of(scores))
     weights = torch.softmax(scores, -1)
     if p:
-        keep = uniform(shape_of(weights), splits_of(weights), torch.float64, local_of(q).device)[0] >= p
+        keep = kept(shape_of(weights), splits_of(weights), p, local_of(q).device)
         weights = wrap(local_of(weights) * keep / (1 - p), splits_of(weights))
     return torch.matmul(weights, v)

@@ -1,0 +1,161 @@
+"""Interpolation and adaptive pooling: along a split dim every output is a weighted sum of a few inputs."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import floor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_amp.dist.by_rule import by_rule
+from lightning_amp.dist.ops.windows import Rows, in_parts, with_rows, with_splits
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.registry import BY_RULE, name_of, operator
+from lightning_amp.dist.sharded_tensor import local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.splits import Split
+
+aten = torch.ops.aten
+
+
+class Taps(NamedTuple):
+    """For every output the inputs that it is a weighted sum of, as many for each."""
+
+    places: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> Taps:
+    """The inputs and weights of torch's resampling of one dim.
+
+    Args:
+        mode: "nearest", "nearest-exact", "linear", "cubic", or "mean" for adaptive averages.
+        n_in, n_out: Inputs and outputs.
+        step: Inputs per output.
+        corners: Whether the first and the last values of both lie on each other.
+    """
+    places, weights, most = list[list[int]](), list[list[float]](), -(-n_in // n_out) + 1
+    for o in range(n_out):
+        at = o * step if corners else (o + 0.5) * step - 0.5
+        if mode.startswith("nearest"):
+            # torch computes it in float32
+            exact = 0.5 if mode == "nearest-exact" else 0.0
+            places.append([floor(np.float32(o + exact) * np.float32(step))])
+            weights.append([1.0])
+        elif mode == "mean":
+            start, stop = floor(o * n_in / n_out), -(-(o + 1) * n_in // n_out)
+            places.append([*range(start, stop), *[start] * (most - stop + start)])
+            weights.append([1 / (stop - start)] * (stop - start) + [0.0] * (most - stop + start))
+        elif mode == "linear":
+            low = floor(max(at, 0.0))
+            share = max(at, 0.0) - low
+            places.append([low, low + 1])
+            weights.append([1 - share, share])
+        else:
+            low, t = floor(at), at - floor(at)
+            places.append([low - 1, low, low + 1, low + 2])
+            weights.append([_far(1 + t), _near(t), _near(1 - t), _far(2 - t)])
+    inside = [tuple(min(max(place, 0), n_in - 1) for place in row) for row in places]
+    return Taps(tuple(inside), tuple(map(tuple, weights)))
+
+
+def _near(x: float, a: float = -0.75) -> float:
+    """The cubic weight of an input at most one step away."""
+    return ((a + 2) * x - (a + 3)) * x * x + 1
+
+
+def _far(x: float, a: float = -0.75) -> float:
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def resampled(x: Tensor, split: Split, outputs: Owners, found: Taps) -> Tensor:
+    """A tensor with a split dim resampled, in own rows and without that split."""
+    spans = [own for (own,) in outputs.spans]
+    places, weights = ([rows[own.start : own.stop] for own in spans] for rows in found)
+    rows = [Rows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
+    rank = split.axis.rank
+    x = with_rows(x, split, rows)
+    part, total = local_of(x), None
+    index = torch.tensor(places[rank], device=part.device) - rows[rank].inside.start
+    shares = torch.tensor(weights[rank], dtype=part.dtype, device=part.device)
+    form = [-1, *[1] * (part.dim() - 1 - split.dim)]
+    for tap in range(index.shape[1]):
+        value = part.index_select(split.dim, index[:, tap])
+        value = value if index.shape[1] == 1 else value * shares[:, tap].view(form)
+        total = value if total is None else total + value
+    assert total is not None, "every output has an input"
+    return wrap(total, splits_of(x))
+
+
+MODES = {
+    "upsample_nearest": "nearest",
+    "_upsample_nearest_exact": "nearest-exact",
+    "upsample_linear": "linear",
+    "upsample_bilinear": "linear",
+    "upsample_trilinear": "linear",
+    "upsample_bicubic": "cubic",
+}
+"""Operators by the start of their names, and how they resample one dim."""
+
+
+@operator(*(f"{start}{n}d" for start in MODES for n in (1, 2, 3)))
+def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
+    """One dim after the other: a split dim by its taps, the others by the operator itself."""
+    name, shape = name_of(func), shape_of(x)
+    if not any(d >= 2 for d in splits_of(x).dims):
+        return BY_RULE
+    mode = MODES[name[:-2]]
+    corners = [bool(rest[0])] if mode in ("linear", "cubic") else []
+    given = rest[len(corners) :]
+    # one overload has a scale for all dims, the other one for each
+    scales = list(given[0]) if given and isinstance(given[0], list | tuple) else list(given)
+    scales = scales or [None] * (len(shape) - 2)
+    if size is None:
+        size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
+    x, parts = in_parts(x, range(2, len(shape)), size)
+    local = list(size)
+    for split, outputs in parts:
+        i, n_in, n_out = split.dim - 2, split.owners.n, outputs.n
+        step = 1 / scales[i] if scales[i] else n_in / n_out
+        if any(corners):
+            step = (n_in - 1) / max(n_out - 1, 1)
+        x = resampled(x, split, outputs, taps(mode, n_in, n_out, step, any(corners)))
+        local[i], scales[i] = outputs.counts[split.axis.rank], None
+    if local != list(local_of(x).shape[2:]):
+        plain = getattr(aten, name).default
+        x = wrap(plain(local_of(x), local, *corners, *scales), splits_of(x))
+    return with_splits(x, [split._replace(owners=outputs) for split, outputs in parts])
+
+
+@operator("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def _adaptive_mean(func: Any, x: Tensor, size: Sequence[int]) -> Any:
+    """Along a split dim with few outputs a product with the matrix of averages, added up over the ranks."""
+    first = len(shape_of(x)) - len(size)
+    if not any(d >= first for d in splits_of(x).dims):
+        return BY_RULE
+    size = [m if n is None else n for n, m in zip(size, shape_of(x)[first:], strict=True)]
+    for split in splits_of(x):
+        if split.dim >= first and size[split.dim - first] < split.axis.size:
+            found = taps("mean", split.owners.n, size[split.dim - first], 1.0, False)
+            matrix = local_of(x).new_zeros((len(found.places), split.owners.n))
+            for row, places, weights in zip(matrix, *found, strict=True):
+                row.index_add_(0, torch.tensor(places, device=row.device), row.new_tensor(weights))
+            x = torch.matmul(x.movedim(split.dim, -1), matrix.T).movedim(-1, split.dim)
+    x, parts = in_parts(x, range(first, len(shape_of(x))), size)
+    local = list(size)
+    for split, outputs in parts:
+        if split.owners.n != outputs.n:
+            x = resampled(x, split, outputs, taps("mean", split.owners.n, outputs.n, 1.0, False))
+        else:
+            x = wrap(local_of(x), splits_of(x).replaced(split.axis, None))
+        local[split.dim - first] = outputs.counts[split.axis.rank]
+    return with_splits(by_rule(func, x, local), [split._replace(owners=outputs) for split, outputs in parts])
+
+
+@operator("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def _adaptive_max(func: Any, x: Tensor, size: Sequence[int]) -> Any:
+    """Positions of largest values are those of the whole: split positions are gathered."""
+    first = len(shape_of(x)) - len(size)
+    return by_rule(func, redistribute(x, splits_of(x).without(*range(first, first + len(size)))), size)

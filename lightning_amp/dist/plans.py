@@ -1,0 +1,160 @@
+"""Plans: how an operator is computed on parts. A call that comes again with the same shapes and splits reuses its plan."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_amp.dist.collectives import all_reduce
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.redistribute import resplit
+from lightning_amp.dist.sharded_tensor import ShardedTensor, is_view, local_of, part_in, splits_of
+from lightning_amp.dist.splits import MeshAxis, Splits, because
+
+TENSOR = object()
+"""Stands for the next of the tensors in the arguments of a plan."""
+MAY_COPY = ("reshape", "flatten", "to", "contiguous", "reshape_as", "type_as")
+"""Operators whose schema says that they return a view, and which copy where they have to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one call is computed on parts.
+
+    Attributes:
+        name: Of the operator, for which collectives are counted.
+        arguments: The splits that its tensors are brought to, in the order of the arguments.
+        result: The splits of its results.
+        shapes: Of the results' parts.
+        sums: Axes over which the results are added up.
+        call, args: What is called in place of the operator; None where this is called as the caller did.
+        settled: The splits that the results get in the end, if some ranks have nothing of them; else None.
+        view: Whether torch returns a view of the first tensor: "" for no, "always" or "maybe".
+        mutable: Whether the first tensor is written to and returned.
+    """
+
+    name: str
+    arguments: tuple[Splits, ...]
+    result: Splits
+    shapes: tuple[tuple[int, ...], ...]
+    sums: tuple[MeshAxis, ...] = ()
+    call: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    settled: Splits | None = None
+    view: str = ""
+    mutable: bool = False
+
+
+PLANS: dict[Any, Plan] = {}
+
+
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """What a plan depends on, hashable; the call's tensors are added to a list.
+
+    Raises:
+        TypeError: An argument cannot be a key.
+    """
+    key = (func, *[_frozen(arg, tensors) for arg in args])
+    return (key, tuple((name, _frozen(value, tensors)) for name, value in kwargs.items())) if kwargs else key
+
+
+def _frozen(value: Any, tensors: list[Tensor]) -> Any:
+    kind = type(value)
+    if kind is ShardedTensor:
+        tensors.append(value)
+        return value.whole_shape, value.splits, value.copied, value.local.dtype
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.dtype
+    if kind is list or kind is tuple:
+        return tuple([_frozen(item, tensors) for item in value])
+    if kind is float or kind is complex:
+        # no layout depends on it
+        return kind
+    if kind is slice:
+        return slice, _frozen((value.start, value.stop, value.step), tensors)
+    # 1 and True are equal
+    return (kind, value) if kind is bool else value
+
+
+def keep(key: Any, plan: Plan) -> Plan:
+    """Keep a plan for the next call."""
+    if len(PLANS) > 10_000:
+        # shapes that vary from step to step would fill it without end
+        PLANS.clear()
+    PLANS[key] = plan
+    return plan
+
+
+def run(
+    plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Any:
+    """The result of a call by its plan."""
+    stay = all([splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True)])
+    if stay and not plan.sums and plan.settled is None:
+        return _computed(plan, func, args, kwargs, tensors, [local_of(t) for t in tensors])
+    with because(plan.name):
+        parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]
+        return _computed(plan, func, args, kwargs, tensors, parts)
+
+
+def _computed(
+    plan: Plan,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    parts: list[Tensor],
+) -> Any:
+    rest = iter(parts)
+    if plan.call is not None:
+        found = plan.call(*[_filled(arg, rest) for arg in plan.args])
+    else:
+        filled = [_filled(arg, rest) for arg in args]
+        found = func(*filled, **{name: _filled(value, rest) for name, value in kwargs.items()})
+    if plan.mutable:
+        return args[0]
+    if isinstance(found, Tensor):
+        return _finished(found, plan, plan.shapes[0], parts, tensors)
+    return type(found)(
+        [_finished(t, plan, shape, parts, tensors) for t, shape in zip(found, plan.shapes, strict=True)]
+    )
+
+
+def _filled(value: Any, parts: Iterator[Tensor]) -> Any:
+    if value is TENSOR or isinstance(value, Tensor):
+        return next(parts)
+    return [_filled(item, parts) for item in value] if type(value) in (list, tuple) else value
+
+
+def _finished(
+    part: Tensor, plan: Plan, shape: tuple[int, ...], parts: list[Tensor], tensors: list[Tensor]
+) -> Tensor:
+    # a rule that is wrong must not train
+    assert tuple(part.shape) == shape, f"a part of shape {tuple(part.shape)} for {shape}"
+    for axis in plan.sums:
+        part = all_reduce(part, axis)
+    splits = plan.result
+    if plan.settled is not None:
+        part, splits = resplit(part, splits, plan.settled), plan.settled
+    copied = False
+    if plan.view:
+        moved = plan.settled is not None or parts[0] is not local_of(tensors[0])
+        shares = is_view(part, parts[0])
+        copied = moved or (getattr(tensors[0], "copied", False) if shares else plan.view == "always")
+    return ShardedTensor(part, splits, copied) if splits or copied else part
+
+
+def settle(splits: Splits) -> Splits | None:
+    """Splits in place of some that leave ranks without an index, which no operator has to expect; None if none do.
+
+    Where there are enough indices they are split evenly, else every rank has the whole of the dim.
+    """
+    found = splits
+    for split in splits:
+        axis, _, owners = split
+        if not all(owners.period_counts):
+            even = Owners.even(owners.n, axis.size) if owners.n >= axis.size else None
+            found = found.replaced(axis, even and split._replace(owners=even))
+    return None if found is splits else found

@@ -1,0 +1,104 @@
+"""Compare a call on sharded tensors with the same call on whole ones: results, and gradients of everything given."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.ops import ShardedTensor
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.sharded_tensor import redistribute
+from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits
+from tests.dist.table.case import Case, made
+
+
+def owners_of(n: int, size: int, how: str) -> Owners:
+    """Even parts, uneven ones of at least one index, or indices in any order."""
+    if how == "even":
+        return Owners.even(n, size)
+    draw = random.Random(f"{n} {size}")
+    ranks = [*range(size), *draw.choices(range(size), k=n - size)]
+    draw.shuffle(ranks)
+    return Owners.from_vector(sorted(ranks) if how == "uneven" else ranks, size)
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
+
+
+def leaves_of(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest difference of two values; infinite where they have other types or shapes."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return 0.0 if a == b else float("inf")
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if a.dtype == torch.bool or not a.numel():
+        return float((a != b).any())
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = torch.where(same, 0, (a - b).abs() / b.abs().clamp(min=1))
+    return float(apart.nan_to_num(float("inf")).max())
+
+
+def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> float:
+    """The largest difference of results and gradients; an error of the call on sharded tensors is raised."""
+    torch.manual_seed(len(case.name))
+    inputs = made(case.inputs)
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(7)
+        own = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
+        given = [redistribute(t, s) if sharded else t for t, s in zip(own, splits, strict=True)]
+        with guarded(axes):
+            results = [whole(t) for t in leaves_of(case.call(*given))]
+        draw = torch.Generator().manual_seed(3)
+        loss = torch.zeros((), dtype=torch.float64)
+        for t in results:
+            if isinstance(t, Tensor) and t.requires_grad:
+                loss = loss + (t * torch.randn(t.shape, generator=draw, dtype=torch.float64)).abs().pow(2).sum()
+        if loss.requires_grad:
+            loss.backward()
+        gradients = []
+        for t in own:
+            grad = torch.zeros_like(t) if t.grad is None else t.grad
+            if sharded and t.requires_grad:
+                for axis in axes:
+                    dist.all_reduce(grad, group=axis.group)
+                    grad /= axis.size
+            gradients.append(grad)
+        found.append([*results, *gradients])
+    if len(found[0]) != len(found[1]):
+        return float("inf")
+    return max([difference(b, a) for a, b in zip(*found, strict=True)], default=0.0)
+
+
+def main_splits(case: Case, axis: MeshAxis, how: str) -> list[Splits]:
+    """The tensors of a case split along the dims that its row names."""
+    found = []
+    for i, t in enumerate(made(case.inputs)):
+        dim = case.at.get(i)
+        found.append(WHOLE if dim is None else Splits.of([Split(axis, dim, owners_of(t.shape[dim], axis.size, how))]))
+    return found
+
+
+def other_splits(case: Case, axes: Sequence[MeshAxis], how: str) -> list[list[Splits]]:
+    """One tensor split along one other dim for every axis, in all ways."""
+    found = []
+    inputs = made(case.inputs)
+    for i, t in enumerate(inputs):
+        places = [d for d in range(t.dim()) if t.shape[d] >= axes[0].size]
+        if len(axes) == 1:
+            choices = [(d,) for d in places if case.at.get(i) != d or len(case.at) > 1]
+        else:
+            choices = [(d, e) for d in places for e in places if d != e]
+        for dims in choices:
+            own = [Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in zip(axes, dims, strict=True)]
+            found.append([Splits.of(own) if k == i else WHOLE for k in range(len(inputs))])
+    return found

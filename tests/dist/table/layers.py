@@ -1,0 +1,264 @@
+"""Products, attention, convolutions and other windows, norms, losses, Fourier transforms."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.dist.table.case import bools, case, ints
+
+X = (2, 9, 6)
+HEADS = (2, 3, 9, 4)
+FEW = (2, 3, 5, 4)
+LINE = (2, 4, 13)
+IMAGE = (2, 4, 12, 9)
+VOLUME = (1, 2, 9, 5, 6)
+sdpa = F.scaled_dot_product_attention
+
+LAYERS = [
+    # --- products ---
+    case("linear", F.linear, X, (3, 6), (3,)),
+    case("linear without bias", F.linear, X, (3, 6)),
+    case("linear over it", lambda x, w, b: F.linear(x.transpose(1, 2), w, b), X, (7, 9), (7,)),
+    case("linear with split weight", F.linear, X, (8, 6), (8,), at={1: 0, 2: 0}),
+    case("linear with split columns", F.linear, X, (8, 6), (8,), at={0: 2, 1: 1}),
+    case("bilinear", F.bilinear, (9, 4), (9, 3), (2, 4, 3), (2,), at={0: 0, 1: 0}),
+    case("matmul", torch.matmul, X, (6, 5)),
+    case("matmul by a column", lambda x, w: x @ w, X, (6,)),
+    case("row by matmul", lambda x, w: w @ x, X, (9,)),
+    case("whole by split rows", lambda x, w: w @ x, X, (7, 9)),
+    case("scores", lambda q, k: q @ k.transpose(1, 2), X, (2, 7, 6), at={0: 1, 1: 1}),
+    case("attention by hand", lambda q: (q @ q.mT).softmax(-1) @ q, X),
+    case("causal attention by hand", lambda q: (q @ q.mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1) @ q, X),
+    case("Gram matrix over it", lambda x: x.mT @ x, X),
+    case("bmm", torch.bmm, X, (2, 6, 4)),
+    case("baddbmm", torch.baddbmm, (2, 9, 4), X, (2, 6, 4), at={0: 1, 1: 1}),
+    case("baddbmm with factors", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2), (2, 9, 4), X, (2, 6, 4), at={0: 1, 1: 1}),
+    case("addmm", lambda c, a, b: torch.addmm(c, a, b, beta=2), (4,), (9, 6), (6, 4), at={1: 0}),
+    case("addbmm", torch.addbmm, (9, 4), X, (2, 6, 4), at={0: 0, 1: 1}),
+    case("addmv", torch.addmv, (9,), (9, 6), (6,), at={0: 0, 1: 0}),
+    case("mv and dot", lambda a, x: (a @ x).dot(a @ x) + torch.dot(x, x), (9, 6), (6,), at=0),
+    case("outer", torch.outer, (9,), (6,), at=0),
+    case("inner", torch.inner, X, (6,)),
+    case("tensordot", lambda x, y: torch.tensordot(x, y, 1), X, (6, 5)),
+    case("tensordot over it", lambda x, y: torch.tensordot(x, y, ([1], [0])), X, (9, 5)),
+    case("kron", torch.kron, (9, 2), (2, 3), at=0),
+    case("einsum over features", lambda x, w: torch.einsum("bnd,de->bne", x, w), X, (6, 4)),
+    case("einsum over it", lambda x, y: torch.einsum("bnd, bne -> bde", x, y), X, (2, 9, 4), at={0: 1, 1: 1}),
+    case("einsum of rows by rows", lambda x: torch.einsum("bnd,bmd->bnm", x, x), X),
+    case("einsum with dots", lambda x, w: torch.einsum("...d,de->...e", x, w), X, (6, 4)),
+    case("einsum with dots inside", lambda x, w: torch.einsum("b...d,...de->b...e", x, w), X, (9, 6, 4)),
+    case("einsum without arrow", lambda x, w: torch.einsum("ij,jk", x, w), (9, 6), (6, 4), at=0),
+    case("einsum with dots without arrow", lambda x, w: torch.einsum("...j,jk", x, w), X, (6, 4)),
+    case("einsum of one", lambda x: torch.einsum("bnd->dbn", x) + torch.einsum("bnd->d", x)[:, None, None], X),
+    case("einsum with a diagonal", lambda x: torch.einsum("bii->bi", x), (9, 3, 3), at=0),
+    case("einsum of three", lambda a, b, c: torch.einsum("bnd,de,ne->bn", a, b, c), X, (6, 4), (9, 4)),
+    case("einsum by numbers", lambda x, w: torch.einsum(x, [0, 1, 2], w, [2, 3], [0, 1, 3]), X, (6, 4)),
+    case("cdist", torch.cdist, X, (2, 7, 6), at={0: 1, 1: 1}),
+    case("cdist with a whole", lambda x, y: torch.cdist(x, y, p=1.0), X, (2, 7, 6)),
+    case("cdist of features", torch.cdist, X, (2, 7, 6), at={0: 2}),
+    case("nearest neighbours", lambda x, y: torch.cdist(x, y).topk(3, largest=False).values, X, (2, 7, 6), at={0: 1, 1: 1}),
+    case("features of neighbours", lambda x: _of_neighbours(x), (9, 3), at=0),
+    case("within a radius", lambda x: (torch.cdist(x, x) < 1.5).to(x) @ x, X),
+    case("cosine_similarity", lambda x, y: F.cosine_similarity(x, y, dim=-1) + F.cosine_similarity(x, y, 1).mean(), X, X),
+    case("pairwise_distance", lambda x, y: F.pairwise_distance(x, y), X, X),
+    case("normalize", lambda x: F.normalize(x, dim=-1) + F.normalize(x, dim=1), X),
+    case("cross", lambda x, y: torch.cross(x, y, dim=-1) + torch.linalg.cross(x, y), (2, 9, 3), (2, 9, 3)),
+    case("cross over it", lambda x, y: torch.cross(x, y, dim=1), (4, 3, 6), (4, 3, 6), at=1),
+    case("inverse of each", lambda x: torch.linalg.inv(x @ x.mT + torch.eye(3).double()), (9, 3, 3), at=0),
+    case("solve for each", lambda x, y: torch.linalg.solve(x @ x.mT + torch.eye(3).double(), y), (9, 3, 3), (9, 3, 2), at={0: 0, 1: 0}),
+    case("determinant over it", lambda x: torch.linalg.det(x), (9, 9), at=0, refused="det"),
+    case("matrix_exp", torch.linalg.matrix_exp, (9, 3, 3), at=0),
+    case("svd of split rows", lambda x: torch.linalg.svd(x), (9, 3), at=0, refused="svd"),
+    # --- attention ---
+    case("attention", lambda q: sdpa(q, q * 2, q + 1), HEADS, at=2),
+    case("causal attention", lambda q: sdpa(q, q * 2, q + 1, is_causal=True), HEADS, at=2),
+    case("attention with a scale", lambda q: sdpa(q, q, q, scale=0.3), HEADS, at=2),
+    case("attention with a mask", lambda q, m: sdpa(q, q, q + 1, attn_mask=m > 0), HEADS, (9, 9), at=2),
+    case("attention with a trained mask", lambda q, m: sdpa(q, q, q + 1, m), HEADS, (3, 9, 9), at=2),
+    case("attention with a padding mask", lambda q, m: sdpa(q, q, q, m[:, None, None]), HEADS, _padding := (lambda: torch.arange(9) < torch.tensor([[9], [6]])), at={0: 2, 1: 1}),
+    case("attention with a whole padding mask", lambda q, m: sdpa(q, q, q, m[:, None, None]), HEADS, _padding, at=2),
+    case("attention without heads", lambda q: sdpa(q, q, q, is_causal=True), X),
+    case("attention of grouped heads", lambda q, k: sdpa(q, k, k, enable_gqa=True), (2, 4, 9, 4), (2, 2, 9, 4), at={0: 2, 1: 2}),
+    case("cross-attention of split queries", lambda q, k: sdpa(q, k, k + 1), HEADS, FEW, at=2),
+    case("cross-attention of split queries, causal", lambda q, k: sdpa(q, k, k + 1, is_causal=True), HEADS, FEW, at=2),
+    case("cross-attention of split keys", lambda q, k: sdpa(q, k, k + 1), FEW, HEADS, at={1: 2}),
+    case("cross-attention of split keys, causal", lambda q, k: sdpa(q, k, k, is_causal=True), HEADS, HEADS, at={1: 2}),
+    case("cross-attention of split keys with a mask", lambda q, k, m: sdpa(q, k, k, m > 0), FEW, HEADS, (5, 9), at={1: 2}),
+    case("cross-attention of both", lambda q, k: sdpa(q, k, k + 1), FEW, HEADS, at={0: 2, 1: 2}),
+    case("cross-attention of both, causal", lambda q, k: sdpa(q, k, k, is_causal=True), FEW, HEADS, at={0: 2, 1: 2}),
+    case("cross-attention with a mask", lambda q, k, m: sdpa(q, k, k, m > 0), FEW, HEADS, (5, 9), at={0: 2, 1: 2}),
+    case("attention with more features of values", lambda q, v: sdpa(q, q, v), HEADS, (2, 3, 9, 6), at={0: 2, 1: 2}),
+    case("attention of split heads", lambda q: sdpa(q, q * 2, q, is_causal=True), (2, 6, 9, 4), at=1),
+    case("attention of split samples with a mask", lambda q, m: sdpa(q, q * 2, q, m), (5, 3, 9, 4), (5, 1, 9, 9), at=0),
+    case("attention of split features", lambda q: sdpa(q, q, q), HEADS, at=3, refused="features of a head"),
+    case("attention with dropout", lambda q: sdpa(q, q, q, dropout_p=0.0, is_causal=True), HEADS, at=2),
+    case("multi-head attention", lambda x, w, b, o: _mha(x, x, w, b, o), (9, 2, 6), (18, 6), (18,), (6, 6), at=0),
+    case("multi-head attention with weights", lambda x, w, b, o: _mha(x, x, w, b, o, need_weights=True), (9, 2, 6), (18, 6), (18,), (6, 6), at=0),
+    case("multi-head attention with masks", lambda x, w, b, o: _mha(x, x, w, b, o, attn_mask=torch.ones(9, 9).triu(1).bool(), key_padding_mask=_padding().logical_not()), (9, 2, 6), (18, 6), (18,), (6, 6), at=0),
+    case("multi-head cross-attention", lambda x, m, w, b, o: _mha(x, m, w, b, o), (9, 2, 6), (5, 2, 6), (18, 6), (18,), (6, 6), at={0: 0, 1: 0}),
+    # --- convolutions ---
+    case("conv1d", lambda x, w, b: F.conv1d(x, w, b, padding=1), LINE, (3, 4, 3), (3,), at=2),
+    case("conv1d with a stride", lambda x, w, b: F.conv1d(x, w, b, 2, 1), LINE, (3, 4, 3), (3,), at=2),
+    case("conv1d without a batch", lambda x, w: F.conv1d(x, w, padding=2), (4, 13), (3, 4, 5), at=1),
+    case("conv1d wider than a part", lambda x, w: F.conv1d(x, w, padding=5), LINE, (3, 4, 11), at=2),
+    case("causal conv1d", lambda x, w: F.conv1d(F.pad(x, (4, 0)), w, dilation=2), LINE, (3, 4, 3), at=2),
+    case("depthwise conv1d", lambda x, w: F.conv1d(x, w, padding="same", groups=4), LINE, (4, 1, 4), at=2),
+    case("conv2d", lambda x, w, b: F.conv2d(x, w, b, padding=1), IMAGE, (3, 4, 3, 3), (3,), at=2),
+    case("conv2d by names", lambda x, w: F.conv2d(input=x, weight=w, stride=(2, 1), padding=(2, 0)), IMAGE, (3, 4, 5, 3), at=2),
+    case("conv2d with dilation", lambda x, w: F.conv2d(x, w, dilation=2, padding="same"), IMAGE, (3, 4, 3, 3), at=2),
+    case("conv2d in patches", lambda x, w, b: F.conv2d(x, w, b, stride=3), IMAGE, (3, 4, 3, 3), (3,), at=2),
+    case("conv2d with few outputs", lambda x, w: F.conv2d(x, w, stride=4), (1, 4, 8, 8), (3, 4, 4, 4), at=2),
+    case("conv2d in groups", lambda x, w, b: F.conv2d(x, w, b, groups=2), IMAGE, (6, 2, 3, 3), (6,), at=2),
+    case("conv2d of kernel 1", lambda x, w, b: F.conv2d(x, w, b), IMAGE, (3, 4, 1, 1), (3,), at=2),
+    case("conv2d of kernel 1 with a stride", lambda x, w, b: F.conv2d(x, w, b, 2), IMAGE, (3, 4, 1, 1), (3,), at=2),
+    case("conv2d of split channels", lambda x, w, b: F.conv2d(x, w, b), (2, 8, 5, 4), (3, 8, 3, 3), (3,), at=1),
+    case("conv2d with split weight", lambda x, w, b: F.conv2d(x, w, b), IMAGE, (8, 4, 3, 3), (8,), at={1: 0, 2: 0}),
+    case("conv3d", lambda x, w, b: F.conv3d(x, w, b, padding=1), VOLUME, (3, 2, 3, 3, 3), (3,), at=2),
+    case("conv with circular padding", lambda x, w: _conv(x, w, "circular"), IMAGE, (3, 4, 3, 3), at=2),
+    case("conv with reflected padding", lambda x, w: _conv(x, w, "reflect"), IMAGE, (3, 4, 3, 3), at=2),
+    case("conv with replicated padding", lambda x, w: _conv(x, w, "replicate"), IMAGE, (3, 4, 3, 3), at=2),
+    case("conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b, 2), LINE, (4, 3, 4), (3,), at=2),
+    case("conv_transpose2d", lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1), IMAGE, (4, 3, 3, 3), (3,), at=2),
+    case("conv_transpose2d by names", lambda x, w: F.conv_transpose2d(x, w, padding=1, dilation=2), IMAGE, (4, 3, 3, 3), at=2),
+    case("conv_transpose2d in groups", lambda x, w, b: F.conv_transpose2d(x, w, b, 2, groups=2), IMAGE, (4, 3, 2, 2), (6,), at=2),
+    case("conv_transpose2d with gaps", lambda x, w, b: F.conv_transpose2d(x, w, b, 3, 0, 1), IMAGE, (4, 3, 1, 1), (3,), at=2),
+    case("conv_transpose3d", lambda x, w, b: F.conv_transpose3d(x, w, b, 2), VOLUME, (2, 3, 2, 2, 2), (3,), at=2),
+    # --- pools and resampling ---
+    case("max_pool1d", lambda x: F.max_pool1d(x, 3, 2), LINE, at=2),
+    case("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), IMAGE, at=2),
+    case("max_pool2d by names", lambda x: F.max_pool2d(x, kernel_size=2, dilation=2), IMAGE, at=2),
+    case("max_pool2d by ceiling", lambda x: F.max_pool2d(x, (2, 3), (2, 2), ceil_mode=True), (2, 4, 13, 8), at=2),
+    case("max_pool with places", lambda x: F.max_pool2d(x, 2, return_indices=True), IMAGE, at=2, refused="max_pool2d_with_indices"),
+    case("max_unpool", lambda x, i: F.max_unpool2d(x, i, 2), (2, 2, 8, 4), lambda: torch.arange(128).view(2, 2, 8, 4) * 2 % 128, at=2, refused="max_unpool2d"),
+    case("max_pool3d", lambda x: F.max_pool3d(x, 2), VOLUME, at=2),
+    case("avg_pool1d", lambda x: F.avg_pool1d(x, 3, 1, 1), LINE, at=2),
+    case("avg_pool2d", lambda x: F.avg_pool2d(x, 3, 2, 1), IMAGE, at=2),
+    case("avg_pool2d by ceiling", lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True), IMAGE, at=2),
+    case("avg_pool2d without the padding", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), IMAGE, at=2),
+    case("avg_pool2d by ceiling without the padding", lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False), (2, 4, 13, 8), at=2),
+    case("avg_pool2d with a divisor", lambda x: F.avg_pool2d(x, 2, divisor_override=3), IMAGE, at=2),
+    case("avg_pool3d", lambda x: F.avg_pool3d(x, 3, 1, 1), VOLUME, at=2),
+    case("lp_pool", lambda x: F.lp_pool2d(x, 2, 2), IMAGE, at=2),
+    case("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 5), LINE, at=2),
+    case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, (5, 3)), IMAGE, at=2),
+    case("adaptive_avg_pool to 1", lambda x: F.adaptive_avg_pool2d(x, 1), IMAGE, at=2),
+    case("adaptive_avg_pool of one dim", lambda x: F.adaptive_avg_pool2d(x, (None, 2)), IMAGE, at=2),
+    case("adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x, (5, 3)), IMAGE, at=2),
+    case("nearest", lambda x: F.interpolate(x, scale_factor=2), IMAGE, at=2),
+    case("nearest to a size", lambda x: F.interpolate(x, size=(7, 15)), IMAGE, at=2),
+    case("nearest-exact", lambda x: F.interpolate(x, size=(17, 9), mode="nearest-exact"), IMAGE, at=2),
+    case("bilinear upsampling", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), IMAGE, at=2),
+    case("bilinear to a size", lambda x: F.interpolate(x, size=(5, 13), mode="bilinear", align_corners=True), IMAGE, at=2),
+    case("bilinear down", lambda x: F.interpolate(x, scale_factor=(0.45, 0.5), mode="bilinear"), IMAGE, at=2),
+    case("antialiased", lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True), IMAGE, at=2),
+    case("bicubic", lambda x: F.interpolate(x, size=(15, 13), mode="bicubic"), IMAGE, at=2),
+    case("bicubic with corners", lambda x: F.interpolate(x, size=(7, 9), mode="bicubic", align_corners=True), IMAGE, at=2),
+    case("area", lambda x: F.interpolate(x, size=(5, 4), mode="area"), IMAGE, at=2),
+    case("linear upsampling", lambda x: F.interpolate(x, scale_factor=3.0, mode="linear"), LINE, at=2),
+    case("trilinear", lambda x: F.interpolate(x, scale_factor=1.5, mode="trilinear"), VOLUME, at=2),
+    case("grid_sample", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), IMAGE, (2, 5, 6, 2), at=2),
+    case("grid_sample at split places", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), IMAGE, (2, 9, 6, 2), at={1: 1}),
+    case("pad", lambda x: F.pad(x, (1, 2, 3, 1)), IMAGE, at=2),
+    case("pad with a value", lambda x: F.pad(x, (0, 0, 1, 0), value=2.5), IMAGE, at=2),
+    case("pad of features", lambda x: F.pad(x, (1, 2)), IMAGE, at=2),
+    case("crop", lambda x: F.pad(x, (-1, 1, -2, 1)), IMAGE, at=2),
+    case("pad reflect", lambda x: F.pad(x, (1, 2, 5, 4), mode="reflect"), IMAGE, at=2),
+    case("pad circular", lambda x: F.pad(x, (1, 2, 5, 4), mode="circular"), IMAGE, at=2),
+    case("pad replicate", lambda x: F.pad(x, (1, 2, 5, 4), mode="replicate"), IMAGE, at=2),
+    # --- norms ---
+    case("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), X, (6,), (6,)),
+    case("layer_norm over it", lambda x, w, b: F.layer_norm(x, (9, 6), w, b), X, (9, 6), (9, 6)),
+    case("layer_norm over it without parameters", lambda x: F.layer_norm(x, (9, 6), eps=0.1), X),
+    case("layer_norm of split features", lambda x, w: F.layer_norm(x, (9,), w), (2, 5, 9), (9,), at={0: 2, 1: 0}),
+    case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), X, (6,)),
+    case("rms_norm over it", lambda x, w: F.rms_norm(x, (9, 6), w, eps=0.1), X, (9, 6)),
+    case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, (4,), (4,), at=2),
+    case("group_norm of split channels", lambda x, w, b: F.group_norm(x, 4, w, b), (2, 8, 3), (8,), (8,)),
+    case("group_norm of channels split inside groups", lambda x, w, b: F.group_norm(x, 2, w, b), (2, 8, 3), (8,), (8,)),
+    case("batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), IMAGE, (4,), (4,), at=2),
+    case("batch_norm of split samples", lambda x: F.batch_norm(x, None, None, training=True), (9, 4), at=0),
+    case("batch_norm in evaluation", lambda x, m: F.batch_norm(x, m.detach(), m.detach().abs() + 1), IMAGE, (4,), at=2),
+    case("running statistics", lambda x: _running(x), IMAGE, at=2),
+    case("instance_norm", lambda x, w, b: F.instance_norm(x, None, None, w, b), IMAGE, (4,), (4,), at=2),
+    case("instance_norm with running statistics", lambda x: F.instance_norm(x, torch.zeros(4).double(), torch.ones(4).double()), IMAGE, at=2, refused="running statistics"),
+    case("local_response_norm", lambda x: F.local_response_norm(x, 3), IMAGE, at=2),
+    case("weight standardised by hand", lambda x: (x - x.mean((1, 2), True)) / (x.var((1, 2), keepdim=True) + 1e-5).sqrt(), X),
+    # --- losses ---
+    case("mse_loss", F.mse_loss, X, X, at={0: 1, 1: 1}),
+    case("mse_loss with a whole target", F.mse_loss, X, X),
+    case("mse_loss without reduction", lambda x, y: F.mse_loss(x, y, reduction="none"), X, X),
+    case("mse_loss with weights", lambda x, y, w: F.mse_loss(x, y, weight=w.abs()), X, X, X, at={0: 1, 1: 1, 2: 1}),
+    case("l1_loss summed", lambda x, y: F.l1_loss(x, y, reduction="sum"), X, X, at={0: 1, 1: 1}),
+    case("smooth_l1_loss", lambda x, y: F.smooth_l1_loss(x, y, beta=0.5) + F.huber_loss(x, y, delta=0.7), X, X),
+    case("binary cross-entropy", lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=torch.full((6,), 2.0).double()), X, X, at={0: 1, 1: 1}),
+    case("binary cross-entropy of probabilities", lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction="sum"), X, X),
+    case("kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), X, X, at={0: 1, 1: 1}),
+    case("gaussian_nll_loss", lambda x, y: F.gaussian_nll_loss(x, y, y.exp()), X, X, at={0: 1, 1: 1}),
+    case("poisson_nll_loss", lambda x, y: F.poisson_nll_loss(x, y.abs()), X, X),
+    case("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach().sign()), X, X),
+    case("cross_entropy", lambda x, t: F.cross_entropy(x.flatten(0, 1), t.flatten()), X, ints(6, 2, 9), at={0: 1, 1: 1}),
+    case("cross_entropy of whole classes", lambda x, t: F.cross_entropy(x.transpose(1, 2), t), X, ints(6, 2, 9)),
+    case("cross_entropy with ignored", lambda x, t: F.cross_entropy(x.mT, t - 1, ignore_index=-1), X, ints(7, 2, 9), at={0: 1, 1: 1}),
+    case("cross_entropy with weights", lambda x, t, w: F.cross_entropy(x.mT, t, w.detach().abs(), label_smoothing=0.1), X, ints(6, 2, 9), (6,), at={0: 1, 1: 1}),
+    case("cross_entropy of probabilities", lambda x, p: F.cross_entropy(x.mT, p.softmax(-1).mT, label_smoothing=0.1), X, X, at={0: 1, 1: 1}),
+    case("cross_entropy without reduction", lambda x, t: F.cross_entropy(x.mT, t, reduction="none"), X, ints(6, 2, 9), at={0: 1, 1: 1}),
+    case("cross_entropy of split classes", lambda x, t: F.cross_entropy(x, t), (7, 9), ints(9, 7), at=1),
+    case("cross_entropy of split classes with ignored", lambda x, t: F.cross_entropy(x, t, ignore_index=3), (7, 9), ints(9, 7), at=1),
+    case("cross_entropy of one row", lambda x, t: F.cross_entropy(x, t), (9,), lambda: torch.tensor(3), at=0),
+    case("nll_loss", lambda x, t: F.nll_loss(x.log_softmax(-1).mT, t, reduction="sum"), X, ints(6, 2, 9), at={0: 1, 1: 1}),
+    case("multi_margin_loss", lambda x, t: F.multi_margin_loss(x, t), (9, 6), ints(6, 9), at={0: 0, 1: 0}),
+    case("margin_ranking_loss", lambda x, y: F.margin_ranking_loss(x, y, (x - y).detach().sign(), 0.1), (9,), (9,), at={0: 0, 1: 0}),
+    case("triplet_margin_loss", lambda x, y, z: F.triplet_margin_loss(x, y, z), (9, 6), (9, 6), (9, 6), at={0: 0, 1: 0, 2: 0}),
+    case("cosine_embedding_loss", lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(9)), (9, 6), (9, 6), at={0: 0, 1: 0}),
+    case("ctc_loss", lambda x: F.ctc_loss(x.log_softmax(-1), torch.ones(2, 3).long(), torch.tensor([9, 9]), torch.tensor([3, 2])), (9, 2, 6), at=0, refused="ctc_loss"),
+    # --- Fourier transforms ---
+    case("fft over it", lambda x: torch.view_as_real(torch.fft.fft(x, dim=1)), X),
+    case("fft over another", lambda x: torch.fft.fft(x).abs(), X),
+    case("rfft and irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=9, dim=1), X),
+    case("rfft with a length", lambda x: torch.view_as_real(torch.fft.rfft(x, n=7, dim=1, norm="ortho")), X),
+    case("fft2", lambda x: torch.fft.fft2(x).abs(), X),
+    case("rfft2 and irfft2", lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(12, 9)), IMAGE, at=2),
+    case("rfft2 of one image", lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(12, 9)), (12, 9), at=0),
+    case("rfft2 split at the last", lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(12, 9)), (12, 9), at=1),
+    case("rfftn", lambda x: torch.fft.irfftn(torch.fft.rfftn(x, dim=(2, 3, 4)), s=(9, 5, 6), dim=(2, 3, 4)), VOLUME, at=2),
+    case("fftshift", lambda x: torch.fft.fftshift(x, dim=1) + torch.fft.ifftshift(x, dim=(1, 2)), X),
+    case("hfft", lambda x: torch.fft.hfft(torch.fft.ihfft(x, dim=1), dim=1), X),
+    case("spectral convolution", lambda x, w: _spectral(x, w), LINE, (4, 4, 3), at=2),
+    case("stft", lambda x: torch.stft(x, 4, return_complex=True).abs(), (2, 16), refused="stft"),
+    # --- layers ---
+    case("LSTM", lambda x: nn.LSTM(6, 6, dtype=torch.float64, batch_first=True)(x), X, refused="lstm"),
+    case("GRU", lambda x: nn.GRU(6, 6, dtype=torch.float64)(x), (9, 2, 6), at=0, refused="gru"),
+    case("RNN", lambda x: nn.RNN(6, 6, dtype=torch.float64)(x), (9, 2, 6), at=0, refused="rnn"),
+    case("LSTMCell", lambda x: nn.LSTMCell(6, 6, dtype=torch.float64)(x.flatten(0, 1)), X, refused="lstm_cell"),
+    case("LSTM of split samples", lambda x: nn.LSTM(6, 6, dtype=torch.float64)(x), (4, 9, 6)),
+]
+
+
+def _of_neighbours(x):
+    places = torch.cdist(x, x).topk(3, largest=False).indices
+    return (x[places] - x[:, None]).pow(2).sum(-1).amax(1)
+
+
+def _mha(x, memory, w, b, o, **masks):
+    masks = {"need_weights": False, **masks}
+    return F.multi_head_attention_forward(
+        x, memory, memory, 6, 2, w, b, None, None, False, 0.0, o, None, **masks
+    )
+
+
+def _conv(x, w, mode):
+    conv = nn.Conv2d(4, 3, 3, padding=1, padding_mode=mode, bias=False, dtype=torch.float64)
+    return torch.func.functional_call(conv, {"weight": w}, (x,))
+
+
+def _running(x):
+    norm = nn.BatchNorm2d(4, dtype=torch.float64)
+    return norm(x), norm.running_mean, norm.running_var
+
+
+def _spectral(x, w):
+    spectrum = torch.fft.rfft(x)
+    low = torch.einsum("bim,iom->bom", spectrum[..., :3], w.to(spectrum.dtype))
+    out = torch.zeros_like(spectrum)
+    out[..., :3] = low
+    return torch.fft.irfft(out, n=x.shape[-1])
