@@ -40,11 +40,17 @@ class OnItsWay:
 
 
 class _State(threading.local):
-    """The calls of one thread that are on their way, and whether the last one is being taken apart."""
+    """The calls of one thread that are on their way.
+
+    Attributes:
+        calls: The last one is the innermost.
+        composite: Whether it is being taken apart into the operators that it consists of.
+        open: Whether autograd is off, so that operators may arrive at `__torch_dispatch__`.
+    """
 
     def __init__(self) -> None:
         self.calls: list[OnItsWay] = []
-        self.composite = False
+        self.composite = self.open = False
 
 
 STATE = _State()
@@ -57,13 +63,13 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     """
     call = OnItsWay(included_keys(), excluded_keys(), [pop_dispatch_mode() for _ in range(n_dispatch_modes())])
     STATE.calls.append(call)
-    composite, STATE.composite = STATE.composite, False
+    before, STATE.composite, STATE.open = (STATE.composite, STATE.open), False, True
     try:
         with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
             return func(*args, **kwargs), call
     finally:
         STATE.calls.pop()
-        STATE.composite = composite
+        STATE.composite, STATE.open = before
         for mode in reversed(call.modes):
             push_dispatch_mode(mode)
 
@@ -72,14 +78,14 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
 def above_autograd() -> Iterator[OnItsWay]:
     """Inside `__torch_dispatch__`: keys and modes as they were when the operator was called."""
     call = STATE.calls[-1]
-    modes, call.modes = call.modes, []
+    modes, call.modes, STATE.open = call.modes, [], False
     for mode in reversed(modes):
         push_dispatch_mode(mode)
     try:
         with force_dispatch_keys(call.include, call.exclude), enable_torch_function():
             yield call
     finally:
-        call.modes = modes
+        call.modes, STATE.open = modes, True
         for _ in modes:
             pop_dispatch_mode()
 
@@ -88,13 +94,13 @@ def above_autograd() -> Iterator[OnItsWay]:
 def taken_apart() -> Iterator[None]:
     """Inside `above_autograd`: autograd off again, for the operators that a composite one consists of."""
     call = STATE.calls[-1]
-    composite, STATE.composite = STATE.composite, True
+    composite, STATE.composite, STATE.open = STATE.composite, True, True
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
         with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
             yield
     finally:
-        STATE.composite = composite
+        STATE.composite, STATE.open = composite, False
         for mode in reversed(call.modes):
             push_dispatch_mode(mode)
         call.modes = []

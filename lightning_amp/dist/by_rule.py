@@ -145,18 +145,19 @@ def _chosen(
             why = f"it needs dim {lead.dim} whole, in place"
             raise shard_error(func, tensors, why, remedy="use it out of place")
         return label, lead.owners
+    # dims of the result first, then those that are summed over
     free = [
-        (result[other], -other)
+        (other >= 0, shape_of(tensors[k])[d], -other)
         for (j, d), other in labels.items()
-        if j == k and other >= 0 and other not in taken and splits_of(tensors[k]).at(d) is None
+        if j == k and other not in taken and splits_of(tensors[k]).at(d) is None and shape_of(tensors[k])[d] >= axis.size
     ]
-    size, other = max(free, default=(0, 0))
+    follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:
         # a sum leaves the result whole on every rank: where that is large, another dim is split instead
         large = prod(result) * axis.size > prod(shape_of(tensors[k]))
-        return even if label < 0 and large and size >= axis.size and axis.unknown == "error" else (label, lead.owners)
-    if size >= axis.size:
+        return even if label < 0 and large and follows and axis.unknown == "error" else (label, lead.owners)
+    if free:
         return even
     if axis.unknown == "gather":
         return None

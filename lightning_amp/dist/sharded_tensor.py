@@ -157,7 +157,7 @@ class ShardedTensor(Tensor):
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute an operator on the parts, with autograd."""
-        if not STATE.calls:
+        if not STATE.open:
             raise shard_error(
                 func, args, "it reached a sharded tensor below autograd, not through torch's functions"
             )

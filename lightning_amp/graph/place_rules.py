@@ -120,11 +120,11 @@ def _channels(call: Call) -> Follows:
     return [[(0, d), *(channels if d == 1 else [])] for d in range(len(call.result))]
 
 
-@register_flow("diagonal", "diag_embed", "view_as_real", "view_as_complex")
+@register_flow("diagonal", "diagonal_copy", "diag_embed", "view_as_real", "view_as_complex")
 def _of_last(call: Call) -> Follows:
     """All dims but two that become one, or the last, which becomes two."""
     rank = len(call.shapes[0])
-    gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if call.op == "diagonal" else [rank - 1]
+    gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if "diagonal" in call.op else [rank - 1]
     if call.op == "view_as_real":
         gone = []
     if call.op == "diag_embed" and (call.arguments["dim1"], call.arguments["dim2"]) != (-2, -1):
@@ -141,3 +141,16 @@ def _matrices(call: Call) -> Follows:
     """Each matrix by itself; the results of several have the same dims before."""
     batch = min(len(shape) for shape in call.shapes) - 2
     return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
+
+
+@register_flow(*(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3)))
+def _of_places(call: Call) -> Follows:
+    """Samples and channels; places of largest values are numbers in the whole of their channel."""
+    n = int(call.op.removesuffix("_with_indices")[-2])
+    return [[(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else [] for d in range(len(call.result))]
+
+
+@register_flow("im2col", "col2im")
+def _of_samples(call: Call) -> Follows:
+    """Samples stay apart."""
+    return [[(0, d)] if d == 0 and len(call.shapes[0]) - 3 >= len(call.result) - 4 else [] for d in range(len(call.result))]

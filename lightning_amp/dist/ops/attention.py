@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_amp.dist.by_rule import by_rule, with_whole
 from lightning_amp.dist.collectives import reduce_now, ring
 from lightning_amp.dist.ops.random import kept
 from lightning_amp.dist.redistribute import own_part
-from lightning_amp.dist.registry import operator, shard_error
+from lightning_amp.dist.registry import operator
 from lightning_amp.dist.sharded_tensor import (
     computed_in,
     in_order,
@@ -30,7 +32,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
     wrap,
 )
-from lightning_amp.dist.splits import MeshAxis, Split, Splits
+from lightning_amp.dist.splits import MeshAxis, Splits
 
 aten = torch.ops.aten
 _ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -231,112 +233,81 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    n = len(shape_of(q))
-    row = n - 2
-    over = {s.axis for t in (q, k, v) for s in splits_of(t) if s.dim == row}
-    feature = next((t for t in (q, k, v) if splits_of(t).at(n - 1)), None)
-    if feature is not None:
-        raise shard_error(func, (q, k, v), "features of a head are split", remedy="split whole heads")
-    if enable_gqa and shape_of(q)[-3] != shape_of(k)[-3]:
-        times = shape_of(q)[-3] // shape_of(k)[-3]
-        k, v = (torch.repeat_interleave(t, times, n - 3) for t in (k, v))
-    if not over:
-        return _without_rows(func, q, k, v, mask, dropout_p, is_causal, scale)
-    if len(over) > 1:
-        raise shard_error(func, (q, k, v), "rows and columns are split over several axes")
-    axis = over.pop()
-    if n == 3:
-        mask = mask if mask is None or len(shape_of(mask)) < 3 else mask.unsqueeze(1)
-        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        found = _attention(func, q, k, v, mask, dropout_p, is_causal, scale=scale)
-        return found.squeeze(1)
-    q, k, v = (in_order(t, row) for t in (q, k, v))
-    rest = Splits.of([s for s in splits_of(q) if s.dim < row])
-    of_q, of_k = splits_of(q).at(row), splits_of(k).at(row)
-    k, v = (redistribute(t, Splits.of([*rest, of_k] if of_k else rest)) for t in (k, v))
-    if mask is not None:
-        mask = _mask_of(mask, n, rest, of_q)
+) -> Any:
+    n, scale = len(shape_of(q)), scale or shape_of(q)[-1] ** -0.5
+    if n != 4:
+        return _with_four_dims(func, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
+    if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
+        k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
+    q, k = in_order(q, 2), in_order(k, 2)
+    of_q, of_k, rest = splits_of(q).at(2), splits_of(k).at(2), splits_of(q).without(2)
+    if of_k is not None and (rest.on(of_k.axis) or (of_q and of_q.axis is not of_k.axis)):
+        # the axis splits samples or heads of the queries, or they have another one for rows
+        of_k = None
+    k, v = (redistribute(t, Splits.of([*rest, of_k] if of_k else list(rest))) for t in (k, v))
     if dropout_p or (mask is not None and mask.requires_grad):
-        return _with_weights(q, k, v, mask, dropout_p, is_causal, scale, of_q, axis)
-    scale, n_values = scale or shape_of(q)[-1] ** -0.5, shape_of(v)[-1]
-    most = max(shape_of(q)[-1], n_values)
-    if shape_of(q)[-1] != n_values:
+        return _with_weights(q, k, v, mask, dropout_p, is_causal, scale)
+    if of_q is None and of_k is None:
+        return by_rule(func, q, k, v, mask, 0.0, is_causal, scale=scale)
+    if shape_of(q)[3] != shape_of(v)[3]:
         # the kernel wants as many features of values as of keys: zeros change neither
-        q, k, v = (torch.nn.functional.pad(t, (0, most - shape_of(t)[-1])) for t in (q, k, v))
-        found = _attention(func, q, k, v, mask, dropout_p, is_causal, scale=scale)
-        return found[..., :n_values]
-    a, b, c = (computed_in(local_of(t)) for t in (q, k, v))
+        most = max(shape_of(q)[3], shape_of(v)[3])
+        q, k, w = (F.pad(t, (0, most - shape_of(t)[3])) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, w, mask, 0.0, is_causal, scale=scale)[..., : shape_of(v)[3]]
+    mask = None if mask is None else _mask_of(mask, splits_of(q))
+    # the kernel reads the features of a head as they lie in memory
+    parts = [computed_in(local_of(t)) for t in (q, k, v)]
+    a, b, c = (part if part.stride(3) == 1 else part.contiguous() for part in parts)
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(a.dtype)
-    if of_q is None:
-        assert of_k is not None, "rows or columns are split"
+    rows = range(shape_of(q)[2]) if of_q is None else of_q.owners.spans[of_q.axis.rank][0]
+    if of_q is None or of_k is None:
+        seen = mask
         if is_causal:
-            mask = torch.ones(shape_of(q)[row], shape_of(k)[row], dtype=torch.bool, device=a.device).tril()
-        if mask is not None and mask.shape[-1] != 1:
-            mask = own_part(mask, mask.dim() - 1, of_k.owners, axis.rank)
-        found = _SplitColumns.apply(a, b, c, mask, scale, axis)
-        return wrap(found, rest)
-    rows = [spans[0] for spans in of_q.owners.spans]
-    if of_k is None:
-        how = _seen(mask, is_causal, rows[axis.rank], range(shape_of(k)[row]), a.device)
-        seen = how[1]
-        if how[0] or (is_causal and seen is None):
-            own = torch.arange(rows[axis.rank].start, rows[axis.rank].stop, device=a.device)[:, None]
-            seen = torch.arange(shape_of(k)[row], device=a.device)[None] <= own
-        found = torch.nn.functional.scaled_dot_product_attention(a, b, c, seen, scale=scale)
+            columns = torch.arange(shape_of(k)[2], device=a.device)
+            seen = columns <= torch.arange(rows.start, rows.stop, device=a.device)[:, None]
+        if of_k is None:
+            found = F.scaled_dot_product_attention(a, b, c, seen, scale=scale)
+        else:
+            if seen is not None and seen.shape[-1] != 1:
+                seen = own_part(seen, seen.dim() - 1, of_k.owners, of_k.axis.rank)
+            found = _SplitColumns.apply(a, b, c, seen, scale, of_k.axis)
         return wrap(found, splits_of(q))
-    columns = [spans[0] for spans in of_k.owners.spans]
-    found = _Ring.apply(a, b, c, mask, is_causal, scale, axis, rows, columns)
+    every_row, every_column = ([own for (own,) in s.owners.spans] for s in (of_q, of_k))
+    found = _Ring.apply(a, b, c, mask, is_causal, scale, of_q.axis, every_row, every_column)
     return wrap(found, splits_of(q))
 
 
-def _mask_of(mask: Tensor, n: int, rest: Splits, of_q: Split | None) -> Tensor:
-    """The part of a mask for own rows, all columns, own heads and samples."""
-    offset = n - len(shape_of(mask))
-    splits = [s for s in (*rest, *([of_q] if of_q else [])) if s.dim >= offset]
-    own = [s._replace(dim=s.dim - offset) for s in splits if shape_of(mask)[s.dim - offset] == s.owners.n]
-    return part_in(mask, Splits.of(own))
-
-
-def _without_rows(
-    func: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
+def _with_four_dims(
+    func: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, gqa: bool
 ) -> Tensor:
-    """Samples or heads are split, and nothing else."""
-    if p:
-        return _with_weights(q, k, v, mask, p, causal, scale, None, None)
-    splits = next(splits_of(t) for t in (q, k, v) if splits_of(t))
-    k, v, q = (redistribute(t, splits) for t in (k, v, q))
-    own = None if mask is None else _mask_of(mask, len(shape_of(q)), splits, None)
-    return wrap(func(local_of(q), local_of(k), local_of(v), own, 0.0, causal, scale=scale), splits)
+    lead = shape_of(q)[:-2]
+    if len(lead) < 2:
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    else:
+        q, k, v = (t.flatten(0, len(lead) - 2) for t in (q, k, v))
+        if mask is not None and len(shape_of(mask)) > 3:
+            mask = mask.expand([*lead, *shape_of(mask)[-2:]]).flatten(0, len(lead) - 2)
+    found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)
+    return found.squeeze(0) if len(lead) < 2 else found.unflatten(0, lead[:-1])
+
+
+def _mask_of(mask: Tensor, splits: Splits) -> Tensor:
+    """The part of a mask for own rows, all columns, own heads and samples."""
+    shape, more = shape_of(mask), 4 - len(shape_of(mask))
+    own = splits.mapped(lambda d: d - more if d >= more and shape[d - more] > 1 else None)
+    return part_in(mask, own)
 
 
 def _with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    of_q: Split | None,
-    axis: MeshAxis | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float
 ) -> Tensor:
     """Scores of own rows are made, for dropout of weights and for masks that are trained; columns are gathered."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) * (scale or shape_of(q)[-1] ** -0.5)
+    scores = torch.matmul(q, k.mT) * scale
     if causal:
-        seen = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=local_of(q).device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    elif mask is not None:
-        part = local_of(scores)
-        part = part.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else part + mask
-        scores = wrap(part, splits_of(scores))
+        mask = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1)
     if p:
         keep = kept(shape_of(weights), splits_of(weights), p, local_of(q).device)

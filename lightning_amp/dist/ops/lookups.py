@@ -164,27 +164,27 @@ def _at(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:
 
 @operator("index_select")
 def _index_select(func: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return x[tuple(slice(None) if i is None else i for i in _at(x, dim, index.reshape(-1)))]
+    return _index(func, x, _at(x, dim, index.reshape(-1)))
 
 
 @operator("index_add")
 def _index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
-    return aten.index_put.default(x, _at(x, dim, index), source * alpha, True)
+    return _index_put(func, x, _at(x, dim, index), source * alpha, True)
 
 
 @operator("index_copy")
 def _index_copy(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return aten.index_put.default(x, _at(x, dim, index), source)
+    return _index_put(func, x, _at(x, dim, index), source)
 
 
 @operator("index_fill")
 def _index_fill(func: Any, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    return aten.index_put.default(x, _at(x, dim, index), torch.as_tensor(value, dtype=x.dtype, device=x.device))
+    return _index_put(func, x, _at(x, dim, index), torch.as_tensor(value, dtype=x.dtype, device=x.device))
 
 
 @operator("take")
 def _take(func: Any, x: Tensor, index: Tensor) -> Tensor:
-    return x.flatten()[index]
+    return _index(func, x.flatten(), [index])
 
 
 @operator("embedding")
@@ -196,7 +196,7 @@ def _embedding(
         return BY_RULE
     if scale or sparse:
         raise shard_error(func, [weight, index], "its gradient is scaled or sparse")
-    found = weight[index]
+    found = _index(func, weight, [index])
     if padding_idx >= 0:
         found = torch.where((index == padding_idx)[..., None], found.detach(), found)
     return found
@@ -274,7 +274,7 @@ def _one_hot(func: Any, x: Tensor, num_classes: int = -1) -> Tensor:
     return (x[..., None] == torch.arange(n, device=x.device)).to(torch.int64)
 
 
-@operator("diagonal")
+@operator("diagonal", "diagonal_copy")
 def _diagonal(func: Any, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """By rule, but for rows or columns that are split: of each row its value in one column."""
     n = len(shape_of(x))

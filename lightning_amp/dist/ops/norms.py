@@ -110,7 +110,7 @@ def _layer_norm(
     if not any(split.dim in dims for split in splits_of(x)):
         return BY_RULE
     given = dict(zip(["eps"] if rms else ["bias", "eps"], rest, strict=False)) | kwargs
-    eps = given.get("eps", 1e-5)
+    eps = given.get("eps", None if rms else 1e-5)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     form = [*[1] * (n - len(shape)), *shape]
     parameters = [None if p is None else p.view(form) for p in (weight, given.get("bias"))]

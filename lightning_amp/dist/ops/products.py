@@ -89,7 +89,7 @@ def _einsum(func: Any, equation: str, operands: Any, *, path: Any = None) -> Ten
 def _recurrent(func: Any, x: Tensor, *args: Any) -> Any:
     """Samples may be split, steps not."""
     # the last argument says where steps are; that of packed sequences says where samples begin
-    if splits_of(x).at(int(args[-1])) or isinstance(args[0], Tensor):
+    if splits_of(x).at(int(args[-1])) or func._overloadname == "data":
         raise shard_error(func, [x], f"step after step depends on the one before, along dim {int(args[-1])}")
     return BY_RULE
 

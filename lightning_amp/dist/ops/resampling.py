@@ -111,7 +111,7 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
     given = rest[len(corners) :]
     # one overload has a scale for all dims, the other one for each
     scales = list(given[0]) if given and isinstance(given[0], list | tuple) else list(given)
-    scales = scales or [None] * (len(shape) - 2)
+    scales = (scales if any(scales) else [None] * (len(shape) - 2))
     if size is None:
         size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
     x, parts = in_parts(x, range(2, len(shape)), size)
