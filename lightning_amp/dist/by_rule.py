@@ -18,7 +18,7 @@ import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import MAY_COPY, PLANS, Plan, keep, key_of, run
 from lightning_amp.dist.registry import name_of, shard_error
-from lightning_amp.dist.sharded_tensor import redistribute, shape_of, splits_of
+from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, redistribute, shape_of, splits_of
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.graph.flow import RULES, Call, Ref, dims_of, sums_of
 
@@ -37,8 +37,15 @@ def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(keep(key, plan), func, args, kwargs, tensors)
 
 
-def rule_plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Plan | None:
-    """The plan of an operator; None where no rule says what it does."""
+def rule_plan(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], but: Sequence[int] = ()
+) -> Plan | None:
+    """The plan of an operator; None where no rule says what it does.
+
+    Args:
+        func, args, kwargs, tensors: The operator, and the tensors among its arguments.
+        but: Dims of the first tensor that the caller splits, and the plan does not.
+    """
     name, mutable = name_of(func), func._schema.is_mutable
     op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
     if op not in RULES:
@@ -57,7 +64,7 @@ def rule_plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
     for j, places in [*enumerate(dims_of(call) or ()), *((-1 - i, group) for i, group in enumerate(sums_of(call)))]:
         # two dims of one tensor, as of a diagonal, cannot be split alike
         if len({k for k, _ in places}) == len(places):
-            labels |= dict.fromkeys(places, j)
+            labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
     return plan_of(func, tensors, labels, results)
 
 
@@ -197,3 +204,13 @@ def splits_with_whole(func: Any, x: Tensor, splits: Splits, dims: Sequence[int],
         to = None if dim is None else Split(axis, dim, Owners.even(shape[dim], axis.size))
         splits = splits.replaced(axis, to)
     return splits
+
+
+def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> Plan:
+    """The plan of an operator on a tensor with some dims, which are split by other means, as if they were whole."""
+    rest = splits_of(x).without(*dims)
+    part = torch.empty(rest.local_shape(shape_of(x)), dtype=local_of(x).dtype, device="meta")
+    given = (ShardedTensor(part, rest), *args)
+    plan = rule_plan(func, given, {}, [t for t in given if isinstance(t, Tensor)], dims)
+    assert plan is not None, f"{func} has a rule"
+    return plan

@@ -21,7 +21,8 @@ def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
         return local
     for axis in {split.axis: None for split in (*have, *want)}:
         local, have = _on_axis(local, have, axis, want.on(axis))
-    return local
+    # memory in the order of the dims, as a whole tensor has it: operators that make views ask for it
+    return local.contiguous()
 
 
 def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) -> tuple[Tensor, Splits]:

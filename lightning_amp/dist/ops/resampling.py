@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist.by_rule import by_rule
-from lightning_amp.dist.ops.windows import Rows, in_parts, with_rows, with_splits
+from lightning_amp.dist.ops.windows import Rows, in_parts, with_rows
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
 from lightning_amp.dist.sharded_tensor import local_of, redistribute, shape_of, splits_of, wrap
-from lightning_amp.dist.splits import Split
+from lightning_amp.dist.splits import Split, Splits
 
 aten = torch.ops.aten
 
@@ -70,23 +70,17 @@ def _far(x: float, a: float = -0.75) -> float:
     return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
 
-def resampled(x: Tensor, split: Split, outputs: Owners, found: Taps) -> Tensor:
-    """A tensor with a split dim resampled, in own rows and without that split."""
-    spans = [own for (own,) in outputs.spans]
+def resampled(part: Tensor, split: Split, outputs: Owners, found: Taps) -> Tensor:
+    """A part with a split dim resampled, in own outputs."""
+    spans, rank = [own for (own,) in outputs.spans], split.axis.rank
     places, weights = ([rows[own.start : own.stop] for own in spans] for rows in found)
     rows = [Rows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
-    rank = split.axis.rank
-    x = with_rows(x, split, rows)
-    part, total = local_of(x), None
+    part = with_rows(part, split, rows)
     index = torch.tensor(places[rank], device=part.device) - rows[rank].inside.start
     shares = torch.tensor(weights[rank], dtype=part.dtype, device=part.device)
-    form = [-1, *[1] * (part.dim() - 1 - split.dim)]
-    for tap in range(index.shape[1]):
-        value = part.index_select(split.dim, index[:, tap])
-        value = value if index.shape[1] == 1 else value * shares[:, tap].view(form)
-        total = value if total is None else total + value
-    assert total is not None, "every output has an input"
-    return wrap(total, splits_of(x))
+    shares = shares.view(*shares.shape, *[1] * (part.dim() - 1 - split.dim))
+    taken = [part.index_select(split.dim, tap) for tap in index.unbind(1)]
+    return taken[0] if len(taken) == 1 else sum(t * share for t, share in zip(taken, shares.unbind(1), strict=True))
 
 
 MODES = {
@@ -115,18 +109,23 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
     if size is None:
         size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
     x, parts = in_parts(x, range(2, len(shape)), size)
-    local = list(size)
+    part, local = local_of(x), list(size)
     for split, outputs in parts:
         i, n_in, n_out = split.dim - 2, split.owners.n, outputs.n
         step = 1 / scales[i] if scales[i] else n_in / n_out
         if any(corners):
             step = (n_in - 1) / max(n_out - 1, 1)
-        x = resampled(x, split, outputs, taps(mode, n_in, n_out, step, any(corners)))
+        part = resampled(part, split, outputs, taps(mode, n_in, n_out, step, any(corners)))
         local[i], scales[i] = outputs.counts[split.axis.rank], None
-    if local != list(local_of(x).shape[2:]):
-        plain = getattr(aten, name).default
-        x = wrap(plain(local_of(x), local, *corners, *scales), splits_of(x))
-    return with_splits(x, [split._replace(owners=outputs) for split, outputs in parts])
+    if local != list(part.shape[2:]):
+        part = getattr(aten, name).default(part, local, *corners, *scales)
+    return with_outputs(part, x, parts)
+
+
+def with_outputs(part: Tensor, x: Tensor, parts: Sequence[tuple[Split, Owners]]) -> Tensor:
+    """A result's part, split as a tensor is, with the owners of outputs along some dims."""
+    rest = splits_of(x).without(*[split.dim for split, _ in parts])
+    return wrap(part, Splits.of([*rest, *[split._replace(owners=outputs) for split, outputs in parts]]))
 
 
 @operator("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
@@ -144,14 +143,12 @@ def _adaptive_mean(func: Any, x: Tensor, size: Sequence[int]) -> Any:
                 row.index_add_(0, torch.tensor(places, device=row.device), row.new_tensor(weights))
             x = torch.matmul(x.movedim(split.dim, -1), matrix.T).movedim(-1, split.dim)
     x, parts = in_parts(x, range(first, len(shape_of(x))), size)
-    local = list(size)
+    part, local = local_of(x), list(size)
     for split, outputs in parts:
         if split.owners.n != outputs.n:
-            x = resampled(x, split, outputs, taps("mean", split.owners.n, outputs.n, 1.0, False))
-        else:
-            x = wrap(local_of(x), splits_of(x).replaced(split.axis, None))
+            part = resampled(part, split, outputs, taps("mean", split.owners.n, outputs.n, 1.0, False))
         local[split.dim - first] = outputs.counts[split.axis.rank]
-    return with_splits(by_rule(func, x, local), [split._replace(owners=outputs) for split, outputs in parts])
+    return with_outputs(func(part, local), x, parts)
 
 
 @operator("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import by_rule
-from lightning_amp.dist.collectives import exchange
+from lightning_amp.dist.by_rule import by_rule, plan_without
+from lightning_amp.dist.collectives import all_reduce, exchange
 from lightning_amp.dist.ops.views import view_plan
 from lightning_amp.dist.owners import Owners, Run
+from lightning_amp.dist.plans import Plan
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import in_order, local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import in_order, local_of, part_in, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Split, Splits
 
 aten = torch.ops.aten
@@ -24,6 +25,21 @@ class Rows(NamedTuple):
     inside: range
     before: int = 0
     after: int = 0
+
+
+class Window(NamedTuple):
+    """Windows along one dim: the rows from the first to the last that one covers, the steps between, rows of padding."""
+
+    span: int
+    stride: int
+    padding: int
+
+    def outputs(self, n: int, ceil: bool = False) -> int:
+        """The number of windows over n rows."""
+        left = n + 2 * self.padding - self.span
+        found = -(-left // self.stride) + 1 if ceil else left // self.stride + 1
+        # the last window begins inside of the input or its left padding
+        return found - 1 if ceil and (found - 1) * self.stride >= n + self.padding else found
 
 
 def in_parts(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tensor, list[tuple[Split, Owners]]]:
@@ -46,13 +62,16 @@ def in_parts(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tens
     return x, found
 
 
-def with_rows(x: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.0) -> Tensor:
-    """The tensor with, along a dim, the rows that each rank reads, as if the dim were whole and had this size."""
-    part = exchange(local_of(x), split.axis, split.dim, split.owners, tuple((r.inside,) for r in rows))
+def with_rows(part: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.0) -> Tensor:
+    """The part with, along a dim, the rows that this rank reads."""
+    part = exchange(part, split.axis, split.dim, split.owners, tuple((r.inside,) for r in rows))
     _, before, after = rows[split.axis.rank]
-    if before or after:
-        part = F.pad(part, [*[0, 0] * (part.dim() - 1 - split.dim), before, after], value=fill)
-    return wrap(part, splits_of(x).replaced(split.axis, None))
+    return padded(part, split.dim, before, after, fill)
+
+
+def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None = 0.0) -> Tensor:
+    """A part with rows of one value before and after a dim."""
+    return F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), before, after], value=fill) if before or after else part
 
 
 def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[Rows]:
@@ -67,31 +86,21 @@ def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list
 
 
 def _with_windows(
-    x: Tensor,
-    first: int,
-    spans: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    n_out: Sequence[int],
-    fill: float = 0.0,
+    x: Tensor, parts: Sequence[tuple[Split, Owners]], first: int, windows: Sequence[Window], fill: float = 0.0
 ) -> tuple[Tensor, list[int], list[Split]]:
-    """The rows that windows along the dims from `first` on read, the padding left to do, and the results' splits."""
-    size, padding, done = shape_of(x)[first:], list(padding), list[Split]()
-    x, parts = in_parts(x, range(first, first + len(spans)), n_out)
+    """The rows of own outputs, the padding that is left to do along each dim from `first` on, and the outputs' splits."""
+    part, size, padding, done = local_of(x), shape_of(x), [w.padding for w in windows], list[Split]()
     for split, outputs in parts:
-        i = split.dim - first
-        x = with_rows(x, split, _read(outputs, stride[i], padding[i], spans[i], size[i]), fill)
-        padding[i] = 0
+        window = windows[split.dim - first]
+        rows = _read(outputs, window.stride, window.padding, window.span, size[split.dim])
+        part = with_rows(part, split, rows, fill)
+        padding[split.dim - first] = 0
         done.append(split._replace(owners=outputs))
-    return x, padding, done
+    return part, padding, done
 
 
-def with_splits(y: Tensor, splits: Sequence[Split]) -> Tensor:
-    """A tensor with further splits."""
-    return wrap(local_of(y), Splits.of([*splits_of(y), *splits]))
-
-
-def _each(value: Any, n: int) -> list[int]:
+def each(value: Any, n: int) -> list[int]:
+    """An argument of one number for all dims, or of one for each."""
     return [int(value)] * n if isinstance(value, int) else list(value) * (n if len(value) == 1 else 1)
 
 
@@ -106,25 +115,40 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    n = len(shape_of(weight)) - 2
-    first = len(shape_of(x)) - n
-    split_dims = [d for d in splits_of(x).dims if d >= first - 1]
-    if not split_dims and not splits_of(weight).at(1):
-        return BY_RULE
-    stride, dilation = _each(stride, n), _each(dilation, n)
-    spans = [d * (k - 1) + 1 for d, k in zip(dilation, shape_of(weight)[2:], strict=True)]
+    kernel = shape_of(weight)[2:]
+    n, first = len(kernel), len(shape_of(x)) - len(kernel)
+    stride, dilation = each(stride, n), each(dilation, n)
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     if padding == "same" and not all(span % 2 for span in spans):
         # torch pads one row more at the end where the span is even
         x, padding = F.pad(x, [m for s in reversed(spans) for m in ((s - 1) // 2, s // 2)]), 0
-    padding = {"same": [s // 2 for s in spans], "valid": 0}.get(padding, 0) if isinstance(padding, str) else padding
-    padding, size = _each(padding, n), shape_of(x)[first:]
-    n_out = [(m + 2 * p - s) // t + 1 for m, p, s, t in zip(size, padding, spans, stride, strict=True)]
-    x, padding, done = _with_windows(x, first, spans, stride, padding, n_out)
-    # without the bias where channels are added up: it would be added by every rank
+    padding = [s // 2 for s in spans] if padding == "same" else each(0 if padding == "valid" else padding, n)
+    # channels that are added up leave the bias to the end: it would be added by every rank
     summed = splits_of(x).at(first - 1) or splits_of(weight).at(1)
-    conv = getattr(aten, name_of(func)).default
-    y = with_splits(by_rule(conv, x, weight, None if summed else bias, stride, padding, dilation, groups), done)
+    given = weight, None if summed else bias, stride, padding, dilation, groups
+    dims, conv = range(first, first + n), getattr(aten, name_of(func)).default
+    pointwise = set(stride) == set(spans) == {1} and not any(padding)
+    if pointwise or not any(d in dims for d in splits_of(x).dims):
+        y = by_rule(conv, x, *given)
+    else:
+        windows = [Window(*w) for w in zip(spans, stride, padding, strict=True)]
+        n_out = [w.outputs(m) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
+        x, parts = in_parts(x, dims, n_out)
+        plan = plan_without(conv, x, dims, *given)
+        x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
+        part, padding, done = _with_windows(x, parts, first, windows)
+        y = _computed(plan, lambda w, b: conv(part, w, b, stride, padding, dilation, groups), *given[:2])
+        y = wrap(y, Splits.of([*plan.result, *done]))
     return y + bias.to(y.dtype).view(-1, *[1] * n) if summed and bias is not None else y
+
+
+def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
+    """The part of a result by a plan, given parameters in its splits."""
+    splits = iter(plan.arguments[1:])
+    part = call(*[None if p is None else part_in(p, next(splits)) for p in parameters])
+    for axis in plan.sums:
+        part = all_reduce(part, axis)
+    return part
 
 
 @operator("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -140,36 +164,36 @@ def _transposed(
     dilation: Any = 1,
 ) -> Any:
     """Every rank computes from all inputs that reach its outputs, and keeps these."""
-    n = len(shape_of(weight)) - 2
-    first = len(shape_of(x)) - n
-    if not any(d >= first - 1 for d in splits_of(x).dims) and not splits_of(weight).at(0):
-        return BY_RULE
-    stride, padding, more, dilation = (_each(v, n) for v in (stride, padding, output_padding, dilation))
-    spans = [d * (k - 1) + 1 for d, k in zip(dilation, shape_of(weight)[2:], strict=True)]
-    size = shape_of(x)[first:]
-    n_out = [(size[i] - 1) * stride[i] - 2 * padding[i] + spans[i] + more[i] for i in range(n)]
-    x, parts = in_parts(x, range(first, first + n), n_out)
-    done, keep = list[Split](), list[tuple[int, int, int]]()
-    for split, outputs in parts:
-        i = split.dim - first
-        s, p, rows = stride[i], padding[i], list[Rows]()
-        for (out,) in outputs.spans:
-            # an output between the reach of two inputs is the bias; the one before keeps the count
-            start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
-            rows.append(Rows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
-        x = with_rows(x, split, rows)
-        ((own,), start) = outputs.spans[split.axis.rank], rows[split.axis.rank].inside.start
-        keep.append((split.dim, own.start + p - start * s, len(own)))
-        padding[i] = more[i] = 0
-        done.append(split._replace(owners=outputs))
-    y = by_rule(func, x, weight, None, stride, padding, more, groups, dilation)
-    part = local_of(y)
-    for dim, start, length in keep:
-        # rows of output_padding that no input reaches are zero
-        missing = max(0, start + length - part.shape[dim])
-        part = F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), 0, missing]) if missing else part
-        part = part.narrow(dim, start, length)
-    y = with_splits(wrap(part, splits_of(y)), done)
+    kernel = shape_of(weight)[2:]
+    n, first = len(kernel), len(shape_of(x)) - len(kernel)
+    stride, padding, more, dilation = (each(v, n) for v in (stride, padding, output_padding, dilation))
+    given, dims = (stride, padding, more, groups, dilation), range(first, first + n)
+    if not any(d in dims for d in splits_of(x).dims):
+        y = by_rule(func, x, weight, None, *given)
+    else:
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+        size = shape_of(x)[first:]
+        n_out = [(size[i] - 1) * stride[i] - 2 * padding[i] + spans[i] + more[i] for i in range(n)]
+        x, parts = in_parts(x, dims, n_out)
+        plan = plan_without(func, x, dims, weight, None, *given)
+        x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
+        part, keep = local_of(x), list[tuple[int, int, int]]()
+        for split, outputs in parts:
+            i, rows = split.dim - first, list[Rows]()
+            s, p = stride[i], padding[i]
+            for (out,) in outputs.spans:
+                # an output between the reach of two inputs is zero; the one before keeps the count
+                start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
+                rows.append(Rows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
+            part = with_rows(part, split, rows)
+            ((own,), start) = outputs.spans[split.axis.rank], rows[split.axis.rank].inside.start
+            keep.append((split.dim, own.start + p - start * s, len(own)))
+            padding[i] = more[i] = 0
+        y = _computed(plan, lambda w: func(part, w, None, *given), weight)
+        for dim, start, length in keep:
+            # rows of output_padding that no input reaches are zero
+            y = padded(y, dim, 0, max(0, start + length - y.shape[dim])).narrow(dim, start, length)
+        y = wrap(y, Splits.of([*plan.result, *[split._replace(owners=outputs) for split, outputs in parts]]))
     return y if bias is None else y + bias.to(y.dtype).view(-1, *[1] * n)
 
 
@@ -180,38 +204,31 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
     first = len(shape_of(x)) - n
     if not any(d >= first for d in splits_of(x).dims):
         return BY_RULE
-    kernel, padding = _each(kernel, n), _each(padding, n)
-    stride = _each(stride, n) if stride not in ((), []) else kernel
     names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor")
     more = dict(zip(names, rest, strict=False))
-    ceil, size = bool(more.get("ceil_mode")), shape_of(x)[first:]
-    spans = [d * (k - 1) + 1 for d, k in zip(_each(more.get("dilation", 1), n), kernel, strict=True)]
-    n_out = [_pooled(m, p, s, t, ceil) for m, p, s, t in zip(size, padding, spans, stride, strict=True)]
+    kernel, dilation = each(kernel, n), each(more.get("dilation", 1), n)
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    strides = each(stride, n) if stride not in ((), []) else kernel
+    windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
+    size, ceil = shape_of(x)[first:], bool(more.get("ceil_mode"))
+    n_out = [w.outputs(m, ceil) for w, m in zip(windows, size, strict=True)]
     counts_all = more.get("count_include_pad", True)
-    uneven = not is_max and more.get("divisor") is None and (ceil or (any(padding) and not counts_all))
-    if not uneven:
-        x, padding, done = _with_windows(x, first, spans, stride, padding, n_out, -torch.inf if is_max else 0.0)
-        return with_splits(by_rule(func, x, kernel, stride, padding, *rest), done)
-    # windows at the border count fewer values: means of full windows, times a factor for every dim
-    for i, (m, p, s, t, out) in enumerate(zip(size, padding, spans, stride, n_out, strict=True)):
-        end = max(0, (out - 1) * t + s - m - p)
-        x = F.pad(x, [*[0, 0] * (n - 1 - i), p, end])
-    x, _, done = _with_windows(x, first, spans, stride, [0] * n, n_out)
-    y = with_splits(by_rule(func, x, kernel, stride, [0] * n), done)
-    for i, (m, p, s, t, out) in enumerate(zip(size, padding, spans, stride, n_out, strict=True)):
-        starts = [o * t - p for o in range(out)]
-        counts = [
-            min(a + s, m + p) - a if counts_all else min(a + s, m) - max(a, 0) for a in starts
-        ]
-        factors = torch.tensor([s / count for count in counts], dtype=y.dtype, device=y.device)
-        y = y * factors.view([-1, *[1] * (n - 1 - i)])
+    uneven = not is_max and more.get("divisor") is None and (ceil or not counts_all)
+    if uneven:
+        # windows at the border count fewer values: means of full windows, times a factor for every dim
+        ends = [max(0, (out - 1) * w.stride + w.span - m - w.padding) for w, m, out in zip(windows, size, n_out, strict=True)]
+        x = F.pad(x, [side for w, end in zip(windows[::-1], ends[::-1], strict=True) for side in (w.padding, end)])
+        windows, rest = [w._replace(padding=0) for w in windows], ()
+    x, parts = in_parts(x, range(first, first + n), n_out)
+    part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
+    y = wrap(func(part, kernel, strides, left, *rest), Splits.of([*splits_of(x).without(*range(first, first + n)), *done]))
+    for i, (w, p, m, out) in enumerate(zip(windows, each(padding, n), size, n_out, strict=True)):
+        if uneven:
+            starts = [o * w.stride - p for o in range(out)]
+            counts = [min(a + w.span, m + p) - a if counts_all else min(a + w.span, m) - max(a, 0) for a in starts]
+            factors = torch.tensor([w.span / count for count in counts], dtype=y.dtype, device=y.device)
+            y = y * factors.view([-1, *[1] * (n - 1 - i)])
     return y
-
-
-def _pooled(n: int, padding: int, span: int, stride: int, ceil: bool) -> int:
-    found = -(-(n + 2 * padding - span) // stride) + 1 if ceil else (n + 2 * padding - span) // stride + 1
-    # the last window begins inside of the input or its left padding
-    return found - 1 if ceil and (found - 1) * stride >= n + padding else found
 
 
 @operator("unfold")
@@ -222,8 +239,9 @@ def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
     shape[dim] = (shape[dim] - size) // step + 1
     if splits_of(x).at(dim) is None:
         return view_plan(func, x, Tensor.unfold, (dim, size, step), splits_of(x), shape)
-    x, _, done = _with_windows(x, dim, [size], [step], [0], [shape[dim]])
-    return wrap(local_of(x).unfold(dim, size, step), Splits.of([*splits_of(x), *done]), copied=True)
+    x, parts = in_parts(x, [dim], [shape[dim]])
+    part, _, done = _with_windows(x, parts, dim, [Window(size, step, 0)])
+    return wrap(part.unfold(dim, size, step), Splits.of([*splits_of(x).without(dim), *done]), copied=True)
 
 
 @operator("im2col")
@@ -264,7 +282,7 @@ def _padded(func: Any, x: Tensor, split: Split, before: int, after: int, mode: s
     first, last = runs[0].rank, runs[-1].rank
     if mode == "constant":
         own = [before if axis.rank == first else 0, after if axis.rank == last else 0]
-        part = F.pad(local_of(x), [*[0, 0] * (len(shape_of(x)) - 1 - dim), *own], value=value or 0)
+        part = padded(local_of(x), dim, *own, value or 0)
     else:
         sources = {
             "reflect": ([range(before, 0, -1)], [range(n - 2, n - 2 - after, -1)]),
@@ -277,5 +295,5 @@ def _padded(func: Any, x: Tensor, split: Split, before: int, after: int, mode: s
         wanted[first] = [*sources[mode][0], *wanted[first]]
         wanted[last] = [*wanted[last], *sources[mode][1]]
         part = exchange(local_of(x), axis, dim, owners, tuple(map(tuple, wanted)))
-    padded = Owners.of([Run(before, first), *runs, Run(after, last)], axis.size)
-    return wrap(part, splits_of(x).replaced(axis, split._replace(owners=padded)))
+    wider = Owners.of([Run(before, first), *runs, Run(after, last)], axis.size)
+    return wrap(part, splits_of(x).replaced(axis, split._replace(owners=wider)))
