@@ -61,11 +61,16 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
 
     A dispatch mode, such as a fake mode or a meter, is to see what is computed on parts, so it is off until then.
     """
-    call = OnItsWay(included_keys(), excluded_keys(), [pop_dispatch_mode() for _ in range(n_dispatch_modes())])
+    call = OnItsWay(
+        included_keys(), excluded_keys(), [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
+    )
     STATE.calls.append(call)
     before, STATE.composite, STATE.open = (STATE.composite, STATE.open), False, True
     try:
-        with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
+        with (
+            disable_torch_function(),
+            force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
+        ):
             return func(*args, **kwargs), call
     finally:
         STATE.calls.pop()
@@ -97,7 +102,10 @@ def taken_apart() -> Iterator[None]:
     composite, STATE.composite, STATE.open = STATE.composite, True, True
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
-        with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
+        with (
+            disable_torch_function(),
+            force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
+        ):
             yield
     finally:
         STATE.composite, STATE.open = composite, False

@@ -61,7 +61,10 @@ def rule_plan(
     arguments |= {name: swapped(value, lambda _: next(numbers)) for name, value in kwargs.items()}
     call = Call(op=op, shapes=shapes, result=results[0], arguments=arguments)
     labels: dict[Place, int] = {}
-    for j, places in [*enumerate(dims_of(call) or ()), *((-1 - i, group) for i, group in enumerate(sums_of(call)))]:
+    for j, places in [
+        *enumerate(dims_of(call) or ()),
+        *((-1 - i, group) for i, group in enumerate(sums_of(call))),
+    ]:
         # two dims of one tensor, as of a diagonal, cannot be split alike
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
@@ -79,7 +82,11 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     """Shapes of an operator's results, found without values."""
 
     def meta(x: Any) -> Any:
-        return torch.empty(shape_of(x), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else torch.device("meta")
+        return (
+            torch.empty(shape_of(x), dtype=x.dtype, device="meta")
+            if isinstance(x, Tensor)
+            else torch.device("meta")
+        )
 
     kinds = Tensor | torch.device
     try:
@@ -145,7 +152,9 @@ def _chosen(
         why = "it writes sharded values into a tensor that is not split in this way"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
     # the largest tensor stays where it is; the first one where torch writes into it
-    k, lead = split[0] if mutable else max(split, key=lambda found: (prod(shape_of(tensors[found[0]])), -found[0]))
+    k, lead = (
+        split[0] if mutable else max(split, key=lambda found: (prod(shape_of(tensors[found[0]])), -found[0]))
+    )
     label = labels.get((k, lead.dim))
     if mutable:
         if label is None or label in taken:
@@ -156,7 +165,10 @@ def _chosen(
     free = [
         (other >= 0, shape_of(tensors[k])[d], -other)
         for (j, d), other in labels.items()
-        if j == k and other not in taken and splits_of(tensors[k]).at(d) is None and shape_of(tensors[k])[d] >= axis.size
+        if j == k
+        and other not in taken
+        and splits_of(tensors[k]).at(d) is None
+        and shape_of(tensors[k])[d] >= axis.size
     ]
     follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
@@ -192,12 +204,18 @@ def with_whole(func: Any, x: Tensor, dims: Sequence[int], stay: Sequence[int] = 
     return redistribute(x, splits_with_whole(func, x, splits_of(x), dims, stay))
 
 
-def splits_with_whole(func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()) -> Splits:
+def splits_with_whole(
+    func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()
+) -> Splits:
     """The splits of `with_whole`."""
     shape = shape_of(x)
     for split in [s for s in splits if s.dim in dims]:
         axis = split.axis
-        free = [d for d, n in enumerate(shape) if n >= axis.size and d not in (*dims, *stay) and splits.at(d) is None]
+        free = [
+            d
+            for d, n in enumerate(shape)
+            if n >= axis.size and d not in (*dims, *stay) and splits.at(d) is None
+        ]
         if not free and axis.unknown == "error":
             raise needs_whole(func, [x], x, split)
         dim = max(free, key=lambda d: shape[d], default=None)

@@ -28,35 +28,49 @@ from lightning_amp.dist.splits import MeshAxis, record
 
 # torch 2.13 has a new name, and warns of the old one
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Map = Callable[..., Tensor]
 Wanted = tuple[tuple[range, ...], ...]
 """For every rank the ranges of a dim that it is to have, in the order in which it is to have them."""
 
 
+class _Linear(Function):
+    """A linear map of parts, whose backward is its adjoint, which is one too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map, to: tuple[Any, ...]) -> Tensor:
+        ctx.map = back, there, to
+        return there(x, *to)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Linear.apply(grad, *ctx.map), None, None, None
+
+
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
     """The sum over the ranks."""
-    return x if axis.size == 1 else cast(Tensor, _AllReduce.apply(x, axis))
+    return x if axis.size == 1 else cast(Tensor, _Linear.apply(x, reduce_now, reduce_now, (axis,)))
 
 
 def gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
     """The whole of a dim of which each rank has its own indices."""
-    return cast(Tensor, _Gather.apply(x, axis, dim, owners))
+    return cast(Tensor, _Linear.apply(x, _gather, _reduce_scatter, (axis, dim, owners)))
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
     """Own indices of the sum over the ranks of a whole dim."""
-    return cast(Tensor, _ReduceScatter.apply(x, axis, dim, owners))
+    return cast(Tensor, _Linear.apply(x, _reduce_scatter, _gather, (axis, dim, owners)))
 
 
 def exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     """The ranges `wanted[r]` of a dim on rank r; nothing is sent where every rank has its own already."""
     if _all_local(owners, wanted):
         return pick(x, dim, _local(owners, axis.rank, wanted[axis.rank]))
-    return cast(Tensor, _Exchange.apply(x, axis, dim, owners, wanted))
+    return cast(Tensor, _Linear.apply(x, _exchange, _exchange_back, (axis, dim, owners, wanted)))
 
 
 def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
     """A tensor split along the dim of `source`, split along the dim of `target` instead; one all-to-all."""
-    return cast(Tensor, _Swap.apply(x, axis, source, target))
+    return cast(Tensor, _Linear.apply(x, _swap, _swap_back, (axis, source, target)))
 
 
 def ring(
@@ -109,110 +123,64 @@ def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
     return found
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return reduce_now(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
+def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
+    most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
+    if rows.shape[0] < most:
+        rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
+    parts = stacked(rows, axis).flatten(0, 1)
+    place = [rank * most for rank in range(axis.size)]
+    return _periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-        ctx.to = axis, dim, owners
-        most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
-        if rows.shape[0] < most:
-            rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
-        parts = stacked(rows, axis).flatten(0, 1)
-        place = [rank * most for rank in range(axis.size)]
-        return _periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter(grad, *ctx.to), None, None, None
+def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
+    rows = _periods_last(x, dim, owners)
+    pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
+    record(axis, "reduce_scatter", rows.nbytes)
+    # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
+    got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis)
+    return _periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-        ctx.to = axis, dim, owners
-        rows = _periods_last(x, dim, owners)
-        pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
-        record(axis, "reduce_scatter", rows.nbytes)
-        # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
-        got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis)
-        return _periods_back(sum(got[1:], start=got[0]), dim, owners)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather(grad, *ctx.to), None, None, None
+def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
+    send, take, order = _route(owners, wanted, axis.rank)
+    rows = x.movedim(dim, 0)
+    pieces = [pick(rows, 0, ranges) for ranges in send]
+    record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
+    return pick(torch.cat(_all_to_all(pieces, take, axis)), 0, order).movedim(0, dim)
 
 
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
-        ctx.to = axis, dim, owners, wanted
-        send, take, order = _route(owners, wanted, axis.rank)
-        rows = x.movedim(dim, 0)
-        pieces = [pick(rows, 0, ranges) for ranges in send]
-        record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
-        return pick(torch.cat(_all_to_all(pieces, take, axis)), 0, order).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _ExchangeBack.apply(grad, *ctx.to), None, None, None, None
-
-
-class _ExchangeBack(Function):
+def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     """What was exchanged goes back to its owner, who adds it up."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
-        ctx.to = axis, dim, owners, wanted
-        send, take, order = _route(owners, wanted, axis.rank)
-        rows = grad.movedim(dim, 0)
-        # as it had arrived, one rank after the other
-        arrived, given = rows.new_empty((sum(take), *rows.shape[1:])), 0
-        for ordered in order:
-            arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
-            given += len(ordered)
-        record(axis, "all_to_all", arrived.nbytes)
-        total = rows.new_zeros((owners.counts[axis.rank], *rows.shape[1:]))
-        got = _all_to_all(arrived.split(take), [_total(ranges) for ranges in send], axis)
-        for ranges, piece in zip(send, got, strict=True):
-            if ranges:
-                total.index_add_(0, _positions(ranges, piece.device), piece)
-        return total.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange(grad, *ctx.to), None, None, None, None
+    send, take, order = _route(owners, wanted, axis.rank)
+    rows = x.movedim(dim, 0)
+    # as it had arrived, one rank after the other
+    arrived, given = rows.new_empty((sum(take), *rows.shape[1:])), 0
+    for ordered in order:
+        arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
+        given += len(ordered)
+    record(axis, "all_to_all", arrived.nbytes)
+    total = rows.new_zeros((owners.counts[axis.rank], *rows.shape[1:]))
+    got = _all_to_all(arrived.split(take), [_total(ranges) for ranges in send], axis)
+    for ranges, piece in zip(send, got, strict=True):
+        if ranges:
+            total.index_add_(0, _positions(ranges, piece.device), piece)
+    return total.movedim(0, dim)
 
 
-class _Swap(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]
-    ) -> Tensor:
-        ctx.to = axis, source, target
-        (a, have), (b, want) = source, target
-        rows = x.movedim((a, b), (0, 1))
-        pieces = [pick(rows, 1, spans) for spans in want.spans]
-        shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
-        record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
-        flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
-        place = [sum(have.counts[:rank]) for rank in range(axis.size)]
-        parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
-        return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
+def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
+    (a, have), (b, want) = source, target
+    rows = x.movedim((a, b), (0, 1))
+    pieces = [pick(rows, 1, spans) for spans in want.spans]
+    shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
+    record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
+    flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
+    place = [sum(have.counts[:rank]) for rank in range(axis.size)]
+    parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
+    return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        axis, source, target = ctx.to
-        return swap(grad, axis, target, source), None, None, None
+
+def _swap_back(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
+    return _swap(x, axis, target, source)
 
 
 def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:

@@ -27,7 +27,9 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan is not None:
         return run(plan, func, args, kwargs, tensors)
     found, call = below_autograd(func, args, kwargs)
-    same = len(tensors) == len(call.tensors) and all(a is b for a, b in zip(tensors, call.tensors, strict=True))
+    same = len(tensors) == len(call.tensors) and all(
+        a is b for a, b in zip(tensors, call.tensors, strict=True)
+    )
     if call.n_operators == 1 and call.plan is not None and same:
         keep(key, call.plan)
     return found
@@ -53,7 +55,9 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
     name, tensors = name_of(func), call.tensors
     handler = OPERATORS.get(name)
     with because(name):
-        found = handler(func, *args, **kwargs) if handler else BY_RULE
+        found = (
+            handler(func, *complete(func, args, kwargs), **only_named(func, kwargs)) if handler else BY_RULE
+        )
         plan = rule_plan(func, args, kwargs, tensors) if found is BY_RULE else found
         if type(plan) is Plan:
             call.plan = plan
@@ -67,6 +71,17 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
         return _gathered(func, args, kwargs, tensors)
 
 
+def complete(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of an operator that may be given by position, with their defaults."""
+    rest = [a for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
+    return [*args, *[kwargs.get(a.name, a.default_value) for a in rest]]
+
+
+def only_named(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments that have to be given by name, with their defaults."""
+    return {a.name: kwargs.get(a.name, a.default_value) for a in func._schema.arguments if a.kwarg_only}
+
+
 def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
     if any(a.is_out for a in func._schema.arguments) or torch.Tag.inplace_view in func.tags:
         why = "it writes to out=, or changes a shape in place"
@@ -74,7 +89,9 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
     target = next((t for t in tensors if t is args[0]), None)
     if type(target) is ShardedTensor:
         if target.copied:
-            raise shard_error(func, tensors, LOST, remedy="write into the tensor itself, or build it with cat or where")
+            raise shard_error(
+                func, tensors, LOST, remedy="write into the tensor itself, or build it with cat or where"
+            )
     elif any(type(t) is ShardedTensor and t.splits for t in tensors):
         why = "it writes sharded values into a tensor that every rank has whole"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
+from lightning_amp.dist.registry import name_of
 from lightning_amp.dist.sharded_tensor import ShardedTensor, is_view, local_of, part_in, splits_of
 from lightning_amp.dist.splits import MeshAxis, Splits, because
 
@@ -44,6 +45,30 @@ class Plan:
     settled: Splits | None = None
     view: str = ""
     mutable: bool = False
+
+
+def plan_of_call(
+    func: Any, arguments: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: str = ""
+) -> Plan:
+    """The plan that brings tensors to some splits, and calls a function for a result of a global shape.
+
+    Args:
+        func: The operator that is planned.
+        arguments: Splits of its tensors.
+        splits, shape: Of the result.
+        call: The function and its arguments, in which TENSOR stands for the next tensor.
+        view: As in a plan.
+    """
+    return Plan(
+        name=name_of(func),
+        arguments=tuple(arguments),
+        result=splits,
+        shapes=(tuple(splits.local_shape(shape)),),
+        call=call[0],
+        args=call[1:],
+        settled=_settled(splits),
+        view=view,
+    )
 
 
 PLANS: dict[Any, Plan] = {}
@@ -146,7 +171,7 @@ def _finished(
     return ShardedTensor(part, splits, copied) if splits or copied else part
 
 
-def settle(splits: Splits) -> Splits | None:
+def _settled(splits: Splits) -> Splits | None:
     """Splits in place of some that leave ranks without an index, which no operator has to expect; None if none do.
 
     Where there are enough indices they are split evenly, else every rank has the whole of the dim.
@@ -155,6 +180,6 @@ def settle(splits: Splits) -> Splits | None:
     for split in splits:
         axis, _, owners = split
         if not all(owners.period_counts):
-            even = Owners.even(owners.n, axis.size) if owners.n >= axis.size else None
-            found = found.replaced(axis, even and split._replace(owners=even))
+            even = split._replace(owners=Owners.even(owners.n, axis.size))
+            found = found.replaced(axis, even if owners.n >= axis.size else None)
     return None if found is splits else found

@@ -22,6 +22,7 @@ FUNCTIONS: dict[Any, Handler] = {}
 AUTOGRAD_FUNCTIONS: dict[type[torch.autograd.Function], Handler] = {}
 """By Function: (*args) -> result, in place of `apply`."""
 
+
 def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
     """Add the handler of operators of aten, by their names without overload."""
 

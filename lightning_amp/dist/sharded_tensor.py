@@ -179,6 +179,15 @@ def shape_of(x: Tensor) -> torch.Size:
     return x.whole_shape if type(x) is ShardedTensor else x.shape
 
 
+def dim_of(x: Tensor, dim: int) -> int:
+    """A dim as a number from 0 on.
+
+    Raises:
+        IndexError: There is no such dim.
+    """
+    return range(len(shape_of(x)))[dim]
+
+
 def wrap(local: Tensor, splits: Splits, copied: bool = False) -> Tensor:
     """A tensor of a part; a plain one where it is whole, unless writes to it have to be refused."""
     return ShardedTensor(local, splits, copied) if splits or copied else local
@@ -211,4 +220,4 @@ def computed_in(x: Tensor) -> Tensor:
 
 def is_view(part: Tensor, of: Tensor) -> bool:
     """Whether a part shares its memory with another tensor, so that writes to it are writes to the other."""
-    return part is of or (part._base is not None and part._base is (of if of._base is None else of._base))
+    return part is of or part.untyped_storage()._cdata == of.untyped_storage()._cdata

@@ -62,7 +62,9 @@ def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> f
         loss = torch.zeros((), dtype=torch.float64)
         for t in results:
             if isinstance(t, Tensor) and t.requires_grad:
-                loss = loss + (t * torch.randn(t.shape, generator=draw, dtype=torch.float64)).abs().pow(2).sum()
+                loss = (
+                    loss + (t * torch.randn(t.shape, generator=draw, dtype=torch.float64)).abs().pow(2).sum()
+                )
         if loss.requires_grad:
             loss.backward()
         gradients = []
@@ -84,7 +86,9 @@ def main_splits(case: Case, axis: MeshAxis, how: str) -> list[Splits]:
     found = []
     for i, t in enumerate(made(case.inputs)):
         dim = case.at.get(i)
-        found.append(WHOLE if dim is None else Splits.of([Split(axis, dim, owners_of(t.shape[dim], axis.size, how))]))
+        found.append(
+            WHOLE if dim is None else Splits.of([Split(axis, dim, owners_of(t.shape[dim], axis.size, how))])
+        )
     return found
 
 

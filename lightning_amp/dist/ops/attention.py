@@ -227,16 +227,16 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    mask: Any,
+    p: float,
+    causal: bool,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    scale: Any,
+    enable_gqa: bool,
 ) -> Any:
     n, scale = len(shape_of(q)), scale or shape_of(q)[-1] ** -0.5
     if n != 4:
-        return _with_four_dims(func, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+        return _with_four_dims(func, q, k, v, mask, p, causal, scale, enable_gqa)
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
     if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
         k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
@@ -246,15 +246,15 @@ def _attention(
         # the axis splits samples or heads of the queries, or they have another one for rows
         of_k = None
     k, v = (redistribute(t, Splits.of([*rest, of_k] if of_k else list(rest))) for t in (k, v))
-    if dropout_p or (mask is not None and mask.requires_grad):
-        return _with_weights(q, k, v, mask, dropout_p, is_causal, scale)
+    if p or (mask is not None and mask.requires_grad):
+        return _with_weights(q, k, v, mask, p, causal, scale)
     if of_q is None and of_k is None:
-        return by_rule(func, q, k, v, mask, 0.0, is_causal, scale=scale)
+        return by_rule(func, q, k, v, mask, 0.0, causal, scale=scale)
     if shape_of(q)[3] != shape_of(v)[3]:
         # the kernel wants as many features of values as of keys: zeros change neither
         most = max(shape_of(q)[3], shape_of(v)[3])
         q, k, w = (F.pad(t, (0, most - shape_of(t)[3])) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, w, mask, 0.0, is_causal, scale=scale)[..., : shape_of(v)[3]]
+        return F.scaled_dot_product_attention(q, k, w, mask, 0.0, causal, scale=scale)[..., : shape_of(v)[3]]
     mask = None if mask is None else _mask_of(mask, splits_of(q))
     # the kernel reads the features of a head as they lie in memory
     parts = [computed_in(local_of(t)) for t in (q, k, v)]
@@ -263,7 +263,7 @@ def _attention(
     rows = range(shape_of(q)[2]) if of_q is None else of_q.owners.spans[of_q.axis.rank][0]
     if of_q is None or of_k is None:
         seen = mask
-        if is_causal:
+        if causal:
             columns = torch.arange(shape_of(k)[2], device=a.device)
             seen = columns <= torch.arange(rows.start, rows.stop, device=a.device)[:, None]
         if of_k is None:
@@ -274,12 +274,20 @@ def _attention(
             found = _SplitColumns.apply(a, b, c, seen, scale, of_k.axis)
         return wrap(found, splits_of(q))
     every_row, every_column = ([own for (own,) in s.owners.spans] for s in (of_q, of_k))
-    found = _Ring.apply(a, b, c, mask, is_causal, scale, of_q.axis, every_row, every_column)
+    found = _Ring.apply(a, b, c, mask, causal, scale, of_q.axis, every_row, every_column)
     return wrap(found, splits_of(q))
 
 
 def _with_four_dims(
-    func: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, gqa: bool
+    func: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float,
+    gqa: bool,
 ) -> Tensor:
     lead = shape_of(q)[:-2]
     if len(lead) < 2:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
-from lightning_amp.dist.sharded_tensor import shape_of, splits_of
+from lightning_amp.dist.sharded_tensor import dim_of, splits_of
 
 aten = torch.ops.aten
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 @operator("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _fourier(func: Any, x: Tensor, dim: Sequence[int], norm: int, last: Any) -> Any:
     """By rule for what is whole, or a single dim, which is moved to another one by an all-to-all."""
-    dims, name = [range(len(shape_of(x)))[d] for d in dim], name_of(func)
+    dims, name = [dim_of(x, d) for d in dim], name_of(func)
     if len(dims) == 1 or not any(d in dims for d in splits_of(x).dims):
         return BY_RULE
     if name == "_fft_c2c":

@@ -57,7 +57,16 @@ def _of_part(method: Any) -> Any:
     return call
 
 
-for _name in ("requires_grad_", "retain_grad", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new"):
+for _name in (
+    "requires_grad_",
+    "retain_grad",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_tensor",
+    "new",
+):
     FUNCTIONS[getattr(Tensor, _name)] = _of_part(getattr(Tensor, _name))
 
 
@@ -76,7 +85,9 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
 @function(Tensor.backward, torch.autograd.backward)
 def _backward(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
     why = "a loss is a number, which every rank has"
-    raise shard_error(Tensor.backward, x if isinstance(x, list | tuple) else [x], why, remedy="sum or average it")
+    raise shard_error(
+        Tensor.backward, x if isinstance(x, list | tuple) else [x], why, remedy="sum or average it"
+    )
 
 
 @function(Tensor.unflatten)
@@ -113,4 +124,6 @@ def _deepcopy(x: ShardedTensor, memo: dict[int, Any]) -> Tensor:
 
 @function(Tensor.__reduce_ex__)
 def _pickle(x: ShardedTensor, protocol: int) -> NoReturn:
-    raise shard_error(Tensor.__reduce_ex__, [x], "a file would hold one rank's part", remedy="save its full_tensor()")
+    raise shard_error(
+        Tensor.__reduce_ex__, [x], "a file would hold one rank's part", remedy="save its full_tensor()"
+    )

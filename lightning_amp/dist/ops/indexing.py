@@ -8,10 +8,11 @@ from torch import Tensor
 
 from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import TENSOR, Plan, settle
+from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
+    dim_of,
     local_of,
     redistribute,
     shape_of,
@@ -27,16 +28,7 @@ def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: str = ""
     shape = list(shape_of(x))
     shape[dim] = sum(map(len, ranges))
     splits, local = taken(splits_of(x), dim, ranges)
-    return Plan(
-        name=name_of(func),
-        arguments=(splits_of(x),),
-        result=splits,
-        shapes=(tuple(splits.local_shape(shape)),),
-        call=pick,
-        args=(TENSOR, dim, local),
-        settled=settle(splits),
-        view=view,
-    )
+    return plan_of_call(func, [splits_of(x)], splits, shape, pick, TENSOR, dim, local, view=view)
 
 
 def taken(splits: Splits, dim: int, ranges: Sequence[range]) -> tuple[Splits, list[range]]:
@@ -52,13 +44,13 @@ def taken(splits: Splits, dim: int, ranges: Sequence[range]) -> tuple[Splits, li
 
 @operator("slice")
 def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Plan:
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     return take(func, x, dim, [range(shape_of(x)[dim])[slice(start, end, step)]], "always")
 
 
 @operator("narrow")
 def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> Plan:
-    dim, start = range(len(shape_of(x)))[dim], int(start)
+    dim, start = dim_of(x, dim), int(start)
     indices = range(shape_of(x)[dim])[start:][:length]
     if len(indices) < length:
         raise IndexError(f"narrow of {length} indices from {start} on, of {shape_of(x)[dim]}")
@@ -68,20 +60,13 @@ def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> Plan:
 @operator("select")
 def _select(func: Any, x: Tensor, dim: int, index: int) -> Tensor | Plan:
     """One index of a dim; of a split dim its owner sends it to every rank."""
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     index = range(shape_of(x)[dim])[index]
     split, splits = splits_of(x).at(dim), splits_of(x).without(dim).mapped(lambda d: d - (d > dim))
     if split is None:
         shape = [n for d, n in enumerate(shape_of(x)) if d != dim]
-        return Plan(
-            name="select",
-            arguments=(splits_of(x),),
-            result=splits,
-            shapes=(tuple(splits.local_shape(shape)),),
-            call=torch.select,
-            args=(TENSOR, dim, index),
-            view="always",
-        )
+        call = torch.select, TENSOR, dim, index
+        return plan_of_call(func, [splits_of(x)], splits, shape, *call, view="always")
     wanted = ((range(index, index + 1),),) * split.axis.size
     row = exchange(local_of(x), split.axis, dim, split.owners, wanted)
     return wrap(row.select(dim, 0), splits, copied=True)
@@ -90,7 +75,7 @@ def _select(func: Any, x: Tensor, dim: int, index: int) -> Tensor | Plan:
 @operator("unbind")
 def _unbind(func: Any, x: Tensor, dim: int = 0) -> Any:
     """All indices of a split dim are wanted on every rank: it is gathered once."""
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     if splits_of(x).at(dim) is None:
         return BY_RULE
     whole = redistribute(x, splits_of(x).without(dim))
@@ -100,7 +85,7 @@ def _unbind(func: Any, x: Tensor, dim: int = 0) -> Any:
 
 @operator("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
 def _split(func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     if splits_of(x).at(dim) is None and name_of(func) in RULES:
         return BY_RULE
     found, start = list[Tensor](), 0
@@ -112,7 +97,7 @@ def _split(func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
 
 @operator("flip")
 def _flip(func: Any, x: Tensor, dims: Sequence[int]) -> Any:
-    *others, dim = [range(len(shape_of(x)))[d] for d in dims]
+    *others, dim = [dim_of(x, d) for d in dims]
     n = shape_of(x)[dim]
     return take(func, x, dim, [range(n)[::-1]]) if not others else x.flip(dim).flip(others)
 
@@ -123,7 +108,7 @@ def _roll(func: Any, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ())
         return x.flatten().roll(shifts, 0).reshape(shape_of(x))
     if len(dims) > 1:
         return x.roll(shifts[0], dims[0]).roll(shifts[1:], dims[1:])
-    dim = range(len(shape_of(x)))[dims[0]]
+    dim = dim_of(x, dims[0])
     n = shape_of(x)[dim]
     at = -shifts[0] % max(n, 1)
     return take(func, x, dim, [range(at, n), range(at)])
@@ -152,15 +137,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     splits = rest.replaced(axis, Split(axis, dim, Owners.joined(owners, axis.size)))
     shape = list(shape_of(lead))
     shape[dim] = sum(shape_of(t)[dim] for t in tensors)
-    return Plan(
-        name=name_of(func),
-        arguments=tuple(arguments),
-        result=splits,
-        shapes=(tuple(splits.local_shape(shape)),),
-        call=torch.cat,
-        args=([TENSOR] * len(tensors), dim),
-        settled=settle(splits),
-    )
+    return plan_of_call(func, arguments, splits, shape, torch.cat, [TENSOR] * len(tensors), dim)
 
 
 def _owners_between(tensors: Sequence[Tensor], i: int, dim: int, split: Split) -> Owners:
@@ -228,5 +205,7 @@ def _put(x: Tensor, index: Sequence[Any], looked_up: Sequence[Any], value: Any) 
     if len(leading) != len(looked_up) or any(i is Ellipsis for i in index[:-1]):
         raise shard_error(Tensor.__setitem__, [x], "it writes to slices of positions that depend on values")
     own = [None if isinstance(i, slice) else torch.as_tensor(i) for i in index if i is not Ellipsis]
-    value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=local_of(x).dtype, device=x.device)
+    value = (
+        value if isinstance(value, Tensor) else torch.tensor(value, dtype=local_of(x).dtype, device=x.device)
+    )
     torch.ops.aten.index_put_.default(x, own, value)

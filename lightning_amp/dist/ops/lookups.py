@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_amp.dist.collectives import all_reduce, reduce_scatter
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import local_of, part_in, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    dim_of,
+    local_of,
+    part_in,
+    redistribute,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits
 
 aten = torch.ops.aten
@@ -159,7 +167,7 @@ def _added(x: Tensor, added: Tensor, axes: Sequence[MeshAxis]) -> Tensor:
 
 
 def _at(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:
-    return [*[None] * range(len(shape_of(x)))[dim], index]
+    return [*[None] * dim_of(x, dim), index]
 
 
 @operator("index_select")
@@ -207,7 +215,7 @@ def _embedding(
 
 @operator("gather")
 def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     for d, n in enumerate(shape_of(index)):
         if d != dim and shape_of(x)[d] != n:
             x = x.narrow(d, 0, n)
@@ -230,7 +238,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
 
 @operator("scatter", "scatter_add", "scatter_reduce")
 def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: Any, **kwargs: Any) -> Tensor:
-    dim, shape = range(len(shape_of(x)))[dim], shape_of(index)
+    dim, shape = dim_of(x, dim), shape_of(index)
     if isinstance(source, Tensor):
         for d, n in enumerate(shape):
             source = source if shape_of(source)[d] == n else source.narrow(d, 0, n)
@@ -241,7 +249,9 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)
-    over = next((s for t in given[1:] for s in splits_of(t) if s.dim == dim and splits.on(s.axis) is None), None)
+    over = next(
+        (s for t in given[1:] for s in splits_of(t) if s.dim == dim and splits.on(s.axis) is None), None
+    )
     if name_of(func) == "scatter_add" and over is not None:
         own = splits.replaced(over.axis, over)
         zeros = torch.zeros_like(part_in(x, splits))
@@ -289,9 +299,8 @@ def _diagonal(func: Any, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 
     return x.gather(-1, columns_at[:, None].expand(*shape_of(x)[:-1], 1)).squeeze(-1)
 
 
-
 @operator("slice_scatter", "select_scatter")
 def _scatter_slice(func: Any, x: Tensor, source: Tensor, dim: int = 0, *args: Any) -> Tensor:
-    dim, found = range(len(shape_of(x)))[dim], x.clone()
+    dim, found = dim_of(x, dim), x.clone()
     found[(*[slice(None)] * dim, slice(*args) if name_of(func) == "slice_scatter" else args[0])] = source
     return found

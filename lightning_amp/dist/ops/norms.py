@@ -102,31 +102,19 @@ def normalised(
 
 
 @operator("layer_norm", "rms_norm")
-def _layer_norm(
-    func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, *rest: Any, **kwargs: Any
-) -> Any:
+def _layer_norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> Any:
     n, rms = len(shape_of(x)), name_of(func) == "rms_norm"
     dims = range(n - len(shape), n)
     if not any(split.dim in dims for split in splits_of(x)):
         return BY_RULE
-    given = dict(zip(["eps"] if rms else ["bias", "eps"], rest, strict=False)) | kwargs
-    eps = given.get("eps", None if rms else 1e-5)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    bias, eps = (None, rest[0] or torch.finfo(x.dtype).eps) if rms else rest[:2]
     form = [*[1] * (n - len(shape)), *shape]
-    parameters = [None if p is None else p.view(form) for p in (weight, given.get("bias"))]
+    parameters = [None if p is None else p.view(form) for p in (weight, bias)]
     return wrap(normalised(x, dims, eps, *parameters, centre=not rms)[0], splits_of(x))
 
 
 @operator("group_norm")
-def _group_norm(
-    func: Any,
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn: bool = True,
-) -> Any:
+def _group_norm(func: Any, x: Tensor, groups: int, weight: Any, bias: Any, eps: float, cudnn: bool) -> Any:
     if not any(split.dim for split in splits_of(x)):
         return BY_RULE
     apart = x.unflatten(1, (groups, -1))
@@ -138,19 +126,10 @@ def _group_norm(
 
 @operator("batch_norm", "instance_norm")
 def _batch_norm(
-    func: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
+    func: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any
 ) -> Any:
     """Statistics per channel, over the batch and all positions, or per sample; running ones are the same on all ranks."""
-    n, batch = len(shape_of(x)), name_of(func) == "batch_norm"
+    (momentum, eps, _), n, batch = rest, len(shape_of(x)), name_of(func) == "batch_norm"
     form = [1, -1, *[1] * (n - 2)]
     if not batch and mean is not None:
         raise shard_error(func, [x], "it has running statistics of instances")

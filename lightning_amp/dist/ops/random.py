@@ -104,11 +104,15 @@ def _filled(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
 
 
 @operator("rrelu")
-def _rrelu(func: Any, x: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False, *_: Any) -> Tensor:
+def _rrelu(
+    func: Any, x: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False, *_: Any
+) -> Tensor:
     return _refused(func, x, training) if training else torch.nn.functional.leaky_relu(x, (low + high) / 2)
 
 
-@operator("alpha_dropout", "feature_alpha_dropout", "randint_like", "multinomial", "poisson", "native_dropout")
+@operator(
+    "alpha_dropout", "feature_alpha_dropout", "randint_like", "multinomial", "poisson", "native_dropout"
+)
 def _refused(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if "alpha" in func._schema.name and not args[1]:
         return x

@@ -16,7 +16,7 @@ from lightning_amp.dist.by_rule import with_whole
 from lightning_amp.dist.collectives import all_reduce, reduce_now
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
-from lightning_amp.dist.sharded_tensor import local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
 
 Dims = int | Sequence[int] | None
@@ -49,7 +49,13 @@ def _mean(func: Any, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtyp
 
 @operator("var", "std", "var_mean", "std_mean")
 def _variance(
-    func: Any, x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
+    func: Any,
+    x: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> Any:
     shape, name = shape_of(x), name_of(func)
     if isinstance(dim, bool):
@@ -102,7 +108,7 @@ def _place_of_extreme(func: Any, x: Tensor, dim: int | None = None, keepdim: boo
     if dim is None:
         place = getattr(torch, name_of(func))(x.flatten(), 0)
         return place.view([1] * len(shape_of(x))) if keepdim else place
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     if not _crosses(x, [dim]):
         return BY_RULE
     x, n = x.detach(), shape_of(x)[dim]
@@ -142,7 +148,9 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             for d in gone:
                 t = t.prod(d, keepdim=True)
             return t
-        return t.logsumexp(gone, True) if name == "logsumexp" else torch.linalg.vector_norm(t, ord, gone, True)
+        return (
+            t.logsumexp(gone, True) if name == "logsumexp" else torch.linalg.vector_norm(t, ord, gone, True)
+        )
 
     one_each = [
         split._replace(owners=Owners.even(split.axis.size, split.axis.size)) if split.dim in gone else split
@@ -154,7 +162,9 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @operator("norm", "frobenius_norm")
-def _norm(func: Any, x: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def _norm(
+    func: Any, x: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
     if name_of(func) == "frobenius_norm":
         p, dim, keepdim = 2, p, bool(dim)
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
@@ -176,7 +186,9 @@ def _histc(func: Any, x: Tensor, bins: int = 100, min: float = 0, max: float = 0
 
 
 @operator("quantile", "nanquantile")
-def _quantile(func: Any, x: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def _quantile(
+    func: Any, x: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any
+) -> Any:
     dims = dims_of(dim, len(shape_of(x)))
     x = with_whole(func, x, dims)
     found = func(local_of(x), q, dim, keepdim, **kwargs)

@@ -80,7 +80,11 @@ def resampled(part: Tensor, split: Split, outputs: Owners, found: Taps) -> Tenso
     shares = torch.tensor(weights[rank], dtype=part.dtype, device=part.device)
     shares = shares.view(*shares.shape, *[1] * (part.dim() - 1 - split.dim))
     taken = [part.index_select(split.dim, tap) for tap in index.unbind(1)]
-    return taken[0] if len(taken) == 1 else sum(t * share for t, share in zip(taken, shares.unbind(1), strict=True))
+    return (
+        taken[0]
+        if len(taken) == 1
+        else sum(t * share for t, share in zip(taken, shares.unbind(1), strict=True))
+    )
 
 
 MODES = {
@@ -105,7 +109,7 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
     given = rest[len(corners) :]
     # one overload has a scale for all dims, the other one for each
     scales = list(given[0]) if given and isinstance(given[0], list | tuple) else list(given)
-    scales = (scales if any(scales) else [None] * (len(shape) - 2))
+    scales = scales if any(scales) else [None] * (len(shape) - 2)
     if size is None:
         size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
     x, parts = in_parts(x, range(2, len(shape)), size)

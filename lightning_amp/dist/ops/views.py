@@ -18,7 +18,9 @@ from lightning_amp.graph.flow_rules import groups
 Groups = list[tuple[list[int], list[int]]]
 
 
-def view_plan(func: Any, x: Tensor, call: Any, args: tuple[Any, ...], splits: Splits, shape: Sequence[int]) -> Plan:
+def view_plan(
+    func: Any, x: Tensor, call: Any, args: tuple[Any, ...], splits: Splits, shape: Sequence[int]
+) -> Plan:
     """The plan of a view of one tensor, which keeps its splits, as a tensor of a global shape with some splits."""
     return Plan(
         name=name_of(func),
@@ -32,7 +34,17 @@ def view_plan(func: Any, x: Tensor, call: Any, args: tuple[Any, ...], splits: Sp
 
 
 @operator(
-    *("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze")
+    *(
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "view_as",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+    )
 )
 def _view(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
     """A view in another shape, with the owners of the merged and split dims."""
@@ -43,7 +55,9 @@ def _view(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
     pairs = groups(old, new)
     # of an empty tensor nothing is to be split
     splits = _one_split_per_group(func, x, pairs) if prod(old) else WHOLE
-    changed = [d for d in range(len(old)) if len(_group_of(d, pairs)[0]) != 1 or len(_group_of(d, pairs)[1]) != 1]
+    changed = [
+        d for d in range(len(old)) if len(_group_of(d, pairs)[0]) != 1 or len(_group_of(d, pairs)[1]) != 1
+    ]
     for split in splits:
         if _reshaped(split, old, new, pairs) is None:
             other = _other_borders(split, old, new, pairs)
@@ -152,7 +166,9 @@ def _repeat_interleave(
 def _pixel_shuffle(func: Any, x: Tensor, factor: int) -> Tensor:
     *_, c, h, w = shape_of(x)
     apart = x.unflatten(-3, (c // factor**2, factor, factor))
-    return apart.movedim((-4, -3), (-3, -1)).reshape([*shape_of(x)[:-3], c // factor**2, h * factor, w * factor])
+    return apart.movedim((-4, -3), (-3, -1)).reshape(
+        [*shape_of(x)[:-3], c // factor**2, h * factor, w * factor]
+    )
 
 
 @operator("pixel_unshuffle")

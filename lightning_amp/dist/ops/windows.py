@@ -13,7 +13,16 @@ from lightning_amp.dist.ops.views import view_plan
 from lightning_amp.dist.owners import Owners, Run
 from lightning_amp.dist.plans import Plan
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import in_order, local_of, part_in, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    dim_of,
+    in_order,
+    local_of,
+    part_in,
+    redistribute,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import Split, Splits
 
 aten = torch.ops.aten
@@ -42,7 +51,9 @@ class Window(NamedTuple):
         return found - 1 if ceil and (found - 1) * self.stride >= n + self.padding else found
 
 
-def in_parts(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tensor, list[tuple[Split, Owners]]]:
+def in_parts(
+    x: Tensor, dims: Sequence[int], n_out: Sequence[int]
+) -> tuple[Tensor, list[tuple[Split, Owners]]]:
     """A tensor with contiguous parts along some dims, the splits of these, and the owners of the outputs.
 
     Outputs belong to ranks in proportion to the inputs. A dim with less outputs than ranks is gathered.
@@ -71,7 +82,11 @@ def with_rows(part: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.
 
 def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None = 0.0) -> Tensor:
     """A part with rows of one value before and after a dim."""
-    return F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), before, after], value=fill) if before or after else part
+    return (
+        F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), before, after], value=fill)
+        if before or after
+        else part
+    )
 
 
 def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[Rows]:
@@ -106,14 +121,7 @@ def each(value: Any, n: int) -> list[int]:
 
 @operator("conv1d", "conv2d", "conv3d")
 def _convolution(
-    func: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    func: Any, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Any:
     kernel = shape_of(weight)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
@@ -155,27 +163,27 @@ def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
 def _transposed(
     func: Any,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
+    w: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    more: Any,
+    groups: int,
+    dilation: Any,
 ) -> Any:
     """Every rank computes from all inputs that reach its outputs, and keeps these."""
-    kernel = shape_of(weight)[2:]
+    kernel = shape_of(w)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
-    stride, padding, more, dilation = (each(v, n) for v in (stride, padding, output_padding, dilation))
+    stride, padding, more, dilation = (each(v, n) for v in (stride, padding, more, dilation))
     given, dims = (stride, padding, more, groups, dilation), range(first, first + n)
     if not any(d in dims for d in splits_of(x).dims):
-        y = by_rule(func, x, weight, None, *given)
+        y = by_rule(func, x, w, None, *given)
     else:
         spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
         size = shape_of(x)[first:]
         n_out = [(size[i] - 1) * stride[i] - 2 * padding[i] + spans[i] + more[i] for i in range(n)]
         x, parts = in_parts(x, dims, n_out)
-        plan = plan_without(func, x, dims, weight, None, *given)
+        plan = plan_without(func, x, dims, w, None, *given)
         x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
         part, keep = local_of(x), list[tuple[int, int, int]]()
         for split, outputs in parts:
@@ -189,7 +197,7 @@ def _transposed(
             ((own,), start) = outputs.spans[split.axis.rank], rows[split.axis.rank].inside.start
             keep.append((split.dim, own.start + p - start * s, len(own)))
             padding[i] = more[i] = 0
-        y = _computed(plan, lambda w: func(part, w, None, *given), weight)
+        y = _computed(plan, lambda w: func(part, w, None, *given), w)
         for dim, start, length in keep:
             # rows of output_padding that no input reaches are zero
             y = padded(y, dim, 0, max(0, start + length - y.shape[dim])).narrow(dim, start, length)
@@ -216,16 +224,26 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
     uneven = not is_max and more.get("divisor") is None and (ceil or not counts_all)
     if uneven:
         # windows at the border count fewer values: means of full windows, times a factor for every dim
-        ends = [max(0, (out - 1) * w.stride + w.span - m - w.padding) for w, m, out in zip(windows, size, n_out, strict=True)]
-        x = F.pad(x, [side for w, end in zip(windows[::-1], ends[::-1], strict=True) for side in (w.padding, end)])
+        ends = [
+            max(0, (out - 1) * w.stride + w.span - m - w.padding)
+            for w, m, out in zip(windows, size, n_out, strict=True)
+        ]
+        x = F.pad(
+            x, [side for w, end in zip(windows[::-1], ends[::-1], strict=True) for side in (w.padding, end)]
+        )
         windows, rest = [w._replace(padding=0) for w in windows], ()
     x, parts = in_parts(x, range(first, first + n), n_out)
     part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
-    y = wrap(func(part, kernel, strides, left, *rest), Splits.of([*splits_of(x).without(*range(first, first + n)), *done]))
+    y = wrap(
+        func(part, kernel, strides, left, *rest),
+        Splits.of([*splits_of(x).without(*range(first, first + n)), *done]),
+    )
     for i, (w, p, m, out) in enumerate(zip(windows, each(padding, n), size, n_out, strict=True)):
         if uneven:
             starts = [o * w.stride - p for o in range(out)]
-            counts = [min(a + w.span, m + p) - a if counts_all else min(a + w.span, m) - max(a, 0) for a in starts]
+            counts = [
+                min(a + w.span, m + p) - a if counts_all else min(a + w.span, m) - max(a, 0) for a in starts
+            ]
             factors = torch.tensor([w.span / count for count in counts], dtype=y.dtype, device=y.device)
             y = y * factors.view([-1, *[1] * (n - 1 - i)])
     return y
@@ -234,7 +252,7 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
 @operator("unfold")
 def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
     """Windows along a dim, as a new last dim."""
-    dim = range(len(shape_of(x)))[dim]
+    dim = dim_of(x, dim)
     shape = [*shape_of(x), size]
     shape[dim] = (shape[dim] - size) // step + 1
     if splits_of(x).at(dim) is None:
@@ -276,7 +294,9 @@ def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: Any = "constant", value
     return wrap(aten.pad.default(local_of(x), rest, mode, value), splits_of(x))
 
 
-def _padded(func: Any, x: Tensor, split: Split, before: int, after: int, mode: str, value: float | None) -> Tensor:
+def _padded(
+    func: Any, x: Tensor, split: Split, before: int, after: int, mode: str, value: float | None
+) -> Tensor:
     axis, dim, owners = split
     n, runs = owners.n, list(owners.expanded())
     first, last = runs[0].rank, runs[-1].rank

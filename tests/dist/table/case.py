@@ -30,7 +30,12 @@ class Case(NamedTuple):
 
 
 def case(
-    name: str, call: Callable[..., Any], *inputs: Any, at: Any = 1, refused: str = "", tolerance: float = 1e-10
+    name: str,
+    call: Callable[..., Any],
+    *inputs: Any,
+    at: Any = 1,
+    refused: str = "",
+    tolerance: float = 1e-10,
 ) -> Case:
     return Case(name, call, inputs, at if isinstance(at, dict) else {0: at}, refused, tolerance)
 
@@ -45,6 +50,4 @@ def bools(*shape: int) -> Callable[[], Tensor]:
 
 def made(inputs: tuple[Any, ...]) -> list[Tensor]:
     """The tensors of a case."""
-    return [
-        one() if callable(one) else torch.randn(one, dtype=torch.float64) for one in inputs
-    ]
+    return [one() if callable(one) else torch.randn(one, dtype=torch.float64) for one in inputs]
