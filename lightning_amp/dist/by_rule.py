@@ -17,7 +17,7 @@ import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import MAY_COPY, PLANS, Plan, keep, key_of, run
-from lightning_amp.dist.registry import name_of, shard_error
+from lightning_amp.dist.registry import mapped, name_of, shard_error
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, redistribute, shape_of, splits_of
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.graph.flow import RULES, Call, Ref, dims_of, sums_of
@@ -57,8 +57,8 @@ def rule_plan(
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
     schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
     arguments = {a.name: a.default_value for a in schema}
-    arguments |= dict(zip([a.name for a in schema], swapped(args, lambda _: next(numbers)), strict=False))
-    arguments |= {name: swapped(value, lambda _: next(numbers)) for name, value in kwargs.items()}
+    arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
+    arguments |= mapped(kwargs, lambda _: next(numbers))
     call = Call(op=op, shapes=shapes, result=results[0], arguments=arguments)
     labels: dict[Place, int] = {}
     for j, places in [
@@ -69,13 +69,6 @@ def rule_plan(
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
     return plan_of(func, tensors, labels, results)
-
-
-def swapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    """Nested arguments with those of a kind changed, which are tensors."""
-    if isinstance(value, kind):
-        return change(value)
-    return [swapped(item, change, kind) for item in value] if isinstance(value, list | tuple) else value
 
 
 def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -91,7 +84,7 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     kinds = Tensor | torch.device
     try:
         with torch.no_grad():
-            out = func(*swapped(args, meta, kinds), **{k: swapped(v, meta, kinds) for k, v in kwargs.items()})
+            out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
     except NotImplementedError:
         raise shard_error(func, args, "the shape of its result depends on values") from None
     return [tuple(t.shape) for t in ([out] if isinstance(out, Tensor) else out)]

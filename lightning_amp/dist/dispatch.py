@@ -1,17 +1,16 @@
 """Compute one operator on the parts of sharded tensors: by its handler, by rule, or by the operators it consists of."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_amp.dist._torch import is_composite
+from lightning_amp.dist._torch import in_transform, is_composite
 from lightning_amp.dist.below_autograd import STATE, OnItsWay, above_autograd, below_autograd, taken_apart
-from lightning_amp.dist.by_rule import rule_plan
+from lightning_amp.dist.by_rule import IN_PLACE, rule_plan
 from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, run
-from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, name_of, shard_error
-from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, redistribute, splits_of
+from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, Handler, mapped, name_of, shard_error, tensors_in
+from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, local_of, redistribute, splits_of
 from lightning_amp.dist.splits import WHOLE, because
 from lightning_amp.errors import ShardError
 
@@ -19,6 +18,8 @@ from lightning_amp.errors import ShardError
 def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function of torch: by its plan, if it has been called in this way before."""
     tensors = list[Tensor]()
+    if in_transform():
+        raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     try:
         key = key_of(func, args, kwargs, tensors)
         plan = PLANS.get(key)
@@ -46,40 +47,38 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(type(t) is ShardedTensor and t.splits for t in call.tensors):
             found = _on_parts(func, args, kwargs, call)
         else:
-            found = func(*mapped(_local, args), **mapped(_local, kwargs))
+            found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
             found = args[0] if func._schema.is_mutable else found
-        return mapped(_wrapped, found) if inside else found
+        return mapped(found, _wrapped) if inside else found
 
 
 def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: OnItsWay) -> Any:
     name, tensors = name_of(func), call.tensors
     handler = OPERATORS.get(name)
     with because(name):
-        found = (
-            handler(func, *complete(func, args, kwargs), **only_named(func, kwargs)) if handler else BY_RULE
-        )
+        if handler is None and func._schema.is_mutable and not _is_by_value(func, name):
+            return _by_copy(func, args, kwargs)
+        found = BY_RULE if handler is None else _handled(handler, func, args, kwargs)
         plan = rule_plan(func, args, kwargs, tensors) if found is BY_RULE else found
         if type(plan) is Plan:
             call.plan = plan
             return run(plan, func, args, kwargs, tensors)
         if found is not BY_RULE:
             return found
-        if is_composite(func):
-            return _composite(func, args, kwargs)
-        if func._schema.is_mutable and name.endswith("_"):
-            return _by_copy(func, args, kwargs)
-        return _gathered(func, args, kwargs, tensors)
+        return _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
 
 
-def complete(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments of an operator that may be given by position, with their defaults."""
-    rest = [a for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
-    return [*args, *[kwargs.get(a.name, a.default_value) for a in rest]]
+def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a handler makes of all arguments of an operator, with their defaults."""
+    rest = func._schema.arguments[len(args) :]
+    by_place = [kwargs.get(a.name, a.default_value) for a in rest if not a.kwarg_only]
+    by_name = {a.name: kwargs.get(a.name, a.default_value) for a in rest if a.kwarg_only}
+    return handler(func, *args, *by_place, **by_name)
 
 
-def only_named(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments that have to be given by name, with their defaults."""
-    return {a.name: kwargs.get(a.name, a.default_value) for a in func._schema.arguments if a.kwarg_only}
+def _is_by_value(func: Any, name: str) -> bool:
+    """Whether an operator in place works value by value, and its form out of place has no handler."""
+    return name in IN_PLACE or (torch.Tag.pointwise in func.tags and name.removesuffix("_") not in OPERATORS)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
@@ -104,18 +103,20 @@ def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outermost = not STATE.composite
     try:
         with taken_apart():
-            found = func.decompose(*mapped(_wrapped, args), **mapped(_wrapped, kwargs))
+            found = func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
     except ShardError as error:
         raise ShardError(f"{name_of(func)!r} cannot be computed on parts: {error}") from None
-    return mapped(_plain, found) if outermost else found
+    return mapped(found, _plain) if outermost else found
 
 
 def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator in place by the one that returns a new tensor."""
     space, _, name = func._schema.name.partition("::")
-    new = getattr(getattr(getattr(torch.ops, space), name[:-1], None), func._overloadname, None)
+    # "add_", and "__iand__" of "&="
+    name = name.replace("__i", "__") if name.startswith("__i") else name[:-1]
+    new = getattr(getattr(getattr(torch.ops, space), name, None), func._overloadname, None)
     if new is None:
-        raise shard_error(func, tensors_in(args), "no rule says what it does to a sharded tensor")
+        raise shard_error(func, args, "no rule says what it does to a sharded tensor")
     return args[0].copy_(new(*args, **kwargs))
 
 
@@ -125,24 +126,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors:
         values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
         why = "its result depends on values that lie on several ranks" if values else ""
         raise shard_error(func, tensors, why or "no rule says what it does to a sharded tensor")
-    return func(*mapped(_whole, args), **mapped(_whole, kwargs))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested arguments, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
-    return [t for item in items for t in tensors_in(item)]
-
-
-def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Nested arguments with their tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: mapped(change, item) for key, item in value.items()}
-    return type(value)(mapped(change, item) for item in value) if type(value) in (list, tuple) else value
+    return func(*mapped(args, _whole), **mapped(kwargs, _whole))
 
 
 def _wrapped(x: Tensor) -> Tensor:
@@ -153,12 +137,8 @@ def _plain(x: Tensor) -> Tensor:
     return x.local if type(x) is ShardedTensor and not x.splits and not x.copied else x
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.local if type(x) is ShardedTensor else x
-
-
 def _whole(x: Tensor) -> Tensor:
-    return _local(redistribute(x, WHOLE))
+    return local_of(redistribute(x, WHOLE))
 
 
 COMPUTE.update(function=function, operator=operator)

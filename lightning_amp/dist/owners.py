@@ -43,8 +43,9 @@ class Owners:
     def of(runs: Iterable[Run], size: int, repeat: int = 1) -> "Owners":
         """The owners of `repeat` times some runs."""
         period = _merged(runs)
-        if not period:
-            repeat = 1
+        if len(period) <= 1:
+            # one owner of all, or nothing to own
+            period, repeat = tuple(Run(length * repeat, rank) for length, rank in period), 1
         # a canonical form: the shortest period, whatever way the vector was put together
         times = _times_repeated(period)
         key = (_merged(_cut(period, 0, _length(period) // times)), repeat * times, size)
@@ -128,6 +129,8 @@ class Owners:
 
     def inner(self, times: int) -> "Owners | None":
         """Of the second dim of `[times, n / times]`; None where owners depend on the first dim too."""
+        if len(self.runs) == 1:
+            return Owners.of([Run(self.n // times, self.runs[0].rank)], self.size)
         return Owners.of(self.runs, self.size, self.repeat // times) if self.repeat % times == 0 else None
 
     def outer(self, width: int) -> "Owners | None":
@@ -211,10 +214,8 @@ def _times_repeated(runs: tuple[Run, ...]) -> int:
     n, per_rank = _length(runs), dict[int, int]()
     for length, rank in runs:
         per_rank[rank] = per_rank.get(rank, 0) + length
-    if len(per_rank) <= 1:
-        return max(n, 1)
     # every period holds the same number of indices of each rank, and at least one border
-    most = reduce(gcd, per_rank.values())
+    most = reduce(gcd, per_rank.values(), 0)
     for times in range(min(most, len(runs)), 1, -1):
         if most % times == 0 and _merged(tuple(_cut(runs, 0, n // times)) * times) == runs:
             return times

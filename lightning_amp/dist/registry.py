@@ -1,7 +1,7 @@
 """The tables of functions and operators that know sharded tensors, and the error for those that do not."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -49,10 +49,27 @@ def name_of(func: Any) -> str:
     return str(name if space == "aten" else func._schema.name)
 
 
-def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -> ShardError:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested arguments, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for item in items for t in tensors_in(item)]
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
+    """Nested arguments with those of a kind, which are tensors, changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change, kind) for key, item in value.items()}
+    return type(value)([mapped(item, change, kind) for item in value]) if isinstance(value, list | tuple) else value
+
+
+def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -> ShardError:
     """The error of an operator that cannot be computed on parts, with the module that has called it."""
     name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
-    tensors = [describe(t) for t in torch.utils._pytree.tree_leaves(list(args)) if isinstance(t, Tensor)]
+    tensors = list(map(describe, tensors_in(args)))
     remedy = (
         remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
     )

@@ -8,6 +8,7 @@ computes on the parts. So only forward operators have handlers; backward follows
 
 import types
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -136,6 +137,9 @@ class ShardedTensor(Tensor):
     def grad(self, value: Tensor | None) -> None:
         self.local.grad = local_of(value)
 
+    def __copy__(self) -> "ShardedTensor":
+        return ShardedTensor(copy(self.local), self.splits, self.copied)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.local.dtype})"
 
@@ -158,9 +162,8 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Compute an operator on the parts, with autograd."""
         if not STATE.open:
-            raise shard_error(
-                func, args, "it reached a sharded tensor below autograd, not through torch's functions"
-            )
+            why = "it reached a sharded tensor below autograd, as inside a transform of torch.func such as vmap"
+            raise shard_error(func, args, why)
         return COMPUTE["operator"](func, args, kwargs or {})
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist._torch import disable_torch_function
-from lightning_amp.dist.registry import FUNCTIONS, function, shard_error
+from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, shape_of, splits_of, wrap
 
 METADATA = (
@@ -83,11 +83,11 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
 
 
 @function(Tensor.backward, torch.autograd.backward)
-def _backward(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    why = "a loss is a number, which every rank has"
-    raise shard_error(
-        Tensor.backward, x if isinstance(x, list | tuple) else [x], why, remedy="sum or average it"
-    )
+def _backward(x: Any, *args: Any, **kwargs: Any) -> None:
+    if any(splits_of(t) for t in tensors_in(x)):
+        why = "a loss is a number, which every rank has"
+        raise shard_error(Tensor.backward, [x], why, remedy="sum or average it")
+    torch.autograd.backward(*mapped((x, *args), local_of), **mapped(kwargs, local_of))
 
 
 @function(Tensor.unflatten)

@@ -101,6 +101,7 @@ def _check_errors(func: Any, info: Tensor, *args: Any, **kwargs: Any) -> None:
 
 COMPOSED: dict[str, Any] = {
     "allclose": lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()),
+    "_nested_tensor_from_mask_left_aligned": lambda x, mask: False,
     "bilinear": lambda x, y, w, b=None: _plus(torch.einsum("...i,oij,...j->...o", x, w, y), b),
     "channel_shuffle": lambda x, groups: x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2),
     "dist": lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
