@@ -44,13 +44,12 @@ class _State(threading.local):
 
     Attributes:
         calls: The last one is the innermost.
-        composite: Whether it is being taken apart into the operators that it consists of.
         open: Whether autograd is off, so that operators may arrive at `__torch_dispatch__`.
     """
 
     def __init__(self) -> None:
         self.calls: list[OnItsWay] = []
-        self.composite = self.open = False
+        self.open = False
 
 
 STATE = _State()
@@ -65,7 +64,7 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
         included_keys(), excluded_keys(), [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     )
     STATE.calls.append(call)
-    before, STATE.composite, STATE.open = (STATE.composite, STATE.open), False, True
+    before, STATE.open = STATE.open, True
     try:
         with (
             disable_torch_function(),
@@ -74,7 +73,7 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
             return func(*args, **kwargs), call
     finally:
         STATE.calls.pop()
-        STATE.composite, STATE.open = before
+        STATE.open = before
         for mode in reversed(call.modes):
             push_dispatch_mode(mode)
 
@@ -99,7 +98,7 @@ def above_autograd() -> Iterator[OnItsWay]:
 def taken_apart() -> Iterator[None]:
     """Inside `above_autograd`: autograd off again, for the operators that a composite one consists of."""
     call = STATE.calls[-1]
-    composite, STATE.composite, STATE.open = STATE.composite, True, True
+    STATE.open = True
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
         with (
@@ -108,7 +107,7 @@ def taken_apart() -> Iterator[None]:
         ):
             yield
     finally:
-        STATE.composite, STATE.open = composite, False
+        STATE.open = False
         for mode in reversed(call.modes):
             push_dispatch_mode(mode)
         call.modes = []

@@ -71,6 +71,14 @@ def rule_plan(
     return plan_of(func, tensors, labels, results)
 
 
+def view_of(func: Any) -> str:
+    """Whether an operator returns a view of its first tensor, as a plan has it."""
+    returns = func._schema.returns
+    if func._schema.is_mutable or not returns or returns[0].alias_info is None:
+        return ""
+    return "maybe" if name_of(func) in MAY_COPY else "always"
+
+
 def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     """Shapes of an operator's results, found without values."""
 
@@ -118,14 +126,14 @@ def plan_of(
             result.append(Split(axis, label, owners))
         else:
             sums.append(axis)
-    splits, alias = Splits.of(result), func._schema.returns and func._schema.returns[0].alias_info
+    splits = Splits.of(result)
     return Plan(
         name=name,
         arguments=tuple(map(Splits.of, targets)),
         result=splits,
         shapes=tuple(tuple(splits.local_shape(shape)) for shape in shapes),
         sums=tuple(sums),
-        view="" if mutable or not alias else "maybe" if name in MAY_COPY else "always",
+        view=view_of(func),
         mutable=mutable,
     )
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist._torch import in_transform, is_composite
-from lightning_amp.dist.below_autograd import STATE, OnItsWay, above_autograd, below_autograd, taken_apart
-from lightning_amp.dist.by_rule import IN_PLACE, rule_plan
+from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
+from lightning_amp.dist.by_rule import IN_PLACE, rule_plan, view_of
 from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, run
 from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, Handler, mapped, name_of, shard_error, tensors_in
-from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, local_of, redistribute, splits_of
+from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, local_of, redistribute, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, because
 from lightning_amp.errors import ShardError
 
@@ -24,7 +24,7 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = key_of(func, args, kwargs, tensors)
         plan = PLANS.get(key)
     except TypeError:
-        return below_autograd(func, args, kwargs)[0]
+        return mapped(below_autograd(func, args, kwargs)[0], _plain)
     if plan is not None:
         return run(plan, func, args, kwargs, tensors)
     found, call = below_autograd(func, args, kwargs)
@@ -33,12 +33,15 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if call.n_operators == 1 and call.plan is not None and same:
         keep(key, call.plan)
-    return found
+    return mapped(found, _plain)
 
 
 def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator, with autograd; whole tensors are plain, but inside a composite operator."""
-    inside = STATE.composite
+    """The result of an operator, with autograd.
+
+    Whole results are wrapped too: autograd is off on the level of the caller, which may be a function of several
+    operators. What would be done there to a plain tensor would have no gradient.
+    """
     with above_autograd() as call:
         call.n_operators += 1
         call.plan, call.tensors = None, tensors_in((args, kwargs))
@@ -49,7 +52,9 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
             found = args[0] if func._schema.is_mutable else found
-        return mapped(found, _wrapped) if inside else found
+            if any(getattr(t, "copied", False) for t in call.tensors) and view_of(func):
+                found = mapped(found, lambda t: wrap(t, WHOLE, copied=True))
+        return mapped(found, _wrapped)
 
 
 def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: OnItsWay) -> Any:
@@ -97,16 +102,12 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
 
 
 def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operators that one consists of. Whole tensors take part as sharded ones, for autograd is off on this level:
-    what is done to a plain tensor would have no gradient.
-    """
-    outermost = not STATE.composite
+    """The operators that one consists of; whole tensors take part as sharded ones, for autograd is off there."""
     try:
         with taken_apart():
-            found = func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
+            return func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
     except ShardError as error:
         raise ShardError(f"{name_of(func)!r} cannot be computed on parts: {error}") from None
-    return mapped(found, _plain) if outermost else found
 
 
 def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,10 @@
 """Compare a call on sharded tensors with the same call on whole ones: results, and gradients of everything given."""
 
 import random
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from lightning_amp.dist.ops import ShardedTensor
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.sharded_tensor import redistribute
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits
+from lightning_amp.errors import ShardError
 from tests.dist.table.case import Case, made
 
 
@@ -47,7 +50,7 @@ def difference(a: Any, b: Any) -> float:
         return float((a != b).any())
     same = (a == b) | (a.isnan() & b.isnan())
     apart = torch.where(same, 0, (a - b).abs() / b.abs().nan_to_num(0, 0, 0).max().clamp(min=1))
-    return float(apart.nan_to_num(float("inf")).max())
+    return float(apart.detach().nan_to_num(float("inf")).max())
 
 
 def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> float:
@@ -86,28 +89,43 @@ def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> f
     return max([difference(b, a) for a, b in zip(*found, strict=True)], default=0.0)
 
 
-def main_splits(case: Case, axis: MeshAxis, how: str) -> list[Splits]:
+def named_splits(case: Case, axis: MeshAxis, how: str) -> list[Splits]:
     """The tensors of a case split along the dims that its row names."""
     found = []
     for i, t in enumerate(made(case.inputs)):
         dim = case.at.get(i)
-        found.append(
-            WHOLE if dim is None else Splits.of([Split(axis, dim, owners_of(t.shape[dim], axis.size, how))])
-        )
+        split = None if dim is None else Split(axis, dim, owners_of(t.shape[dim], axis.size, how))
+        found.append(WHOLE if split is None else Splits.of([split]))
     return found
 
 
 def other_splits(case: Case, axes: Sequence[MeshAxis], how: str) -> list[list[Splits]]:
-    """One tensor split along one other dim for every axis, in all ways."""
+    """One tensor split along one dim for every axis, in all ways but that of the row."""
     found = []
     inputs = made(case.inputs)
     for i, t in enumerate(inputs):
-        places = [d for d in range(t.dim()) if t.shape[d] >= axes[0].size]
-        if len(axes) == 1:
-            choices = [(d,) for d in places if case.at.get(i) != d or len(case.at) > 1]
-        else:
-            choices = [(d, e) for d in places for e in places if d != e]
-        for dims in choices:
-            own = [Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in zip(axes, dims, strict=True)]
+        dims = [d for d in range(t.dim()) if t.shape[d] >= axes[0].size]
+        ways = [(d,) for d in dims if case.at != {i: d}] if len(axes) == 1 else list(permutations(dims, 2))
+        for way in ways:
+            own = [Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in zip(axes, way, strict=True)]
             found.append([Splits.of(own) if k == i else WHOLE for k in range(len(inputs))])
     return found
+
+
+def outcome(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis], *, named: bool) -> str:
+    """What is wrong; "" where the case is exact or refused as it should be.
+
+    Args:
+        named: Whether the splits are those of the row, which says what is refused; else a ShardError is right too.
+    """
+    what = f"{case.name!r} with {' | '.join(map(str, splits))}"
+    try:
+        apart = compare(case, splits, axes)
+    except ShardError as error:
+        right = case.refused == "?" or not named or (case.refused and case.refused in str(error))
+        return "" if right else f"{what}: {error}"
+    except Exception:
+        return f"{what}: {traceback.format_exc(limit=-3)}"
+    if named and case.refused not in ("", "?"):
+        return f"{what}: not refused"
+    return "" if apart <= case.tolerance else f"{what}: differs by {apart:.1e}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import result_shapes, splits_with_whole
+from lightning_amp.dist.by_rule import result_shapes, splits_with_whole, view_of
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import MAY_COPY, TENSOR, Plan
 from lightning_amp.dist.registry import name_of, operator, shard_error

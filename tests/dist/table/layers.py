@@ -237,7 +237,7 @@ LAYERS = [
     case("conv1d without a batch", lambda x, w: F.conv1d(x, w, padding=2), (4, 13), (3, 4, 5), at=1),
     case("conv1d wider than a part", lambda x, w: F.conv1d(x, w, padding=5), LINE, (3, 4, 11), at=2),
     case("causal conv1d", lambda x, w: F.conv1d(F.pad(x, (4, 0)), w, dilation=2), LINE, (3, 4, 3), at=2),
-    case("depthwise conv1d", lambda x, w: F.conv1d(x, w, padding="same", groups=4), LINE, (4, 1, 4), at=2),
+    case("depthwise conv1d", lambda x, w: F.conv1d(x, w, padding="same", groups=4), LINE, (4, 1, 5), at=2),
     case("conv2d", lambda x, w, b: F.conv2d(x, w, b, padding=1), IMAGE, (3, 4, 3, 3), (3,), at=2),
     case(
         "conv2d by names",
@@ -595,7 +595,7 @@ LAYERS = [
     case("fftshift", lambda x: torch.fft.fftshift(x, dim=1) + torch.fft.ifftshift(x, dim=(1, 2)), X),
     case("hfft", lambda x: torch.fft.hfft(torch.fft.ihfft(x, dim=1), dim=1), X),
     case("spectral convolution", lambda x, w: _spectral(x, w), LINE, (4, 4, 3), at=2),
-    case("stft", lambda x: torch.stft(x, 4, return_complex=True).abs(), (2, 16), refused="stft"),
+    case("stft", lambda x: torch.stft(x, 4, window=torch.ones(4).double(), return_complex=True).abs(), (2, 16), refused="stft"),
     # --- layers ---
     case("LSTM", lambda x: nn.LSTM(6, 6, dtype=torch.float64, batch_first=True)(x), X, refused="lstm"),
     case("GRU", lambda x: nn.GRU(6, 6, dtype=torch.float64)(x), (9, 2, 6), at=0, refused="gru"),
