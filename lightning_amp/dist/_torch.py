@@ -17,6 +17,7 @@ from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 
 # a function of torch that is written in Python is run, and what it calls is looked up
 from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
+
 # the innermost transform of torch.func that is on
 from torch._C._functorch import maybe_current_level
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode

@@ -5,7 +5,7 @@ is, and a dim that is summed over leaves a sum to be added up. A dim that neithe
 split along another dim instead, by one all-to-all, or gathered where its axis allows that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -32,9 +32,11 @@ def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The result of an operator that has a rule."""
     tensors = list[Tensor]()
     key = key_of(func, args, kwargs, tensors)
-    plan = PLANS.get(key) or rule_plan(func, args, kwargs, tensors)
-    assert plan is not None, f"{func} has a rule"
-    return run(keep(key, plan), func, args, kwargs, tensors)
+    if key not in PLANS:
+        plan = rule_plan(func, args, kwargs, tensors)
+        assert plan is not None, f"{func} has a rule"
+        keep(key, plan, tensors)
+    return run(PLANS[key][0], func, args, kwargs, tensors)
 
 
 def rule_plan(

@@ -1,5 +1,6 @@
 """Compute one operator on the parts of sharded tensors: by its handler, by rule, or by the operators it consists of."""
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -8,8 +9,17 @@ from torch import Tensor
 from lightning_amp.dist._torch import in_transform, is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
 from lightning_amp.dist.by_rule import IN_PLACE, rule_plan, view_of
-from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, run
-from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, Handler, mapped, name_of, shard_error, tensors_in
+from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, run, run_on
+from lightning_amp.dist.registry import (
+    BY_RULE,
+    LOST,
+    OPERATORS,
+    Handler,
+    mapped,
+    name_of,
+    shard_error,
+    tensors_in,
+)
 from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, local_of, redistribute, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, because
 from lightning_amp.errors import ShardError
@@ -18,21 +28,21 @@ from lightning_amp.errors import ShardError
 def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function of torch: by its plan, if it has been called in this way before."""
     tensors = list[Tensor]()
-    if in_transform():
-        raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     try:
         key = key_of(func, args, kwargs, tensors)
-        plan = PLANS.get(key)
+        plan, stays = PLANS.get(key, (None, False))
     except TypeError:
-        return mapped(below_autograd(func, args, kwargs)[0], _plain)
-    if plan is not None:
+        key = plan = None
+    if plan is not None and not in_transform():
+        if stays:
+            return run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
         return run(plan, func, args, kwargs, tensors)
+    if in_transform():
+        raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     found, call = below_autograd(func, args, kwargs)
-    same = len(tensors) == len(call.tensors) and all(
-        a is b for a, b in zip(tensors, call.tensors, strict=True)
-    )
-    if call.n_operators == 1 and call.plan is not None and same:
-        keep(key, call.plan)
+    same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
+    if key is not None and call.n_operators == 1 and call.plan is not None and same:
+        keep(key, call.plan, tensors)
     return mapped(found, _plain)
 
 
@@ -70,7 +80,9 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
             return run(plan, func, args, kwargs, tensors)
         if found is not BY_RULE:
             return found
-        return _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
+        return (
+            _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
+        )
 
 
 def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

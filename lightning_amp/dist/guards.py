@@ -49,7 +49,9 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             raise shard_error(cls, [args], "autograd Functions do not see parts", remedy=remedy)
         return found
 
-    def run(outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
         if kwargs.get("accumulate_grad"):
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)

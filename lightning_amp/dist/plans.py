@@ -1,6 +1,6 @@
 """Plans: how an operator is computed on parts. A call that comes again with the same shapes and splits reuses its plan."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,8 @@ def plan_of_call(
     )
 
 
-PLANS: dict[Any, Plan] = {}
+PLANS: dict[Any, tuple[Plan, bool]] = {}
+"""By call: its plan, and whether nothing is sent."""
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -93,9 +94,10 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return value.shape, value.dtype
     if kind is list or kind is tuple:
-        return tuple([_frozen(item, tensors) for item in value])
+        # factors of sizes come as lists
+        return tuple([item if type(item) is float else _frozen(item, tensors) for item in value])
     if kind is float or kind is complex:
-        # no layout depends on it
+        # no layout depends on it, and it may differ from step to step
         return kind
     if kind is slice:
         return slice, _frozen((value.start, value.stop, value.step), tensors)
@@ -103,64 +105,63 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
     return (kind, value) if kind is bool else value
 
 
-def keep(key: Any, plan: Plan) -> Plan:
-    """Keep a plan for the next call."""
+def keep(key: Any, plan: Plan, tensors: Sequence[Tensor]) -> None:
+    """Keep a plan for the next call on tensors that are split as these are."""
     if len(PLANS) > 10_000:
         # shapes that vary from step to step would fill it without end
         PLANS.clear()
-    PLANS[key] = plan
-    return plan
+    stays = all(splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True))
+    PLANS[key] = plan, stays and not plan.sums and plan.settled is None
 
 
-def run(
-    plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> Any:
+def run(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     """The result of a call by its plan."""
-    stay = all([splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True)])
-    if stay and not plan.sums and plan.settled is None:
-        return _computed(plan, func, args, kwargs, tensors, [local_of(t) for t in tensors])
     with because(plan.name):
         parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]
-        return _computed(plan, func, args, kwargs, tensors, parts)
+        return run_on(parts, plan, func, args, kwargs, tensors)
 
 
-def _computed(
-    plan: Plan,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    parts: list[Tensor],
+def run_on(
+    parts: list[Tensor], plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
 ) -> Any:
+    """The result of a call, given the parts of its tensors."""
     rest = iter(parts)
     if plan.call is not None:
-        found = plan.call(*[_filled(arg, rest) for arg in plan.args])
+        found = plan.call(*_filled(plan.args, rest))
+    elif kwargs:
+        found = func(*_filled(args, rest), **dict(zip(kwargs, _filled(kwargs.values(), rest), strict=True)))
     else:
-        filled = [_filled(arg, rest) for arg in args]
-        found = func(*filled, **{name: _filled(value, rest) for name, value in kwargs.items()})
+        found = func(*_filled(args, rest))
     if plan.mutable:
-        return args[0]
+        return tensors[0]
     if isinstance(found, Tensor):
         return _finished(found, plan, plan.shapes[0], parts, tensors)
-    return type(found)(
-        [_finished(t, plan, shape, parts, tensors) for t, shape in zip(found, plan.shapes, strict=True)]
-    )
+    results = [_finished(t, plan, shape, parts, tensors) for t, shape in zip(found, plan.shapes, strict=True)]
+    return type(found)(results)
 
 
-def _filled(value: Any, parts: Iterator[Tensor]) -> Any:
-    if value is TENSOR or isinstance(value, Tensor):
-        return next(parts)
-    return [_filled(item, parts) for item in value] if type(value) in (list, tuple) else value
+def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
+    """Arguments with parts in place of their tensors."""
+    return [
+        next(parts)
+        if value is TENSOR or isinstance(value, Tensor)
+        else _filled(value, parts)
+        if type(value) in (list, tuple)
+        else value
+        for value in values
+    ]
 
 
 def _finished(
-    part: Tensor, plan: Plan, shape: tuple[int, ...], parts: list[Tensor], tensors: list[Tensor]
+    part: Tensor, plan: Plan, shape: tuple[int, ...], parts: list[Tensor], tensors: Sequence[Tensor]
 ) -> Tensor:
     # a rule that is wrong must not train
-    assert tuple(part.shape) == shape, f"a part of shape {tuple(part.shape)} for {shape}"
+    assert part.shape == shape, f"a part of shape {tuple(part.shape)} for {shape}"
     for axis in plan.sums:
         part = all_reduce(part, axis)
     splits = plan.result
+    if plan.settled is None and not plan.view and splits:
+        return ShardedTensor(part, splits)
     if plan.settled is not None:
         part, splits = resplit(part, splits, plan.settled), plan.settled
     copied = False

@@ -63,7 +63,11 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {key: mapped(item, change, kind) for key, item in value.items()}
-    return type(value)([mapped(item, change, kind) for item in value]) if isinstance(value, list | tuple) else value
+    return (
+        type(value)([mapped(item, change, kind) for item in value])
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -> ShardError:

@@ -52,9 +52,6 @@ class ShardedTensor(Tensor):
         made.local, made.splits, made.whole_shape, made.copied = local, splits, shape, copied
         return made
 
-    def __init__(self, local: Tensor, splits: Splits, copied: bool = False) -> None:
-        pass
-
     @staticmethod
     def from_local(
         local: Tensor, mesh: DeviceMesh | MeshAxis, *, dim: int, sizes: Sequence[int] | None = None
@@ -162,7 +159,9 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Compute an operator on the parts, with autograd."""
         if not STATE.open:
-            why = "it reached a sharded tensor below autograd, as inside a transform of torch.func such as vmap"
+            why = (
+                "it reached a sharded tensor below autograd, as inside a transform of torch.func such as vmap"
+            )
             raise shard_error(func, args, why)
         return COMPUTE["operator"](func, args, kwargs or {})
 

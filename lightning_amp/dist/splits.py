@@ -145,7 +145,7 @@ class Splits:
     def global_shape(self, local: Sequence[int]) -> list[int]:
         """Shape of the tensor of which this rank's part has a shape."""
         found = list(local)
-        for _, dim, owners in self:
+        for _, dim, owners in self._splits:
             found[dim] = owners.n
         return found
 

@@ -22,13 +22,25 @@ register_flow(
     ),
     *("log_sigmoid", "hardtanh", "hardswish", "hardsigmoid", "relu6", "mish", "celu", "selu", "threshold"),
     *("nan_to_num", "isnan", "isfinite", "remainder", "logical_and", "logical_or", "logical_xor"),
-    *("bitwise_and", "bitwise_or", "floor_divide", "complex", "polar", "_conj", "resolve_conj", "addcmul", "addcdiv", "lerp", "clamp_min", "clamp_max", "broadcast_to"),
+    *(
+        "bitwise_and",
+        "bitwise_or",
+        "floor_divide",
+        "complex",
+        "polar",
+        "_conj",
+        "resolve_conj",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "clamp_min",
+        "clamp_max",
+        "broadcast_to",
+    ),
 )(pointwise)
 
 
-@register_flow(
-    *("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin", "renorm")
-)
+@register_flow(*("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin", "renorm"))
 def _along_one(call: Call) -> Follows:
     """All dims but the one that they go along, the last if none is named; the results of several are alike."""
     return same_but(call, [call.arguments.get("dim", -1)])
@@ -95,7 +107,9 @@ def _distances(call: Call) -> Follows:
     """[..., row, e] against [..., column, e]."""
     last = len(call.result) - 1
     pairs = [pair for k in (0, 1) for pair in broadcast(call.shapes[k][:-2], k, call.result[:-2])]
-    return collect(call.result, [*pairs, (last - 1, (0, len(call.shapes[0]) - 2)), (last, (1, len(call.shapes[1]) - 2))])
+    return collect(
+        call.result, [*pairs, (last - 1, (0, len(call.shapes[0]) - 2)), (last, (1, len(call.shapes[1]) - 2))]
+    )
 
 
 @register_flow("grid_sampler")
@@ -124,7 +138,11 @@ def _channels(call: Call) -> Follows:
 def _of_last(call: Call) -> Follows:
     """All dims but two that become one, or the last, which becomes two."""
     rank = len(call.shapes[0])
-    gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if "diagonal" in call.op else [rank - 1]
+    gone = (
+        [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")]
+        if "diagonal" in call.op
+        else [rank - 1]
+    )
     if call.op == "view_as_real":
         gone = []
     if call.op == "diag_embed" and (call.arguments["dim1"], call.arguments["dim2"]) != (-2, -1):
@@ -134,7 +152,15 @@ def _of_last(call: Call) -> Follows:
 
 
 @register_flow(
-    *("linalg_inv_ex", "linalg_det", "_linalg_det", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_matrix_exp"),
+    *(
+        "linalg_inv_ex",
+        "linalg_det",
+        "_linalg_det",
+        "_linalg_svd",
+        "_linalg_eigh",
+        "linalg_qr",
+        "linalg_matrix_exp",
+    ),
     *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
 )
 def _matrices(call: Call) -> Follows:
@@ -143,14 +169,22 @@ def _matrices(call: Call) -> Follows:
     return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
 
 
-@register_flow(*(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3)))
+@register_flow(
+    *(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3))
+)
 def _of_places(call: Call) -> Follows:
     """Samples and channels; places of largest values are numbers in the whole of their channel."""
     n = int(call.op.removesuffix("_with_indices")[-2])
-    return [[(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else [] for d in range(len(call.result))]
+    return [
+        [(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else []
+        for d in range(len(call.result))
+    ]
 
 
 @register_flow("im2col", "col2im")
 def _of_samples(call: Call) -> Follows:
     """Samples stay apart."""
-    return [[(0, d)] if d == 0 and len(call.shapes[0]) - 3 >= len(call.result) - 4 else [] for d in range(len(call.result))]
+    return [
+        [(0, d)] if d == 0 and len(call.shapes[0]) - 3 >= len(call.result) - 4 else []
+        for d in range(len(call.result))
+    ]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.errors import ShardError
 from tests.dist.check import compare, owners_of
 from tests.dist.table.case import Case
-from lightning_amp.dist.splits import MeshAxis, Split, Splits
 
 Step = Callable[[Tensor], Tensor]
 

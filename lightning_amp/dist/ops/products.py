@@ -69,9 +69,11 @@ class _GatheredProduct(torch.autograd.Function):
 
 
 @operator("einsum")
-def _einsum(func: Any, equation: str, operands: Any, *, path: Any = None) -> Tensor:
+def _einsum(func: Any, equation: str, operands: Any, *, path: Any) -> Any:
     """By rule, with every letter named."""
     left, arrow, right = equation.replace(" ", "").partition("->")
+    if arrow and "." not in left:
+        return BY_RULE
     parts = left.split(",")
     free = [chr(n) for n in range(ord("A"), ord("Z") + 1) if chr(n) not in equation]
     dots = [
@@ -103,7 +105,6 @@ COMPOSED: dict[str, Any] = {
     "allclose": lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()),
     "_nested_tensor_from_mask_left_aligned": lambda x, mask: False,
     "bilinear": lambda x, y, w, b=None: _plus(torch.einsum("...i,oij,...j->...o", x, w, y), b),
-    "channel_shuffle": lambda x, groups: x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2),
     "dist": lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
     "dot": lambda a, b: (a * b).sum(),
     "ger": lambda a, b: a[:, None] * b,

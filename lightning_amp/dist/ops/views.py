@@ -9,74 +9,35 @@ from torch import Tensor
 
 from lightning_amp.dist.by_rule import result_shapes, splits_with_whole, view_of
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import MAY_COPY, TENSOR, Plan
+from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import shape_of, splits_of
+from lightning_amp.dist.sharded_tensor import dim_of, shape_of, splits_of
 from lightning_amp.dist.splits import WHOLE, Split, Splits
 from lightning_amp.graph.flow_rules import groups
 
 Groups = list[tuple[list[int], list[int]]]
 
 
-def view_plan(
-    func: Any, x: Tensor, call: Any, args: tuple[Any, ...], splits: Splits, shape: Sequence[int]
-) -> Plan:
-    """The plan of a view of one tensor, which keeps its splits, as a tensor of a global shape with some splits."""
-    return Plan(
-        name=name_of(func),
-        arguments=(splits_of(x),),
-        result=splits,
-        shapes=(tuple(splits.local_shape(shape)),),
-        call=call,
-        args=(TENSOR, *args),
-        view="always",
-    )
-
-
-@operator(
-    *(
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "view_as",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-    )
-)
-def _view(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
+@operator(*["view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"])
+def _view(func: Any, x: Tensor, *args: Any) -> Plan:
     """A view in another shape, with the owners of the merged and split dims."""
     if func._overloadname == "dtype":
         raise shard_error(func, [x], "it reads the bytes of a tensor as another type")
-    (new,) = result_shapes(func, (x, *args), kwargs)
-    old = shape_of(x)
+    (new,), old = result_shapes(func, (x, *args), {}), shape_of(x)
     pairs = groups(old, new)
     # of an empty tensor nothing is to be split
     splits = _one_split_per_group(func, x, pairs) if prod(old) else WHOLE
-    changed = [
-        d for d in range(len(old)) if len(_group_of(d, pairs)[0]) != 1 or len(_group_of(d, pairs)[1]) != 1
-    ]
+    changed = [d for before, after in pairs if len(before) > 1 or len(after) != 1 for d in before]
     for split in splits:
         if _reshaped(split, old, new, pairs) is None:
             other = _other_borders(split, old, new, pairs)
-            if other is not None:
-                splits = splits.replaced(split.axis, other)
-            else:
-                splits = splits_with_whole(func, x, splits, [split.dim], stay=changed)
+            splits = splits.replaced(split.axis, other or split)
+            splits = splits if other else splits_with_whole(func, x, splits, [split.dim], stay=changed)
     result = Splits.of([s for split in splits if (s := _reshaped(split, old, new, pairs))])
-    shape = tuple(result.local_shape(new))
-    name = name_of(func)
-    return Plan(
-        name=name,
-        arguments=(splits, *[splits_of(t) for t in args if isinstance(t, Tensor)]),
-        result=result,
-        shapes=(shape,),
-        call=lambda part, *_: part.reshape(shape),
-        args=(TENSOR, *[TENSOR for t in args if isinstance(t, Tensor)]),
-        view="maybe" if name in MAY_COPY else "always",
-    )
+    more = [t for t in args if isinstance(t, Tensor)]
+    part = tuple(result.local_shape(new))
+    call = (lambda part, shape, *_: part.reshape(shape)), TENSOR, part, *[TENSOR for _ in more]
+    return plan_of_call(func, [splits, *map(splits_of, more)], result, new, *call, view=view_of(func))
 
 
 def _group_of(dim: int, pairs: Groups) -> tuple[list[int], list[int]]:
@@ -127,7 +88,8 @@ def _reorder(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
     strides = func(torch.empty([2] * n, device="meta"), *args, **kwargs).stride()
     order = [n - stride.bit_length() for stride in strides]
     splits = splits_of(x).mapped(order.index)
-    return view_plan(func, x, torch.permute, (order,), splits, [shape_of(x)[d] for d in order])
+    shape = [shape_of(x)[d] for d in order]
+    return plan_of_call(func, [splits_of(x)], splits, shape, torch.permute, TENSOR, order, view="always")
 
 
 @operator("expand", "broadcast_to", "expand_as")
@@ -139,7 +101,8 @@ def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> Plan 
     new = len(size) - len(shape)
     goal = [shape[d - new] if n == -1 else n for d, n in enumerate(size)]
     splits = splits_of(x).mapped(lambda d: d + new)
-    return view_plan(func, x, Tensor.expand, (splits.local_shape(goal),), splits, goal)
+    call = Tensor.expand, TENSOR, splits.local_shape(goal)
+    return plan_of_call(func, [splits_of(x)], splits, goal, *call, view="always")
 
 
 @operator("repeat")
@@ -151,30 +114,21 @@ def _repeat(func: Any, x: Tensor, times: Sequence[int]) -> Tensor:
 
 
 @operator("repeat_interleave")
-def _repeat_interleave(
-    func: Any, x: Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
-) -> Tensor:
+def _repeat_interleave(func: Any, x: Tensor, repeats: Any, dim: int | None = None, **_: Any) -> Tensor:
     if not isinstance(repeats, int):
         raise shard_error(func, [x], "how often an index is repeated depends on values")
-    x, dim = (x.flatten(), 0) if dim is None else (x, dim % len(shape_of(x)))
-    apart = x.unsqueeze(dim + 1)
-    shape = shape_of(apart)
-    return apart.expand([*shape[: dim + 1], repeats, *shape[dim + 2 :]]).clone().flatten(dim, dim + 1)
+    x, dim = (x.flatten(), 0) if dim is None else (x, dim_of(x, dim))
+    shape = list(shape_of(x.unsqueeze(dim + 1)))
+    shape[dim + 1] = repeats
+    return x.unsqueeze(dim + 1).expand(shape).clone().flatten(dim, dim + 1)
 
 
-@operator("pixel_shuffle")
-def _pixel_shuffle(func: Any, x: Tensor, factor: int) -> Tensor:
-    *_, c, h, w = shape_of(x)
-    apart = x.unflatten(-3, (c // factor**2, factor, factor))
-    return apart.movedim((-4, -3), (-3, -1)).reshape(
-        [*shape_of(x)[:-3], c // factor**2, h * factor, w * factor]
-    )
-
-
-@operator("pixel_unshuffle")
-def _pixel_unshuffle(func: Any, x: Tensor, factor: int) -> Tensor:
-    *_, c, h, w = shape_of(x)
-    apart = x.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor))
-    return apart.movedim((-3, -1), (-4, -3)).reshape(
-        [*shape_of(x)[:-3], c * factor**2, h // factor, w // factor]
-    )
+@operator("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
+def _shuffle(func: Any, x: Tensor, factor: int) -> Tensor:
+    if "channel" in name_of(func):
+        return x.unflatten(1, (factor, -1)).transpose(1, 2).flatten(1, 2)
+    if name_of(func) == "pixel_unshuffle":
+        apart = x.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor))
+        return apart.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
+    apart = x.unflatten(-3, (-1, factor, factor)).movedim((-4, -3), (-3, -1))
+    return apart.flatten(-2).flatten(-3, -2)

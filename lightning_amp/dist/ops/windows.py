@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_amp.dist.by_rule import by_rule, plan_without
 from lightning_amp.dist.collectives import all_reduce, exchange
-from lightning_amp.dist.ops.views import view_plan
 from lightning_amp.dist.owners import Owners, Run
-from lightning_amp.dist.plans import Plan
+from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     dim_of,
@@ -256,7 +255,8 @@ def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
     shape = [*shape_of(x), size]
     shape[dim] = (shape[dim] - size) // step + 1
     if splits_of(x).at(dim) is None:
-        return view_plan(func, x, Tensor.unfold, (dim, size, step), splits_of(x), shape)
+        call = Tensor.unfold, TENSOR, dim, size, step
+        return plan_of_call(func, [splits_of(x)], splits_of(x), shape, *call, view="always")
     x, parts = in_parts(x, [dim], [shape[dim]])
     part, _, done = _with_windows(x, parts, dim, [Window(size, step, 0)])
     return wrap(part.unfold(dim, size, step), Splits.of([*splits_of(x).without(dim), *done]), copied=True)

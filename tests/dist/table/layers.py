@@ -595,7 +595,12 @@ LAYERS = [
     case("fftshift", lambda x: torch.fft.fftshift(x, dim=1) + torch.fft.ifftshift(x, dim=(1, 2)), X),
     case("hfft", lambda x: torch.fft.hfft(torch.fft.ihfft(x, dim=1), dim=1), X),
     case("spectral convolution", lambda x, w: _spectral(x, w), LINE, (4, 4, 3), at=2),
-    case("stft", lambda x: torch.stft(x, 4, window=torch.ones(4).double(), return_complex=True).abs(), (2, 16), refused="stft"),
+    case(
+        "stft",
+        lambda x: torch.stft(x, 4, window=torch.ones(4).double(), return_complex=True).abs(),
+        (2, 16),
+        refused="stft",
+    ),
     # --- layers ---
     case("LSTM", lambda x: nn.LSTM(6, 6, dtype=torch.float64, batch_first=True)(x), X, refused="lstm"),
     case("GRU", lambda x: nn.GRU(6, 6, dtype=torch.float64)(x), (9, 2, 6), at=0, refused="gru"),
