@@ -20,11 +20,17 @@ from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
 
 # the innermost transform of torch.func that is on
 from torch._C._functorch import maybe_current_level
+
+# one operator with its schema, and all overloads of one name
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 __all__ = [
     "AUTOGRAD_AND_AUTOCAST",
+    "OpOverload",
+    "OpOverloadPacket",
     "disable_torch_function",
     "enable_torch_function",
     "excluded_keys",
@@ -56,7 +62,7 @@ for _name in _KEYS:
         AUTOGRAD_AND_AUTOCAST = AUTOGRAD_AND_AUTOCAST | DispatchKeySet(getattr(DispatchKey, _name))
 
 
-def is_composite(func: torch._ops.OpOverload) -> bool:
+def is_composite(func: OpOverload) -> bool:
     """Whether an operator consists of others, of which autograd sees each."""
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 

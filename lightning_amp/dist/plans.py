@@ -122,7 +122,12 @@ def run(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tens
 
 
 def run_on(
-    parts: list[Tensor], plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    parts: list[Tensor],
+    plan: Plan,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
 ) -> Any:
     """The result of a call, given the parts of its tensors."""
     rest = iter(parts)

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import lightning_amp.dist.ops  # noqa: F401  (registers the handlers)
+from lightning_amp.dist._torch import OpOverload, OpOverloadPacket
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.guards import guarded
 from lightning_amp.dist.owners import Owners
@@ -43,8 +45,8 @@ def register_shard(target: Any) -> Callable[[Handler], Handler]:
     key: Any
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         table, key = AUTOGRAD_FUNCTIONS, target
-    elif isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    elif isinstance(target, OpOverload | OpOverloadPacket):
+        packet = target.overloadpacket if isinstance(target, OpOverload) else target
         table, key = OPERATORS, packet._qualified_op_name.removeprefix("aten::")
     elif callable(target) and not isinstance(target, type):
         table, key = FUNCTIONS, target

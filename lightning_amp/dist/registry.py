@@ -84,8 +84,8 @@ def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -
 
 def describe(x: Tensor) -> str:
     """Shape and splits of a tensor."""
-    shape = tuple(getattr(x, "whole_shape", None) or x.shape)
-    return f"{shape!r} ({x.splits})" if hasattr(x, "whole_shape") else f"{shape!r}"
+    splits = getattr(x, "splits", None)
+    return f"{tuple(x.shape)!r}" + (f" ({splits})" if splits is not None else "")
 
 
 def _caller() -> str:

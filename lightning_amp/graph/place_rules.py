@@ -123,7 +123,7 @@ def _looked_up(call: Call) -> Follows:
     """Values follow the tensor that is compared with the borders, rows of borders too."""
     k = call.ref("self")
     found = [[(k, d)] for d in range(len(call.result))] if k is not None else nothing(call)
-    rows = [d for d in range(len(call.shapes[0]) - 1)] if call.op == "searchsorted" else []
+    rows = range(len(call.shapes[0]) - 1 if call.op == "searchsorted" else 0)
     return [[*follows, (0, d)] if d in rows else follows for d, follows in enumerate(found)]
 
 

@@ -105,9 +105,9 @@ def _flip(func: Any, x: Tensor, dims: Sequence[int]) -> Any:
 @operator("roll")
 def _roll(func: Any, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     if not dims:
-        return x.flatten().roll(shifts, 0).reshape(shape_of(x))
+        return x.flatten().roll(list(shifts), 0).reshape(shape_of(x))
     if len(dims) > 1:
-        return x.roll(shifts[0], dims[0]).roll(shifts[1:], dims[1:])
+        return x.roll(shifts[0], dims[0]).roll(list(shifts[1:]), list(dims[1:]))
     dim = dim_of(x, dims[0])
     n = shape_of(x)[dim]
     at = -shifts[0] % max(n, 1)

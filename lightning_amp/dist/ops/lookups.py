@@ -258,7 +258,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
         added = func(zeros, dim, part_in(index, own), part_in(source, own))
         return _added(x, wrap(added, splits), [over.axis])
     along = next((s for s in splits_of(x) if s.dim == dim and splits.on(s.axis) is None), None)
-    x = redistribute(x, Splits.of([*splits, along] if along else splits))
+    x = redistribute(x, Splits.of([*splits, *([along] if along else [])]))
     own_index, local = part_in(index, splits), local_of(x)
     own_source = part_in(source, splits) if isinstance(source, Tensor) else source
     if along is None:

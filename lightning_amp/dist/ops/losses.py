@@ -47,7 +47,7 @@ def _is_plain(given: dict[str, Any]) -> bool:
 
 def _over_classes(given: dict[str, Any]) -> Tensor:
     """Logits or their logarithms of whose classes ranks have some: two numbers per row are sent, never the logits."""
-    (x, target), ignored = (given.get(name) for name in ("self", "target")), given["ignore_index"]
+    x, target, ignored = given["self"], given["target"], given["ignore_index"]
     dim = min(1, len(shape_of(x)) - 1)
     kept = target != ignored
     own = torch.gather(x, dim, target.clamp(min=0).unsqueeze(dim)).squeeze(dim)

@@ -94,7 +94,7 @@ def normalised(
     """
     splits = splits_of(x)
     own = [
-        None if p is None else part_in(p, splits.mapped(lambda d, p=p: d if shape_of(p)[d] > 1 else None))
+        None if p is None else part_in(p, splits.without(*[d for d, n in enumerate(shape_of(p)) if n == 1]))
         for p in (*parameters, None, None)[:2]
     ]
     axes = [split.axis for split in splits if split.dim in dims]

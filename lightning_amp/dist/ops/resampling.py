@@ -1,7 +1,7 @@
 """Interpolation and adaptive pooling: along a split dim every output is a weighted sum of a few inputs."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import floor
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> Taps:
             places.append([floor(np.float32(o + exact) * np.float32(step))])
             weights.append([1.0])
         elif mode == "mean":
-            start, stop = floor(o * n_in / n_out), -(-(o + 1) * n_in // n_out)
+            start, stop = o * n_in // n_out, -(-(o + 1) * n_in // n_out)
             places.append([*range(start, stop), *[start] * (most - stop + start)])
             weights.append([1 / (stop - start)] * (stop - start) + [0.0] * (most - stop + start))
         elif mode == "linear":
@@ -73,18 +73,16 @@ def _far(x: float, a: float = -0.75) -> float:
 def resampled(part: Tensor, split: Split, outputs: Owners, found: Taps) -> Tensor:
     """A part with a split dim resampled, in own outputs."""
     spans, rank = [own for (own,) in outputs.spans], split.axis.rank
-    places, weights = ([rows[own.start : own.stop] for own in spans] for rows in found)
+    places = [found.places[own.start : own.stop] for own in spans]
     rows = [Rows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
     part = with_rows(part, split, rows)
     index = torch.tensor(places[rank], device=part.device) - rows[rank].inside.start
-    shares = torch.tensor(weights[rank], dtype=part.dtype, device=part.device)
+    shares = torch.tensor(found.weights[spans[rank].start : spans[rank].stop], dtype=part.dtype, device=part.device)
     shares = shares.view(*shares.shape, *[1] * (part.dim() - 1 - split.dim))
     taken = [part.index_select(split.dim, tap) for tap in index.unbind(1)]
-    return (
-        taken[0]
-        if len(taken) == 1
-        else sum(t * share for t, share in zip(taken, shares.unbind(1), strict=True))
-    )
+    if len(taken) == 1:
+        return taken[0]
+    return reduce(torch.add, map(torch.mul, taken, shares.unbind(1)))
 
 
 MODES = {

@@ -301,7 +301,7 @@ def _padded(
     n, runs = owners.n, list(owners.expanded())
     first, last = runs[0].rank, runs[-1].rank
     if mode == "constant":
-        own = [before if axis.rank == first else 0, after if axis.rank == last else 0]
+        own = before * (axis.rank == first), after * (axis.rank == last)
         part = padded(local_of(x), dim, *own, value or 0)
     else:
         sources = {

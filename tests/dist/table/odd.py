@@ -1,4 +1,4 @@
-"""Odd expressions: what reads, writes, differentiates or bypasses a tensor in ways of which an operator's handler knows nothing."""
+"""Odd expressions: reads, writes, gradients and bypasses of which an operator's handler knows nothing."""
 
 import copy
 import pickle
