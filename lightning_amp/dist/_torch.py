@@ -2,11 +2,11 @@
 
 import torch
 
-# runs an operator without what a subclass of Tensor has in its place, and with it again
-from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_exclude_set as excluded_keys
 from torch._C import _dispatch_tls_local_include_set as included_keys
+
+# runs operators with what a subclass of Tensor has in their place again
 from torch._C import _EnableTorchFunction as enable_torch_function
 
 # an operator reaches the subclass above autograd and autocast: their keys are put aside, and put back for the parts
@@ -21,17 +21,16 @@ from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
 # the innermost transform of torch.func that is on
 from torch._C._functorch import maybe_current_level
 
-# one operator with its schema, and all overloads of one name
-from torch._ops import OpOverload as OpOverload
+# all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
+from lightning_amp._torch import OpOverload
+
 __all__ = [
     "AUTOGRAD_AND_AUTOCAST",
-    "OpOverload",
     "OpOverloadPacket",
-    "disable_torch_function",
     "enable_torch_function",
     "excluded_keys",
     "force_dispatch_keys",

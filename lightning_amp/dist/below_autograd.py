@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
-    disable_torch_function,
     enable_torch_function,
     excluded_keys,
     force_dispatch_keys,

@@ -39,11 +39,15 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run(plan, func, args, kwargs, tensors)
     if in_transform():
         raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
+    if getattr(func, "__name__", "") == "__set__":
+        raise shard_error(func, args, "it sets an attribute, of which the part would not hear", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:
         keep(key, call.plan, tensors)
-    return mapped(found, _plain)
+    found = mapped(found, _plain)
+    # set above the operators
+    return mapped(found, Tensor.requires_grad_) if kwargs.get("requires_grad") else found
 
 
 def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

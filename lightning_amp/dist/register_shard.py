@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the handlers)
-from lightning_amp.dist._torch import OpOverload, OpOverloadPacket
+from lightning_amp._torch import OpOverload
+from lightning_amp.dist._torch import OpOverloadPacket
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.guards import guarded
 from lightning_amp.dist.owners import Owners

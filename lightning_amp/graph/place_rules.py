@@ -40,16 +40,24 @@ register_flow(
 )(pointwise)
 
 
-@register_flow(*("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin", "renorm"))
+@register_flow("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin")
 def _along_one(call: Call) -> Follows:
     """All dims but the one that they go along, the last if none is named; the results of several are alike."""
     return same_but(call, [call.arguments.get("dim", -1)])
 
 
+@register_flow("renorm")
+def _renorm(call: Call) -> Follows:
+    """The dim whose indices are normalised, each over all other dims."""
+    dim = call.arguments["dim"] % len(call.result)
+    return [[(0, d)] if d == dim else [] for d in range(len(call.result))]
+
+
 @register_flow("cross", "linalg_cross")
 def _cross(call: Call) -> Follows:
-    """All dims of both but that of the three components."""
-    dim = range(len(call.result))[-1 if call.arguments["dim"] is None else call.arguments["dim"]]
+    """All dims of both but that of the three components: the first of size 3 if none is named."""
+    dim = call.arguments["dim"]
+    dim = call.result.index(3) if dim is None else dim % len(call.result)
     return [[] if d == dim else follows for d, follows in enumerate(pointwise(call))]
 
 
@@ -120,11 +128,12 @@ def _sampled(call: Call) -> Follows:
 
 @register_flow("bucketize", "searchsorted")
 def _looked_up(call: Call) -> Follows:
-    """Values follow the tensor that is compared with the borders, rows of borders too."""
+    """Values follow the tensor that is compared with the borders, rows of borders and of their order too."""
     k = call.ref("self")
     found = [[(k, d)] for d in range(len(call.result))] if k is not None else nothing(call)
-    rows = range(len(call.shapes[0]) - 1 if call.op == "searchsorted" else 0)
-    return [[*follows, (0, d)] if d in rows else follows for d, follows in enumerate(found)]
+    rows = len(call.shapes[0]) - 1 if call.op == "searchsorted" else 0
+    borders = [other for other in range(len(call.shapes)) if other != k]
+    return [follows + [(j, d) for j in borders if d < rows] for d, follows in enumerate(found)]
 
 
 @register_flow("prelu")
@@ -164,8 +173,9 @@ def _of_last(call: Call) -> Follows:
     *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
 )
 def _matrices(call: Call) -> Follows:
-    """Each matrix by itself; the results of several have the same dims before."""
-    batch = min(len(shape) for shape in call.shapes) - 2
+    """Each matrix by itself, where all arguments have the same dims before: some results are those of one argument."""
+    batches = {shape[:-2] for shape in call.shapes}
+    batch = len(batches.pop()) if len(batches) == 1 else 0
     return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
 
 
@@ -183,8 +193,6 @@ def _of_places(call: Call) -> Follows:
 
 @register_flow("im2col", "col2im")
 def _of_samples(call: Call) -> Follows:
-    """Samples stay apart."""
-    return [
-        [(0, d)] if d == 0 and len(call.shapes[0]) - 3 >= len(call.result) - 4 else []
-        for d in range(len(call.result))
-    ]
+    """Samples stay apart, where there is a dim of samples."""
+    samples = len(call.result) == (3 if call.op == "im2col" else 4)
+    return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back
 from lightning_amp.dist.by_rule import by_rule, with_whole
 from lightning_amp.dist.collectives import reduce_now, ring
 from lightning_amp.dist.ops.random import kept
 from lightning_amp.dist.redistribute import own_part
-from lightning_amp.dist.registry import operator
+from lightning_amp.dist.registry import operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     computed_in,
     in_order,
@@ -34,13 +35,9 @@ from lightning_amp.dist.sharded_tensor import (
 )
 from lightning_amp.dist.splits import MeshAxis, Splits
 
-aten = torch.ops.aten
-_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
-_ON_CPU_BACK = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of one block and its `log_sums`; of rows that see nothing 0 and minus infinity.
 
@@ -49,33 +46,36 @@ def block_forward(
     """
     bias = _additive(mask, q.dtype)
     if q.device.type == "cpu":
-        out, log_sums = _ON_CPU(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     else:
-        out, log_sums = _in_plain_operators(q, k, v, bias, causal, scale)
-    log_sums = log_sums.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        scores = _scores(q, k, bias, causal, scale)
+        log_sums = scores.logsumexp(-1)
+        out = (scores - log_sums[..., None]).exp().nan_to_num(0).to(v.dtype) @ v
+    log_sums = log_sums.to(_wide(q))
     if bias is None:
         return out, log_sums
     blind = (bias == -math.inf).all(-1).expand(log_sums.shape)
     return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """The type that scores are added up in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q @ k.mT).to(_wide(q)) * scale
+    scores = scores if bias is None else scores + bias
+    if not causal:
+        return scores
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~seen, -math.inf)
+
+
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
-
-
-def _in_plain_operators(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.transpose(-1, -2)).float() * (scale or q.shape[-1] ** -0.5)
-    scores = scores if bias is None else scores + bias
-    if causal:
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    log_sums = scores.logsumexp(-1)
-    weights = (scores - log_sums[..., None]).exp().nan_to_num(0)
-    return weights.to(v.dtype) @ v, log_sums
 
 
 def block_backward(
@@ -87,7 +87,7 @@ def block_backward(
     log_sums: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's share of the gradients of its queries, keys and values.
 
@@ -96,17 +96,11 @@ def block_backward(
     """
     bias = _additive(mask, q.dtype)
     if q.device.type == "cpu":
-        return _ON_CPU_BACK(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
-    factor = scale or q.shape[-1] ** -0.5
-    scores = (q @ k.transpose(-1, -2)).float() * factor
-    scores = scores if bias is None else scores + bias
-    if causal:
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    weights = (scores - log_sums[..., None]).exp().nan_to_num(0)
-    inner = weights * ((grad @ v.transpose(-1, -2)).float() - (grad * out).sum(-1, keepdim=True).float())
-    inner = inner.to(q.dtype) * factor
-    return inner @ k, inner.transpose(-1, -2) @ q, weights.to(grad.dtype).transpose(-1, -2) @ grad
+        return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
+    weights = (_scores(q, k, bias, causal, scale) - log_sums[..., None]).exp().nan_to_num(0)
+    inner = weights * ((grad @ v.mT) - (grad * out).sum(-1, keepdim=True)).to(_wide(q))
+    inner = inner.to(q.dtype) * scale
+    return inner @ k, inner.mT @ q, weights.to(grad.dtype).mT @ grad
 
 
 def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
@@ -132,7 +126,7 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         mask: Tensor | None,
         causal: bool,
-        scale: float | None,
+        scale: float,
         axis: MeshAxis,
         rows: Sequence[range],
         columns: Sequence[range],
@@ -200,7 +194,7 @@ class _SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, axis: MeshAxis
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis
     ) -> Tensor:
         found, own = block_forward(q, k, v, mask, False, scale)
         top = reduce_now(own, axis, torch.distributed.ReduceOp.MAX)
@@ -234,7 +228,9 @@ def _attention(
     scale: Any,
     enable_gqa: bool,
 ) -> Any:
-    n, scale = len(shape_of(q)), scale or shape_of(q)[-1] ** -0.5
+    n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
+    if causal and mask is not None:
+        raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
     if n != 4:
         return _with_four_dims(func, q, k, v, mask, p, causal, scale, enable_gqa)
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
@@ -302,9 +298,8 @@ def _with_four_dims(
 
 def _mask_of(mask: Tensor, splits: Splits) -> Tensor:
     """The part of a mask for own rows, all columns, own heads and samples."""
-    shape, more = shape_of(mask), 4 - len(shape_of(mask))
-    own = splits.mapped(lambda d: d - more if d >= more and shape[d - more] > 1 else None)
-    return part_in(mask, own)
+    mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
+    return part_in(mask, splits.without(*[d for d, n in enumerate(shape_of(mask)) if n == 1]))
 
 
 def _with_weights(
@@ -318,6 +313,7 @@ def _with_weights(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1)
     if p:
+        rest = 1 / (1 - p) if p < 1 else 0.0
         keep = kept(shape_of(weights), splits_of(weights), p, local_of(q).device)
-        weights = wrap(local_of(weights) * keep / (1 - p), splits_of(weights))
+        weights = wrap(local_of(weights) * keep * rest, splits_of(weights))
     return torch.matmul(weights, v)

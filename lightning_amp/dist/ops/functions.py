@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_amp.dist._torch import disable_torch_function
+from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, shape_of, splits_of, wrap
 
@@ -18,7 +18,7 @@ METADATA = (
 PROPERTIES = ("dtype", "device", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes")
 VALUES = (
     *("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("data_ptr", "untyped_storage"),
+    *("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_"),
 )
 """Methods that read numbers, or memory."""
 

@@ -1,6 +1,7 @@
 """Operators that cut, turn and join dims: plans in which each rank keeps the indices that it owns."""
 
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -161,36 +162,39 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
     if x.copied:  # type: ignore[attr-defined]
         raise shard_error(Tensor.__setitem__, [x], LOST, remedy="write into the tensor itself, or use where")
     index = list(index) if isinstance(index, tuple) else [index]
-    looked_up = [i for i in index if not (i is None or i is Ellipsis or isinstance(i, int | slice))]
+    # a boolean is a mask without dims
+    looked_up = [i for i in index if isinstance(i, bool) or not isinstance(i, int | slice | EllipsisType | None)]
     if looked_up:
         _put(x, index, looked_up, value)
         return
     n_indexed = sum(i is not None and i is not Ellipsis for i in index)
     place = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
     index[place : place + 1] = [slice(None)] * (x.dim() - n_indexed)
-    part, dim = x, 0
-    for k, i in enumerate(index):
+    if isinstance(value, Tensor):
+        # torch skips leading dims of size 1
+        while len(shape_of(value)) > sum(not isinstance(i, int) for i in index) and shape_of(value)[0] == 1:
+            value = value.squeeze(0)
+    part, splits = local_of(x), splits_of(x)
+    for dim, i in enumerate(index):
         if i is None:
             part = part.unsqueeze(dim)
-        elif isinstance(i, int) and splits_of(part).at(dim) is None:
-            part = part.select(dim, i)
+            splits = Splits.of([split._replace(dim=split.dim + (split.dim >= dim)) for split in splits])
             continue
-        else:
-            n = shape_of(part)[dim]
-            indices = range(n)[i] if isinstance(i, slice) else range(n)[range(n)[i] :][:1]
-            split, (splits, local) = splits_of(part).at(dim), taken(splits_of(part), dim, [indices])
-            if split and any(len(split.owners.local(rank, indices)) > 1 for rank in range(split.axis.size)):
-                raise shard_error(Tensor.__setitem__, [x], "a rank owns several ranges of what is written")
-            part = ShardedTensor(pick(local_of(part), dim, local), splits)
-            after = sum(not isinstance(other, int) for other in index[k + 1 :])
-            if isinstance(i, int) and isinstance(value, Tensor) and len(shape_of(value)) > after:
-                # only its owner writes the one index, so the dim stays, with nothing in it on other ranks
-                value = value.unsqueeze(-1 - after)
-        dim += 1
+        n = splits.global_shape(part.shape)[dim]
+        indices = range(n)[i] if isinstance(i, slice) else range(n)[range(n)[i] :][:1]
+        split, (splits, local) = splits.at(dim), taken(splits, dim, [indices])
+        if split and any(len(split.owners.local(rank, indices)) > 1 for rank in range(split.axis.size)):
+            raise shard_error(Tensor.__setitem__, [x], "a rank owns several ranges of what is written")
+        part = pick(part, dim, local)
+        after = sum(not isinstance(other, int) for other in index[dim + 1 :])
+        if isinstance(i, int) and isinstance(value, Tensor) and len(shape_of(value)) > after:
+            # the dim stays, with nothing in it on ranks that do not own the index
+            value = value.unsqueeze(-1 - after)
+    written = wrap(part, splits)
     if isinstance(value, Tensor):
-        part.copy_(value)
+        written.copy_(value)
     else:
-        part.fill_(value)
+        written.fill_(value)
 
 
 def _put(x: Tensor, index: Sequence[Any], looked_up: Sequence[Any], value: Any) -> None:

@@ -296,7 +296,8 @@ def _diagonal(func: Any, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 
     length = max(min(rows - first, columns - max(offset, 0)), 0)
     x = x.movedim((dim1, dim2), (-2, -1)).narrow(-2, first, length)
     columns_at = torch.arange(length, device=x.device) + max(offset, 0)
-    return x.gather(-1, columns_at[:, None].expand(*shape_of(x)[:-1], 1)).squeeze(-1)
+    found = x.gather(-1, columns_at[:, None].expand(*shape_of(x)[:-1], 1)).squeeze(-1)
+    return wrap(local_of(found), splits_of(found), copied=name_of(func) == "diagonal")
 
 
 @operator("slice_scatter", "select_scatter")

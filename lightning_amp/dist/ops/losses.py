@@ -53,7 +53,8 @@ def _over_classes(given: dict[str, Any]) -> Tensor:
     own = torch.gather(x, dim, target.clamp(min=0).unsqueeze(dim)).squeeze(dim)
     # only cross-entropy has smoothing as an argument
     total = x.logsumexp(dim) if "label_smoothing" in given else 0.0
-    found = (total - own) * kept
+    # zero gradients where nothing is kept, as of torch
+    found = torch.where(kept, total - own, 0)
     if given["reduction"] == NONE:
         return found
     return found.sum() / kept.sum() if given["reduction"] == MEAN else found.sum()

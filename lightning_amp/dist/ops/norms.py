@@ -107,7 +107,7 @@ def _layer_norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | Non
     dims = range(n - len(shape), n)
     if not any(split.dim in dims for split in splits_of(x)):
         return BY_RULE
-    bias, eps = (None, rest[0] or torch.finfo(x.dtype).eps) if rms else rest[:2]
+    bias, eps = (None, torch.finfo(x.dtype).eps if rest[0] is None else rest[0]) if rms else rest[:2]
     form = [*[1] * (n - len(shape)), *shape]
     parameters = [None if p is None else p.view(form) for p in (weight, bias)]
     return wrap(normalised(x, dims, eps, *parameters, centre=not rms)[0], splits_of(x))

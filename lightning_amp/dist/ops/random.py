@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist.redistribute import own_part
-from lightning_amp.dist.registry import operator, shard_error
-from lightning_amp.dist.sharded_tensor import local_of, shape_of, splits_of, wrap
+from lightning_amp.dist.registry import name_of, operator, shard_error
+from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -61,7 +61,7 @@ def _dropout(func: Any, x: Tensor, p: float, train: bool) -> Tensor:
     """Of `feature_dropout`, positions share the draw of their sample and channel."""
     if not train or p == 0:
         return x
-    n = 2 if "feature" in func._schema.name else len(shape_of(x))
+    n = 2 if "feature" in name_of(func) else len(shape_of(x))
     splits = Splits.of([split for split in splits_of(x) if split.dim < n])
     keep = kept(shape_of(x)[:n], splits, p, local_of(x).device)
     keep = keep.view([*keep.shape, *[1] * (len(shape_of(x)) - n)])
@@ -70,7 +70,7 @@ def _dropout(func: Any, x: Tensor, p: float, train: bool) -> Tensor:
 
 @operator("rand_like", "randn_like")
 def _random_like(func: Any, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    draw = _normal if "randn" in func._schema.name else lambda x: _uniform(x)[0]
+    draw = _normal if name_of(func) == "randn_like" else lambda x: _uniform(x)[0]
     return wrap(_rounded(draw(x), dtype or local_of(x).dtype), splits_of(x))
 
 
@@ -84,22 +84,22 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _filled(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
     if generator is not None:
         raise shard_error(func, [x], f"a generator {generator!r} is given, from which parts cannot be drawn")
-    kind, local = func._schema.name.removeprefix("aten::"), local_of(x)
-    if kind == "bernoulli":
-        p = args[0] if args else local
-        return wrap((_uniform(x)[0] < p).to(local.dtype), splits_of(x))
-    with torch.no_grad():
-        if kind == "normal_":
-            mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
-            local.copy_(_normal(x) * std + mean)
-        elif kind == "uniform_":
-            low, high = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
-            local.copy_(_rounded(_uniform(x)[0] * (high - low) + low, local.dtype))
-        elif kind == "bernoulli_":
-            p = args[0] if args else 0.5
-            local.copy_(_uniform(x)[0] < (local_of(p) if isinstance(p, Tensor) else p))
-        else:
-            local.copy_(-torch.log1p(-_uniform(x)[0]) / (args[0] if args else 1.0))
+    name, local = name_of(func), local_of(x)
+    if name == "bernoulli":
+        return wrap((_uniform(x)[0] < (args[0] if args else local)).to(local.dtype), splits_of(x))
+    if name == "normal_":
+        mean, std = args
+        found = _normal(x) * std + mean
+    elif name == "uniform_":
+        low, high = args
+        found = _rounded(_uniform(x)[0] * (high - low) + low, local.dtype)
+    elif name == "bernoulli_":
+        p = part_in(args[0].expand(shape_of(x)), splits_of(x)) if isinstance(args[0], Tensor) else args[0]
+        found = _uniform(x)[0] < p
+    else:
+        found = -torch.log1p(-_uniform(x)[0]) / args[0]
+    # with a gradient of zero for what was there before
+    local.copy_(found)
     return x
 
 
@@ -114,6 +114,6 @@ def _rrelu(
     "alpha_dropout", "feature_alpha_dropout", "randint_like", "multinomial", "poisson", "native_dropout"
 )
 def _refused(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if "alpha" in func._schema.name and not args[1]:
+    if "alpha" in name_of(func) and not args[1]:
         return x
     raise shard_error(func, [x], "it draws numbers in a way that depends on the whole tensor")

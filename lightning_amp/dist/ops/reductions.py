@@ -9,11 +9,10 @@ from math import inf, prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_amp.dist.by_rule import with_whole
-from lightning_amp.dist.collectives import all_reduce, reduce_now
+from lightning_amp.dist.collectives import all_reduce, reduce_now, stacked
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
@@ -89,9 +88,11 @@ def _extreme(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> An
         value = torch.gather(x, dim, place)
         return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
     axes, local = [s.axis for s in splits if s.dim in gone], local_of(x)
-    best = (torch.amax if largest else torch.amin)(local.detach(), gone, True)
+    reduce = torch.amax if largest else torch.amin
+    best = reduce(local.detach(), gone, True)
     for axis in axes:
-        best = reduce_now(best, axis, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+        # gathered: an all-reduce of maxima drops what is not a number
+        best = reduce(stacked(best, axis), 0)
     if not local.requires_grad:
         return wrap(best if keepdim else best.squeeze(gone), after(splits, gone, keepdim))
     # as torch: what is largest more than once shares the gradient

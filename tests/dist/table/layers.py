@@ -88,6 +88,17 @@ LAYERS = [
     case("normalize", lambda x: F.normalize(x, dim=-1) + F.normalize(x, dim=1), X),
     case("cross", lambda x, y: torch.cross(x, y, dim=-1) + torch.linalg.cross(x, y), (2, 9, 3), (2, 9, 3)),
     case("cross over it", lambda x, y: torch.cross(x, y, dim=1), (4, 3, 6), (4, 3, 6), at=1),
+    case("cross of the first three", lambda x, y: torch.cross(x, y), (3, 9, 3), (3, 9, 3), refused="?"),
+    case("renorm", lambda x: torch.renorm(x, 2, 1, 1.0), X),
+    case("renorm of others", lambda x: torch.renorm(x, 2, 2, 1.0), X),
+    case(
+        "solve for each by one matrix",
+        lambda x, y: torch.linalg.solve(x @ x.mT + torch.eye(3).double(), y),
+        (1, 4, 3, 3),
+        (4, 4, 3, 2),
+        at={1: 0},
+        refused="?",
+    ),
     case("inverse of each", lambda x: torch.linalg.inv(x @ x.mT + torch.eye(3).double()), (9, 3, 3), at=0),
     case(
         "solve for each",
@@ -126,6 +137,15 @@ LAYERS = [
         (2, 4, 9, 4),
         (2, 2, 9, 4),
         at={0: 2, 1: 2},
+    ),
+    case("attention with a mask of samples", lambda x, m: sdpa(x, x, x, m.detach()), X, (2, 9, 9)),
+    case("attention of scale 0", lambda x: sdpa(x, x, x, scale=0.0), X),
+    case("attention that drops all", lambda x: sdpa(x, x, x, dropout_p=1.0), X),
+    case(
+        "causal attention with a mask",
+        lambda x: sdpa(x, x, x, torch.ones(9, 9).bool(), is_causal=True),
+        X,
+        refused="causal",
     ),
     case("cross-attention of split queries", lambda q, k: sdpa(q, k, k + 1), HEADS, FEW, at=2),
     case(
@@ -537,6 +557,7 @@ LAYERS = [
         ints(9, 7),
         at=1,
     ),
+    case("cross_entropy of nothing", lambda x, t: F.cross_entropy(x, t * 0 - 100), (7, 9), ints(9, 7), at=1),
     case("cross_entropy of one row", lambda x, t: F.cross_entropy(x, t), (9,), lambda: torch.tensor(3), at=0),
     case(
         "nll_loss",

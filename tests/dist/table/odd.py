@@ -87,6 +87,22 @@ ODD = [
         "out= of a sum", lambda x: torch.sum(x.detach(), 1, out=torch.empty(2, 6).double()), X, refused="out="
     ),
     case("in-place by a larger type", lambda x: _raises(lambda: (x * 5).long().add_(x), RuntimeError), X),
+    case(
+        "write to a diagonal",
+        lambda x: _then(x * 1, lambda y: y.diagonal(0, 1, 2).zero_()),
+        (2, 9, 9),
+        refused="copy",
+    ),
+    case("write to an index", lambda x, y: _set(x.detach() * 1, "x[1, None, 3] = y", y=y), X, ROW, at=0),
+    case("write with leading dims", lambda x: _set(x * 1, "x[:, 3] = y", y=torch.ones(1, 1, 6).double()), X),
+    case("write by a boolean", lambda x: _set(x * 1, "x[True] = 0"), X, at=0, refused="mask"),
+    case("set data", lambda x: setattr(x * 1, "data", x.detach()), X, refused="__set__"),
+    case("apply_", lambda x: (x * 1).detach().apply_(lambda v: v + 1), X, refused="apply_"),
+    # --- random numbers ---
+    case("normal_ ends gradients", lambda x: _grad((x * 2).normal_().sum(), x) + x, X),
+    case("bernoulli_ by a tensor", lambda x, p: (x * 1).bernoulli_((p > 0).double()), X, X[1:]),
+    case("zeros with a gradient", lambda x: _times_zeros(x, torch.zeros_like), X),
+    case("random numbers with a gradient", lambda x: _times_zeros(x, torch.rand_like), X),
     # --- gradients ---
     case("gradient by hand", lambda x: _grad((x**3).sum(), x), X),
     case("gradient by an imported name", lambda x: imported_grad((x**3).sum(), x, create_graph=True)[0], X),
@@ -467,6 +483,11 @@ def _under(context, do):
 
 def _grad(y, x):
     return torch.autograd.grad(y, x, create_graph=True)[0]
+
+
+def _times_zeros(x, like):
+    z = like(x, requires_grad=True)
+    return _grad((z * x).sum(), z)
 
 
 def _grad_of(y):

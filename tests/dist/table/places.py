@@ -270,6 +270,14 @@ PLACES = [
     case("unfold of features", lambda x: x.unfold(-1, 2, 2), X),
     case("F.unfold", lambda x: F.unfold(x, 3, padding=1), IMAGE, at=2),
     case("F.unfold with strides", lambda x: F.unfold(x, (2, 3), dilation=2, stride=2), (2, 3, 12, 9), at=2),
+    case(
+        "searchsorted in an order",
+        lambda x, y: torch.searchsorted(x.detach(), y.detach(), sorter=x.argsort(-1)),
+        (9, 4),
+        (9, 5),
+        at=0,
+    ),
+    case("F.unfold of one sample", lambda x: F.unfold(x, 2), (4, 8, 6), at=0),
     case("F.fold", lambda x: F.fold(x, (4, 4), 2), (1, 8, 9), at=2, refused="col2im"),
     case("neighbourhood by unfold", lambda x: _neighbourhood(x), X),
     case(

@@ -100,6 +100,8 @@ VALUES = [
     case("max over it", lambda x: x.max(1), X),
     case("max by name", lambda x: x.max(dim=-2, keepdim=True).values, X),
     case("max over another", lambda x: torch.max(x, 2), X),
+    case("max of what is not a number", lambda x: torch.where(x > 0.5, torch.nan, x).detach().max(1), X),
+    case("argmin of what is not a number", lambda x: torch.where(x > 0.5, torch.nan, x).argmin(1), X),
     case("max of two", lambda x, y: torch.max(x, y) + torch.min(x, y), X, X),
     case("aminmax", lambda x: torch.aminmax(x, dim=1), X),
     case("argmax", lambda x: x.argmax(1) + x.argmin(1), X),
