@@ -91,7 +91,7 @@ Reports = dict[int, list[dict[str, Any]]]
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return {
-        size: run_ranks(everything, size, tmp_path_factory.mktemp(f"on {size}"), of)
+        size: run_ranks(everything, size, tmp_path_factory.mktemp(f"on {size}"), of, timeout=400)
         for size, of in request.param.items()
     }
 
