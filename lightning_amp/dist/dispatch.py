@@ -20,7 +20,7 @@ from lightning_amp.dist.registry import (
     shard_error,
     tensors_in,
 )
-from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, local_of, redistribute, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, is_view, local_of, redistribute, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, because
 from lightning_amp.errors import ShardError
 
@@ -83,10 +83,18 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
             call.plan = plan
             return run(plan, func, args, kwargs, tensors)
         if found is not BY_RULE:
-            return found
+            copy = not func._schema.is_mutable and not view_of(func) and not name.startswith("unsafe_")
+            return mapped(found, lambda t: _unshared(t, tensors)) if copy else found
         return (
             _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
         )
+
+
+def _unshared(x: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A result that shares no memory with an argument, unless it is that argument, as dropout's in evaluation."""
+    if any(t is x for t in tensors) or not any(is_view(local_of(x), local_of(t)) for t in tensors):
+        return x
+    return wrap(local_of(x).clone(), splits_of(x))
 
 
 def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -165,6 +165,9 @@ def _finished(
     for axis in plan.sums:
         part = all_reduce(part, axis)
     splits = plan.result
+    if plan.call is not None and not plan.view and is_view(part, parts[0]):
+        # such as all indices of a dim, of which torch returns a copy
+        part = part.clone()
     if plan.settled is None and not plan.view and splits:
         return ShardedTensor(part, splits)
     if plan.settled is not None:

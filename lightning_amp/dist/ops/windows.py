@@ -289,8 +289,6 @@ def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: Any = "constant", value
             rest[k : k + 2] = [0, 0] if split else [before, after]
         if split and (before or after):
             x = _padded(func, x, split, before, after, mode, value)
-    if not any(rest):
-        return x
     return wrap(aten.pad.default(local_of(x), rest, mode, value), splits_of(x))
 
 

@@ -98,6 +98,14 @@ ODD = [
     case("write by a boolean", lambda x: _set(x * 1, "x[True] = 0"), X, at=0, refused="mask"),
     case("set data", lambda x: setattr(x * 1, "data", x.detach()), X, refused="__set__"),
     case("apply_", lambda x: (x * 1).detach().apply_(lambda v: v + 1), X, refused="apply_"),
+    case("write to what is rolled by nothing", lambda x: _then(x * 1, lambda y: y.roll(9, 1).zero_()), X),
+    case("write to what is padded by nothing", lambda x: _then(x * 1, lambda y: F.pad(y, (0, 0)).zero_()), X),
+    case(
+        "write to what is cut by padding",
+        lambda x: _then(x * 1, lambda y: F.pad(y, (0, 0, -1, 0)).zero_()),
+        X,
+    ),
+    case("write to one index flipped", lambda x: _then(x * 1, lambda y: y[..., :1].flip(2).zero_()), X),
     # --- random numbers ---
     case("normal_ ends gradients", lambda x: _grad((x * 2).normal_().sum(), x) + x, X),
     case("bernoulli_ by a tensor", lambda x, p: (x * 1).bernoulli_((p > 0).double()), X, X[1:]),
