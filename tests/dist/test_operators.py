@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 CASES = [*VALUES, *PLACES, *PRODUCTS, *LAYERS]
 IN_ORDER = ("put with a step",)
 """Cases that are refused where a rank owns several ranges."""
-FEW = {2: 1, 3: 5, 4: 5}
+FEW = {2: 1, 3: 3, 4: 3}
 """By number of ranks: of how many cases one is run."""
 
 

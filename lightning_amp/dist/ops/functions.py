@@ -57,16 +57,8 @@ def _of_part(method: Any) -> Any:
     return call
 
 
-for _name in (
-    "requires_grad_",
-    "retain_grad",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "new_tensor",
-    "new",
-):
+NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new")
+for _name in ("requires_grad_", "retain_grad", *NEW):
     FUNCTIONS[getattr(Tensor, _name)] = _of_part(getattr(Tensor, _name))
 
 

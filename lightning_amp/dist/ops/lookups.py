@@ -71,6 +71,15 @@ class _Indexing:
             if self.splits.at(split.dim) is None:
                 self.splits = self.splits.replaced(axis, split)
 
+    def own(self, splits: Splits, along: Sequence[Split]) -> tuple[list[Tensor], Tensor | None]:
+        """Positions in this rank's part, and which are its own; None where no dim that is looked up along is split."""
+        own, inside = [part_in(index, splits) for index in self.indices], None
+        for split in along:
+            i = self.used.index(split.dim)
+            own[i], mine = own_positions(own[i], split)
+            inside = mine if inside is None else inside & mine
+        return own, inside
+
     def of_result(self, d: int) -> int | None:
         """The dim of the result that follows a dim of the tensor."""
         if d in self.used:
@@ -94,13 +103,8 @@ def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
                 x = redistribute(x, splits_of(x).replaced(axis, None))
             else:
                 how.splits = how.splits.replaced(axis, None)
-    own = [part_in(index, how.splits) for index in how.indices]
-    inside: Tensor | None = None
     along = [s for s in splits_of(x) if s.dim in how.used]
-    for split in along:
-        i = how.used.index(split.dim)
-        own[i], mine = own_positions(own[i], split)
-        inside = mine if inside is None else inside & mine
+    own, inside = how.own(how.splits, along)
     found = local_of(x)[tuple(_places(x, how.used, own, slice(None)))]
     if inside is not None:
         inside = inside.view([*inside.shape, *[1] * (found.dim() - how.at - how.rank)])
@@ -137,21 +141,15 @@ def _index_put(
         return _added(x, wrap(added, splits_of(zeros)), [s.axis for s in how.splits])
     how.splits = WHOLE
     rest = splits_of(x).without(*how.used)
-    own, local = [part_in(index, WHOLE) for index in how.indices], local_of(x)
+    own, inside = how.own(WHOLE, [s for s in splits_of(x) if s.dim in how.used])
     part = part_in(values, how.of_values(rest))
-    inside: Tensor | None = None
-    for split in splits_of(x):
-        if split.dim in how.used:
-            i = how.used.index(split.dim)
-            own[i], mine = own_positions(own[i], split)
-            inside = mine if inside is None else inside & mine
     if inside is not None:
         # only what this rank owns
         own = [index[inside] for index in own]
         part = part.movedim(tuple(range(how.at, how.at + how.rank)), tuple(range(how.rank)))[inside]
         part = part if how.at == 0 else part.movedim(0, how.at)
     places = _places(x, how.used, own, None)
-    return wrap(aten.index_put.default(local, places, part, accumulate), splits_of(x))
+    return wrap(aten.index_put.default(local_of(x), places, part, accumulate), splits_of(x))
 
 
 def _added(x: Tensor, added: Tensor, axes: Sequence[MeshAxis]) -> Tensor:
