@@ -644,8 +644,8 @@ CHUNKS = [
         "chunk rows",
         "rows: pools that overlap",
         "lightning_amp/graph/flow_rules.py",
-        "    return [[(0, d)] for d in range(len(call.result))] if whole and len(call.result) == 4 else found",
-        "    return [[(0, d)] for d in range(len(call.result))]",
+        "    return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found",
+        "    return [[(0, d)] for d in range(rank)]",
         ROWS,
     ),
     Mutant(

@@ -262,7 +262,7 @@ GRAPHS = [
         "flow",
         "wrong dim: channels of a grouped convolution",
         "lightning_amp/graph/flow_rules.py",
-        '    if call.arguments.get("groups", 1) == 1 and not call.arguments.get("transposed", False):',
+        '    if call.arguments.get("groups", 1) == 1:',
         "    if True:",
         FLOW,
     ),
