@@ -50,7 +50,6 @@ IMAGE, WINDOWS, MATRICES = x_of(4, 6, 8, 8), x_of(6, 4, 2, 2), x_of(4, 6, 3, 3)
         (lambda x: torch.cross(x[:, :3], x.cos()[:, :3], 1), (X,), {0, 2}),
         (lambda x: torch.cdist(x, x.cos(), 1), (X,), {0, 1, 2}),
         (lambda x: F.prelu(x, x[0, :, 0]), (X,), {0, 1, 2}),
-        (lambda x: torch.bucketize(x, x[0, 0].sort().values), (X,), {0, 1, 2}),
         (lambda x: x.diagonal(1, 1, 2), (X,), {0}),
         (lambda x: torch.diag_embed(x), (X,), {0, 1}),
         (lambda x: torch.linalg.solve_triangular(x, x.cos(), upper=True), (MATRICES,), {0, 1}),
