@@ -8,9 +8,10 @@ DOCS := $(VENV)-docs
 WHEEL := $(VENV)-wheel
 # two at a time, each with one thread; a file's tests stay together, for they share what is made once
 PYTEST := -n 2 --dist loadfile
-EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
+EXTRA := import sys, tomllib; found = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	print(*(line for name in sys.argv[1:] for line in found[name]), sep='\n')
 
-.PHONY: demo check fast test full release lint docs real scglue any-module wheel clean
+.PHONY: demo check fast test lowest full release mutants lint docs real extras wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -25,13 +26,28 @@ fast: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or full or exhaustive or slow)" tests
 
-full: test
-	$(BIN)/python -m pytest $(PYTEST) -m "(full or exhaustive) and not (alone or slow or release)" tests
+# those of `make test` too: in one run, for files with tests of both kinds share what is made once
+full: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or slow or release)" tests
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
+
+# the lowest versions that pyproject.toml allows, torch's CUDA build among them, in an environment apart; old packages
+# warn of each other, so that here a warning is no error
+lowest:
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(PYTHON) .ci/lowest.py > $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --editable '.[test]' --constraint $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pytest $(PYTEST) -o filterwarnings=default --disable-warnings \
+		-m "not (ranks or long or alone or full or exhaustive or slow)" tests
+	$(VENV)-lowest/bin/lightning-amp demo --out $(VENV)-lowest/demo
 
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
+
+# edits of the files that matter, which their tests have to notice; before a release
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -45,7 +61,7 @@ docs: $(DOCS)/.installed
 	@echo "wrote site/index.html"
 
 real: $(STAMP)
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -m "slow and not release" tests
 
 # what a user installs: the wheel in an environment that has nothing else, run outside of the sources
 wheel:
@@ -57,15 +73,13 @@ wheel:
 	cd $(WHEEL) && bin/lightning-amp demo --out demo
 	test -s $(WHEEL)/demo/predictions/embedding.png
 
-# the package scglue, whose imports warn of much, joins the environment for its own tests only
-scglue: $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[test,scglue]' --constraint constraints.txt
-	$(BIN)/python -m pytest tests/models/test_scglue.py
-
-# likewise transformers, for the three of the examples that are HuggingFace's, whose tests are skipped elsewhere
-any-module: $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[test,any-module]' --constraint constraints.txt
-	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive" -k "geneformer or gpt2 or vit" tests/footprint tests/graph
+# what joins the environment for its own tests only: the package scglue, whose imports warn of much, and transformers,
+# for the three of the examples that are HuggingFace's
+extras: $(STAMP)
+	$(BIN)/python -c "$(EXTRA)" scglue any-module > $(VENV)/extras.txt
+	$(BIN)/python -m pip install --quiet --requirement $(VENV)/extras.txt --constraint constraints.txt
+	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive" -k "scglue or geneformer or gpt2 or vit" \
+		tests/models tests/footprint tests/graph
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -80,4 +94,4 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $(DOCS)/.installed
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(WHEEL) demo dist site build *.egg-info
+	rm -rf $(VENV) $(VENV)-lowest $(DOCS) $(WHEEL) demo dist site build *.egg-info

@@ -1,6 +1,6 @@
 """The network of the package scglue, untouched, in a LightningModule: the two steps of its trainer under Lightning.
 
-    pip install 'lightning-amp[scglue]'
+    pip install '.[scglue]'   # in a clone of lightning_amp
     python examples/scglue_lightning.py [--out runs/scglue] [--devices 2] [--epochs 20]
 
 Cells of synthetic Hi-C and RNA are embedded together, and the embeddings are written as h5ad. Before training and

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
     from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
-    from lightning_amp.footprint.profile_any import profile as profile
     from lightning_amp.graph.build_table import register_flow as register_flow
     from lightning_amp.lightning.callbacks.collect_predictions import (
         collect_predictions as collect_predictions,
@@ -38,8 +37,9 @@ if TYPE_CHECKING:
     from lightning_amp.planning.pipeline.cut import cut_pipeline as cut_pipeline
     from lightning_amp.planning.plan.plan import Plan as Plan
     from lightning_amp.planning.plan.register_technique import register_technique as register_technique
-    from lightning_amp.planning.policies.make_plan import plan as plan
     from lightning_amp.profiling.profile import Profile as Profile
+    from lightning_amp.public import plan as plan
+    from lightning_amp.public import profile as profile
     from lightning_amp.verification.verify import verify as verify
 
 _HOME = {
@@ -57,13 +57,14 @@ _HOME = {
     "ModuleChunks": "parallel.chunk.module_chunks",
     "PipelineCut": "planning.pipeline.cut",
     "cut_pipeline": "planning.pipeline.cut",
-    "Plan": "planning.plan.plan",
-    "plan": "planning.policies.make_plan",
+    # with the report that it prints as, as the profiles below
+    "Plan": "planning.reports.plan_report",
+    "plan": "public",
     "register_flow": "graph.build_table",
     "register_technique": "planning.plan.register_technique",
-    "Profile": "profiling.profile",
-    "ModuleProfile": "footprint.module_profile",
-    "profile": "footprint.profile_any",
+    "Profile": "planning.reports.plan_report",
+    "ModuleProfile": "planning.reports.module_report",
+    "profile": "public",
     "verify": "verification.verify",
 }
 

@@ -1,7 +1,7 @@
 """Every name of torch outside its public interface that this package uses, with the reason."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -37,6 +37,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 # computes shapes of operators on them, and moves no values
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+# while it is on, operators see fake tensors as tensors of the device "meta"
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as as_meta
+
 # the number that autograd gives to the next node of the graph
 from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[attr-defined]
 
@@ -49,6 +52,9 @@ from torch.distributed._composable_state import _module_state_mapping as composa
 
 # the store of the default process group, which all ranks can reach without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# what a module of `fully_shard` is at
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributions import Distribution
 
 # writes down the operators of a call above autograd; what torch.export and AOTAutograd begin with
@@ -93,6 +99,7 @@ __all__ = [
     "PythonNode",
     "TorchDispatchMode",
     "add_each",
+    "as_meta",
     "attend_on_cpu",
     "attend_on_cpu_back",
     "attend_on_cuda",
@@ -107,10 +114,12 @@ __all__ = [
     "end_gathered",
     "failures_unlogged",
     "flatten_each",
+    "forget_step",
     "functional_collectives",
     "gelu_backward",
     "has_kernel",
     "has_no_values",
+    "in_transform",
     "is_compiled",
     "is_watched",
     "make_fx",
@@ -184,6 +193,11 @@ def failures_unlogged() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def in_transform() -> bool:
+    """Whether a function runs that torch.func has transformed, by vmap, grad, jvp or another."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def autograd_node() -> Any:
     """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
     return torch._C._current_autograd_node()
@@ -234,12 +248,10 @@ def values_are_checked() -> bool:
 
 def multiplies_in_tf32() -> bool:
     """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was asked for."""
-    # from torch 2.9 on the older question is an error where the newer setting was used
-    asked = [getattr(place, "fp32_precision", None) for place in (torch.backends.cuda.matmul, torch.backends)]
-    if asked[0] is None:
-        return torch.get_float32_matmul_precision() != "highest"
+    asked = torch.backends.cuda.matmul.fp32_precision
     # "none" leaves it to the setting of all backends
-    return bool(asked[asked[0] == "none"] == "tf32")
+    of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return bool((of_all if asked == "none" else asked) == "tf32")
 
 
 def make_root(root: Any) -> None:
@@ -282,6 +294,45 @@ def own_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)], (STATE_KEY, REGISTRY_KEY)
 
 
+def forget_step(root: Any) -> None:
+    """Put `fully_shard` back to before a step that has failed or ended early: parameters sharded, nothing under way."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    # torch 2.11 and 2.12 have no such method: the same by hand
+    _drop_received(root)
+    state = root._get_fsdp_state()
+    stream, comm = state._device_handle.current_stream(), state._comm_ctx
+    # one in torch 2.11, a list in 2.12
+    sent = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", ())]
+    events = [one.event for one in sent if one is not None]
+    for one in state._state_ctx.all_states:
+        one._modules_to_run_forward.clear()
+        one._training_state = TrainingState.IDLE
+        for group in _param_groups(one):
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()
+            events += [group._post_reduce_event, getattr(group._all_reduce_state, "event", None)]
+            group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+            group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group.reshard()
+    for event in filter(None, events):
+        stream.wait_event(event)
+    comm.reduce_scatter_state, comm.reduce_scatter_states = None, []
+    comm.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _param_groups(state: Any) -> Sequence[Any]:
+    """A module's groups of parameters that are gathered together."""
+    # one in torch 2.11
+    found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
 def undo_fully_shard(root: nn.Module) -> None:
     """Take off a module all that `fully_shard` has put there, but for its parameters; torch has no way back."""
     for module in root.modules():
@@ -292,7 +343,7 @@ def undo_fully_shard(root: nn.Module) -> None:
             continue
         held: Any = state
         handles = [held._pre_forward_hook_handle, held._post_forward_hook_handle]
-        for group in held._fsdp_param_groups:
+        for group in _param_groups(held):
             handles += group._module_to_pre_save_state_dict_hook_handle.values()
             handles += group._module_to_pre_load_state_dict_hook_handle.values()
             handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]

@@ -22,7 +22,7 @@ class Meter(pl.Callback):
     """
 
     def __init__(self, added_up: int = 1) -> None:
-        self.live, self.at = LiveBytes(), 2 * added_up - 1
+        self.live, self.at, self.counts = LiveBytes(), 2 * added_up - 1, False
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at:
@@ -32,9 +32,15 @@ class Meter(pl.Callback):
                 held += [value for state in optimizer.state.values() for value in state.values()]
             self.live.watch(held)
             self.live.__enter__()
+            self.counts = True
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at:
+            self.live.__exit__(None, None, None)
+            self.counts = False
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if self.counts:
             self.live.__exit__(None, None, None)
 
 

@@ -81,7 +81,7 @@ def run(wanted: Wanted, folder: Path) -> Found:
     # read by that process, which the first run starts
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        found = run_ranks(fit, wanted.ranks, own, wanted, own, timeout=LONGEST)
+        found = run_ranks(fit, wanted.ranks, own, wanted, own, timeout=LONGEST, fresh=True)
     except pytest.fail.Exception as error:
         # a row that failed is in the table, and the others are measured
         printed = "".join(file.read_text()[-3000:] for file in sorted(own.glob("printed*")))

@@ -42,8 +42,9 @@ TEXTS = {
         operator.""",
     "caps": """## Fixed caps
 
-        Models of the kinds and sizes that AutoChunk's own tests run, under the caps of those tests and below them;
-        results compared at 1e-4.""",
+        Models of the kinds that AutoChunk's own tests run, smaller than theirs: caps of those tests that are below
+        eager's bytes here, and lower ones; results compared at 1e-4. Caps above eager's bytes hold by themselves and
+        are left out.""",
     "training": """## Training
 
         Forward and backward pass of a whole module, gradients included. Bytes are those that torch's allocator has

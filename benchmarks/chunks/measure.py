@@ -22,9 +22,9 @@ class Counter(LiveBytes):
 
     n_operators = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self.n_operators += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().dispatched(func, types, args, kwargs)
 
 
 def forward(module: nn.Module, args: tuple[Any, ...]) -> Pass:

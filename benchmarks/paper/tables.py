@@ -45,8 +45,10 @@ def introduction() -> Iterator[str]:
     yield ""
     yield from paragraph(
         """Written by `python -m benchmarks.paper.tables`. The paper is Zhang et al. 2026, AMP, Electronics 15,
-        2769; its figures are beside ours. Ours are one training step of the decoder, batch 1, counted by
-        `lightning-amp simulate` (every byte of tensors; no allocator, no CUDA context), with 24 GiB per device."""
+        2769; its figures are beside ours. Ours are one training step of the decoder alone, batch 1, counted by
+        `lightning-amp simulate` (every byte of tensors; no allocator, no CUDA context), with 24 GiB per device. The
+        paper's are of whole processes on GPUs, Table 7 with batch 1, its other runs with batch 256 at 500 kb and 128 at
+        100 kb: bytes of these are not comparable with ours, only what fits and in which order things fail."""
     )
     yield from paragraph(
         """*The paper's form* keeps the probabilities of every chunk of attention for the backward pass. *Ours*

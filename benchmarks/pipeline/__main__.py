@@ -217,7 +217,7 @@ def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
     """Data parallel, sharded, and pipelines."""
     import torch
 
-    from lightning_amp.footprint.profile_module import Around
+    from lightning_amp.footprint.inner_run import Around
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.planning.modules.candidates import draft
     from lightning_amp.planning.modules.seen import Asked

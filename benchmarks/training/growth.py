@@ -38,7 +38,7 @@ GENES = 300
 METHODS: dict[str, dict[str, Any] | str] = {
     "plain": "auto",
     "ddp": "ddp_find_unused_parameters_true",
-    "paper": {"policy": "paper", "race": False},
+    "paper": {"policy": "paper"},
     "auto": {},
 }
 WORDS = {
@@ -250,7 +250,7 @@ def page(results: Results) -> Iterator[str]:
     head = results.head
     yield from paragraph(
         f"""{head["origin"]} {head["rounds"]} round{"s" * (head["rounds"] > 1)}, every run a new process; the step is
-        the median of {STEPS} steps of each round after all warming up and racing, loading included. Synthetic cells,
+        the median of {STEPS} steps of each round after warming up, loading included. Synthetic cells,
         {EPOCH_CELLS} an epoch, with {GENES} genes. {"**The small sizes of --quick.**" if head["quick"] else ""}"""
     )
     yield f"![Time of a step against cells, bins, strata and ranks.]({PICTURE})"

@@ -1,6 +1,6 @@
 """Cells of Hi-C and of RNA embedded together: the reference model beside the package scglue's, on the same data.
 
-    pip install 'lightning-amp[scglue]'
+    pip install '.[scglue]'
     python -m benchmarks.training.integration [--out docs/integration.md] [--cortex FOLDER] [--seeds 0 1 2]
 
 Writes docs/integration.md. The package's network is trained as in examples/scglue_lightning.py.

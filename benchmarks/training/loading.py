@@ -5,7 +5,7 @@
 Writes a data directory to a temporary folder, whose h5ad of Hi-C is as large as asked and not compressed: contacts of
 a few synthetic cells, drawn again and again. Then trains the reference model under `strategy="amp"`. A step waits from
 its predecessor's end to its own beginning, as a callback sees them: reading, making tensors, moving them, and what
-Lightning does in between. Printed is the share of the time of `STEPS` steps, after the race has ended: for one
+Lightning does in between. Printed is the share of the time of `STEPS` steps after warming up: for one
 chromosome at 1 Mb, whose batches are dense, and for a genome at 1 Mb, whose batches are entries (`SparseCounts`).
 `--write` puts what was found into docs/growth.md. Three minutes on a quiet core and 4 GB of memory for 1 GB.
 """
@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.gpu.device import wait
 from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
-from benchmarks.training.whole_step import RACE_STEPS, WARM_UP, prepared
+from benchmarks.training.whole_step import WARM_UP, prepared
 from lightning_amp.quantities import format_bytes, format_seconds
 
 PAGE = ROOT / "docs" / "growth.md"
@@ -84,7 +84,7 @@ def write_data(folder: Path, *, gigabytes: float, bins: int, strata: int) -> Pat
 
 def train(folder: Path, *, cells: int, threads: int) -> Waiting:
     """Train on one device of the CPU, and return what was noted."""
-    waiting = Waiting(1 + WARM_UP + RACE_STEPS + STEPS)
+    waiting = Waiting(1 + WARM_UP + STEPS)
     prepared(folder, cells=cells, threads=threads, strategy="amp", callback=waiting)()
     return waiting
 

@@ -49,10 +49,10 @@ class Adapted:
 
     def add(self, fqn: str, module: nn.Module) -> None:
         """Let ours stand in for a decoder, or raise NotRecognised."""
-        decoder = adapted(module)
+        decoder, compared = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
-        self._forwards[fqn] = module, _Forward(decoder, module)
+        self._forwards[fqn] = module, _Forward(decoder, module, compared=compared)
         self.stand_in()
 
     def stand_in(self) -> None:
@@ -105,10 +105,16 @@ class Adapted:
             _restore(self.decoders.popitem()[1])
 
 
-def adapt(module: nn.Module) -> Adapted:
+def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     """Let our decoders stand in for all that are recognised in a LightningModule.
 
     Known limit: one that is such a decoder itself is not taken for one; a note says so.
+
+    Args:
+        needed: Whether a technique may change a decoder; else one that cannot be compared with ours is only noted.
+
+    Raises:
+        ModelError: A decoder with the parts of ours cannot be compared with it.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
@@ -126,6 +132,10 @@ def adapt(module: nn.Module) -> Adapted:
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
                 f" module (S1), because it {reason}"
             )
+        except ModelError as error:
+            if needed:
+                raise
+            found.notes.append(str(error))
     return found
 
 
@@ -141,6 +151,7 @@ def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) 
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
+            forward.first_batch.derivatives = True
             tell(
                 f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors"
             )
@@ -158,11 +169,11 @@ class _Forward(StandIn):
 
     decoder: AdaptedDecoder
 
-    def __init__(self, decoder: AdaptedDecoder, module: nn.Module) -> None:
+    def __init__(self, decoder: AdaptedDecoder, module: nn.Module, *, compared: bool) -> None:
         super().__init__(decoder)
         self.module = module
         self.snapshot = Snapshot(module)
-        self.first_batch = FirstBatch(module, decoder)
+        self.first_batch = FirstBatch(module, decoder, derivatives=not compared)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
         """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
@@ -35,13 +36,11 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.parallel.contract.protocol import find_decoders
     from lightning_amp.parallel.describe_module import describe
-    from lightning_amp.planning.modules.plan_module import plan_module, told_apart, told_model_ranks
+    from lightning_amp.planning.modules.plan_module import told_apart
+    from lightning_amp.planning.modules.plan_step import Counted, plan_step
     from lightning_amp.planning.modules.questions import answers
-    from lightning_amp.planning.plan.decoder_only import profile_of_module
-    from lightning_amp.planning.plan.sharding import with_sharding
     from lightning_amp.planning.plan.specs import FullyShard
-    from lightning_amp.planning.policies.build_rules import with_schedule, without_shared_statistics
-    from lightning_amp.planning.policies.make_plan import plan
+    from lightning_amp.planning.policies.build_rules import without_shared_statistics
     from lightning_amp.verification.read_configuration import read_step
 
     refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
@@ -58,7 +57,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
             f"--config {arguments.config!r} was asked for, whose strategy carries out plan={told.plan!r}: there is"
             " nothing to plan; name --policy or --strategies to plan it otherwise"
         )
-    asked, named = told_apart(request["strategies"], policy=request["policy"])
+    _, named = told_apart(request["strategies"], policy=request["policy"])
     rates, memory = rates_asked(told), request["device_memory"]
 
     def step_at(batch_size: int | None) -> StepOfModule:
@@ -69,33 +68,26 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     if "fsdp" in (named or ()):
         # the configuration's may be of other strategies
         fsdp = FullyShard(shard_ranks=options.get("fsdp_ranks"), offload=bool(options.get("fsdp_offload")))
-    seen = step.seen(rates, fsdp=fsdp)
-    size = seen.profile.batch_size or 1
-    shape = replace(describe(module, batch_size=size), profiled=True)
-    request |= {"batch_size": size, "strategies": asked}
-    request["model_parallel_size"], stages = told_model_ranks(
-        request["model_parallel_size"], asked, shape, seen
-    )
-    schedule = {name: options.get(name) for name in ("micro_batches", "schedule")}
-    base = with_schedule(
-        plan(profile_of_module(shape), **request, shape=shape, rates=rates), shape, **schedule
-    )
-    base = with_sharding(base, fsdp, launches=rates.launches)
-    made = plan_module(
-        base,
-        seen,
-        named=named,
-        budget_named=memory is not None,
+    share = options.get("share_batch_statistics") is not False
+    shared = share and request["devices"] > 1
+    look = partial(StepOfModule.seen, rates=rates, fsdp=fsdp, shared_statistics=shared)
+    seen = look(step)
+    shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
+    del request["batch_size"]
+    made = plan_step(
+        Counted(seen=seen, shape=shape),
+        **request,
+        micro_batches=options.get("micro_batches"),
+        schedule=options.get("schedule"),
         count=step.count,
-        asked=replace(stages, micro_batches=schedule["micro_batches"]),
     )
-    if options.get("share_batch_statistics") is False:
+    if not share:
         made = without_shared_statistics(made)
     code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""
     if memory is None:
         return made, code
     found = answers(
-        lambda n: step_at(n).seen(rates, fsdp=fsdp),
+        lambda n: look(step_at(n)),
         seen,
         ranks=made.mesh.data * made.mesh.model,
         budget=parse_bytes(memory),

@@ -16,7 +16,7 @@ from lightning_amp.errors import PlanError
 
 OUTLOOKS = {"--what-if": "what_if", "--recommend-devices": "recommend_devices"}
 NOTHING_FITS = 3
-"""Exit status where nothing fits the memory that was named."""
+"""Exit status where nothing fits the memory that was named, or where that is not known."""
 NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
 
 
@@ -62,7 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         if arguments.show_code:
             print(f"\n{code or NO_CODE}")
-        return NOTHING_FITS if made.fits is False else 0
+        unknown = made.fits is None and made.uncounted and made.budget_bytes is not None
+        return NOTHING_FITS if made.fits is False or unknown else 0
     if arguments.show_code:
         raise PlanError(
             "--show-code was asked for without --config FILE.yaml, whose blocks it would show; name it"

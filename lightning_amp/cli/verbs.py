@@ -63,18 +63,18 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "validate": (
         "Lightning's validate, with strategy amp",
         "Run the validation loop of a model once, by its weights in a checkpoint. All flags are Lightning's.",
-        "--config config.yaml --ckpt_path last.ckpt",
+        "--config config.yaml --ckpt_path last",
     ),
     "test": (
         "Lightning's test, with strategy amp",
         "Run the test loop of a model once, by its weights in a checkpoint. All flags are Lightning's.",
-        "--config config.yaml --ckpt_path last.ckpt",
+        "--config config.yaml --ckpt_path last",
     ),
     "predict": (
         "Lightning's predict, with strategy amp",
         "Predict with the weights of a checkpoint; the callback PredictionWriter writes embeddings, contact maps and"
         " pictures. All flags are Lightning's.",
-        "--config config.yaml --ckpt_path last.ckpt",
+        "--config config.yaml --ckpt_path last",
     ),
 }
 

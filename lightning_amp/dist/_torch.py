@@ -18,9 +18,6 @@ from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 # a function of torch that is written in Python is run, and what it calls is looked up
 from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
 
-# the innermost transform of torch.func that is on
-from torch._C._functorch import maybe_current_level
-
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
@@ -35,7 +32,6 @@ __all__ = [
     "excluded_keys",
     "force_dispatch_keys",
     "in_backward",
-    "in_transform",
     "included_keys",
     "is_composite",
     "n_dispatch_modes",
@@ -64,11 +60,6 @@ for _name in _KEYS:
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator consists of others, of which autograd sees each."""
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func, such as vmap, is on."""
-    return maybe_current_level() is not None
 
 
 def in_backward() -> bool:

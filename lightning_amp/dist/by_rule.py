@@ -18,7 +18,7 @@ import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import MAY_COPY, PLANS, Plan, keep, key_of, run
 from lightning_amp.dist.registry import mapped, name_of, shard_error
-from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, redistribute, shape_of, splits_of
+from lightning_amp.dist.sharded_tensor import ShardedTensor, held_by, redistribute, shape_of, splits_of
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.graph.flow import RULES, Call, Ref, dims_of, sums_of
 
@@ -48,20 +48,9 @@ def rule_plan(
         func, args, kwargs, tensors: The operator, and the tensors among its arguments.
         but: Dims of the first tensor that the caller splits, and the plan does not.
     """
-    name, mutable = name_of(func), func._schema.is_mutable
-    op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
-    if op not in RULES:
-        if torch.Tag.pointwise not in func.tags and name not in IN_PLACE:
-            return None
-        # a result that is computed value by value needs no rule of its own
-        op = "add"
-    shapes = tuple(tuple(shape_of(t)) for t in tensors)
-    results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
-    schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
-    arguments = {a.name: a.default_value for a in schema}
-    arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
-    arguments |= mapped(kwargs, lambda _: next(numbers))
-    call = Call(op=op, shapes=shapes, result=results[0], arguments=arguments)
+    call, results = call_of(func, args, kwargs, tensors)
+    if call is None:
+        return None
     labels: dict[Place, int] = {}
     for j, places in [
         *enumerate(dims_of(call) or ()),
@@ -71,6 +60,30 @@ def rule_plan(
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
     return plan_of(func, tensors, labels, results)
+
+
+def call_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+) -> tuple[Call | None, list[tuple[int, ...]]]:
+    """An operator's call as rules see it, and the shapes of its results; None where no rule says what it does.
+
+    Args:
+        func, args, kwargs, tensors: The operator, and the tensors among its arguments.
+    """
+    name, mutable = name_of(func), func._schema.is_mutable
+    op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
+    if op not in RULES:
+        if torch.Tag.pointwise not in func.tags and name not in IN_PLACE:
+            return None, []
+        # a result that is computed value by value needs no rule of its own
+        op = "add"
+    shapes = tuple(tuple(shape_of(t)) for t in tensors)
+    results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
+    schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
+    arguments = {a.name: a.default_value for a in schema}
+    arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
+    arguments |= mapped(kwargs, lambda _: next(numbers))
+    return Call(op=op, shapes=shapes, result=results[0], arguments=arguments), results
 
 
 def view_of(func: Any) -> str:
@@ -230,7 +243,7 @@ def splits_with_whole(
 def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> Plan:
     """The plan of an operator on a tensor with some dims, which are split by other means, as if they were whole."""
     rest = splits_of(x).without(*dims)
-    part = torch.empty(rest.local_shape(shape_of(x)), dtype=local_of(x).dtype, device="meta")
+    part = torch.empty(rest.local_shape(shape_of(x)), dtype=held_by(x).dtype, device="meta")
     given = (ShardedTensor(part, rest), *args)
     plan = rule_plan(func, given, {}, [t for t in given if isinstance(t, Tensor)], dims)
     assert plan is not None, f"{func} has a rule"

@@ -123,6 +123,28 @@ def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
     return found
 
 
+@torch.no_grad()
+def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
+    """Begin to add up rows, of which rank r gets the sum of the r-th; the returned function waits for it.
+
+    Args:
+        rows: One row for each rank.
+    """
+    record(axis, "reduce_scatter", rows.nbytes)
+    if axis.group is None:
+        return lambda: torch.empty_like(rows[0])
+    found = torch.empty_like(rows)
+    # gloo has no reduce-scatter that sends less than an all-reduce
+    work = dist.all_to_all_single(found, rows.contiguous(), group=axis.group, async_op=True)
+
+    def arrive() -> Tensor:
+        assert work is not None, "this rank is one of the group"
+        work.wait()
+        return found.sum(0)
+
+    return arrive
+
+
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
     most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
     if rows.shape[0] < most:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.dist._torch import in_transform, is_composite
+from lightning_amp._torch import in_transform
+from lightning_amp.dist._torch import is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
 from lightning_amp.dist.by_rule import IN_PLACE, rule_plan, view_of
 from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, run, run_on
@@ -20,7 +21,16 @@ from lightning_amp.dist.registry import (
     shard_error,
     tensors_in,
 )
-from lightning_amp.dist.sharded_tensor import COMPUTE, ShardedTensor, is_view, local_of, redistribute, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    COMPUTE,
+    ShardedTensor,
+    held_by,
+    is_view,
+    local_of,
+    redistribute,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import WHOLE, because
 from lightning_amp.errors import ShardError
 
@@ -92,7 +102,7 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
 
 def _unshared(x: Tensor, tensors: list[Tensor]) -> Tensor:
     """A result that shares no memory with an argument, unless it is that argument, as dropout's in evaluation."""
-    if any(t is x for t in tensors) or not any(is_view(local_of(x), local_of(t)) for t in tensors):
+    if any(t is x for t in tensors) or not any(is_view(local_of(x), held_by(t)) for t in tensors):
         return x
     return wrap(local_of(x).clone(), splits_of(x))
 

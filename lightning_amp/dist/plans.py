@@ -10,7 +10,7 @@ from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
 from lightning_amp.dist.registry import name_of
-from lightning_amp.dist.sharded_tensor import ShardedTensor, is_view, local_of, part_in, splits_of
+from lightning_amp.dist.sharded_tensor import ShardedTensor, is_view, part_in, splits_of
 from lightning_amp.dist.splits import MeshAxis, Splits, because
 
 TENSOR = object()
@@ -89,7 +89,7 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is ShardedTensor:
         tensors.append(value)
-        return value.whole_shape, value.splits, value.copied, value.local.dtype
+        return value.whole_shape, value.splits, value.copied, value.held.dtype
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.dtype
@@ -174,7 +174,7 @@ def _finished(
         part, splits = resplit(part, splits, plan.settled), plan.settled
     copied = False
     if plan.view:
-        moved = plan.settled is not None or parts[0] is not local_of(tensors[0])
+        moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
         shares = is_view(part, parts[0])
         copied = moved or (getattr(tensors[0], "copied", False) if shares else plan.view == "always")
     return ShardedTensor(part, splits, copied) if splits or copied else part

@@ -33,24 +33,47 @@ class ShardedTensor(Tensor):
     """A tensor of which this rank holds a part.
 
     Attributes:
-        local: This rank's part, with its gradient graph.
+        held: This rank's part, or the tensor from which it is made when it is read.
         splits: How the tensor is split.
         whole_shape: Its global shape.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
     """
 
-    local: Tensor
+    held: Tensor
     splits: Splits
     whole_shape: torch.Size
     copied: bool
+    _make: Callable[[], Tensor] | None
 
     @staticmethod
     def __new__(cls, local: Tensor, splits: Splits, copied: bool = False) -> "ShardedTensor":
         """Wrap a part; nothing is sent, and its shape is not compared with other ranks'."""
         shape = torch.Size(splits.global_shape(local.shape))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.splits, made.whole_shape, made.copied = local, splits, shape, copied
+        made.held, made.splits, made.whole_shape, made.copied = local, splits, shape, copied
+        made._make = None
         return made
+
+    @staticmethod
+    def made_when_read(
+        make: Callable[[], Tensor], held: Tensor, shape: Sequence[int], splits: Splits
+    ) -> "ShardedTensor":
+        """A tensor whose part is made anew each time it is read, such as a parameter that is gathered for its layer.
+
+        Args:
+            make: Returns the part, of the type and on the device of `held`, with a gradient if `held` has one.
+            held: What it is made from.
+            shape, splits: The global shape, and how it is split.
+        """
+        made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=held.dtype, device=held.device)
+        made.held, made.splits, made.whole_shape, made.copied = held, splits, torch.Size(shape), True
+        made._make = make
+        return made
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, with its gradient graph."""
+        return self.held if self._make is None else self._make()
 
     @staticmethod
     def from_local(
@@ -109,21 +132,21 @@ class ShardedTensor(Tensor):
     @property
     def requires_grad(self) -> bool:
         """Of the part."""
-        return self.local.requires_grad
+        return self.held.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self.local.requires_grad = value
+        self.held.requires_grad = value
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Of the part."""
-        return self.local.grad_fn
+        return self.held.grad_fn
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Of the part."""
-        return self.local.is_leaf
+        return self.held.is_leaf
 
     @property
     def grad(self) -> Tensor | None:
@@ -138,7 +161,7 @@ class ShardedTensor(Tensor):
         return ShardedTensor(copy(self.local), self.splits, self.copied)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.local.dtype})"
+        return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.held.dtype})"
 
     @classmethod
     def __torch_function__(
@@ -174,6 +197,11 @@ def splits_of(x: Any) -> Splits:
 def local_of(x: Any) -> Any:
     """The part of a sharded tensor; anything else is returned as it is."""
     return x.local if type(x) is ShardedTensor else x
+
+
+def held_by(x: Tensor) -> Tensor:
+    """A tensor of the type of a part, and with its memory where it is kept; nothing is gathered for it."""
+    return x.held if type(x) is ShardedTensor else x
 
 
 def shape_of(x: Tensor) -> torch.Size:

@@ -1,7 +1,7 @@
 """A training step that is counted while it runs, and refused where it needs more bytes than it may."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         """Refuse nothing from here on."""
         self._bounded = False
 
-    def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
+    def _count(self, tensors: Iterable[Tensor], given: Collection[int] = ()) -> None:
         # DTensor asks fake ones for the shape of a result when it meets an operator first; of a stage's
         # placeholders there are only shapes too
         super()._count((tensor for tensor in tensors if not has_no_values(tensor)), given)

@@ -8,12 +8,9 @@ itself, and would run on the module that trains: it is copied too, with what it 
 """
 
 import copy
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache, partial
+from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -27,18 +24,14 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.apart import apart
+from lightning_amp.footprint.as_before import is_of_user
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
 """Attributes of a module that a copy of it shares."""
 SHARED = (*DATA, np.ndarray, ModuleType, type)
 """What a copied function shares with the function that it is a copy of."""
-LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
-"""Packages whose functions, classes and files are left as they are."""
-CONTAINERS = (dict, list, set, deque, defaultdict, OrderedDict, Counter)
-CACHED = type(cache(len))
-CHANGED = (*CONTAINERS, bool, int, float, str, tuple, type(None), Tensor)
-"""Kinds of globals and class attributes that a step may change."""
 
 
 def copy_of(module: M, fake: FakeTensorMode | None) -> M:
@@ -63,7 +56,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             for tensor in _own_tensors(child):
                 memo[id(tensor)] = fake_tensor(tensor, fake)
     try:
-        _copy_functions(module, memo)
+        _copy_functions([*module.modules()], memo)
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -80,11 +73,32 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     return twin
 
 
-def _copy_functions(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Put into a memo copies of the functions that a module holds and that hold something themselves."""
+def copy_of_data(
+    data: LightningDataModule | None, module: nn.Module, twin: nn.Module, fake: FakeTensorMode | None
+) -> LightningDataModule | None:
+    """The data module that a copied module finds: a copy in what it remembers, with copies of modules; data are shared.
+
+    Args:
+        data: Of the run.
+        module, twin, fake: As of `copy_of`, and the copy.
+    """
+    if data is None:
+        return None
+    found = copy.copy(data)
+    memo: dict[int, Any] = {id(module): twin, id(data): found}
+    _copy_functions([data], memo)
+    for name, value in vars(data).items():
+        if isinstance(value, nn.Module) and id(value) not in memo:
+            memo[id(value)] = copy_of(value, fake)
+        vars(found)[name] = apart(value, memo)
+    return found
+
+
+def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Put into a memo copies of the functions that some objects hold and that hold something themselves."""
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
-    waiting: list[Any] = [value for child in module.modules() for value in vars(child).values()]
+    waiting: list[Any] = [value for owner in owners for value in vars(owner).values()]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict | list | tuple):
@@ -100,7 +114,7 @@ def _copy_functions(module: nn.Module, memo: dict[int, Any]) -> None:
             copies.append((twin, value))
             waiting += [content for cell in own for content in _content(cell)]
     # only now, for what one has closed over may hold others
-    copied = partial(_copied, memo=memo, own={id(child) for child in module.modules()})
+    copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
         for content in _content(cell):
             new.cell_contents = copied(content)
@@ -114,7 +128,7 @@ def _holds_something(value: Any) -> bool:
     return (
         isinstance(value, FunctionType)
         and bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
-        and (value.__module__ or "").partition(".")[0] not in LIBRARIES
+        and is_of_user(value)
     )
 
 
@@ -136,59 +150,6 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:
         return value
-
-
-@contextmanager
-def files_as_they_were(module: nn.Module) -> Iterator[None]:
-    """Put back what a step of a copy changes beside it: class attributes, and globals of the files of its classes.
-
-    The module that trains would read a counter of all instances, a list of features or a cache, and tensors in these
-    may have no values. Known limit: what other files keep.
-    """
-    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if _is_users(kind)}
-    files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
-    before = [(owner, _state_of(owner)) for owner in (*kinds, *files)]
-    try:
-        yield
-    finally:
-        for owner, state in before:
-            for name in _state_of(owner).keys() - state.keys():
-                delattr(owner, name)
-            for name, (value, held) in state.items():
-                _put_back(owner, name, value, held)
-
-
-def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in LIBRARIES
-
-
-def _state_of(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Names that a step may change, what they are, and what that holds."""
-    return {
-        name: (value, copy.copy(value) if type(value) in CONTAINERS else _size_of_cache(value))
-        for name, value in vars(owner).items()
-        if not name.startswith("__") and (isinstance(value, CHANGED) or _size_of_cache(value) is not None)
-    }
-
-
-def _put_back(owner: Any, name: str, value: Any, held: Any) -> None:
-    if vars(owner).get(name) is not value:
-        setattr(owner, name, value)
-    if type(value) in CONTAINERS and _ids(value) != _ids(held):
-        value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(held)
-    elif type(value) not in CONTAINERS and _size_of_cache(value) != held:
-        value.cache_clear()
-
-
-def _ids(values: Any) -> list[int]:
-    both = [*values, *values.values()] if isinstance(values, dict) else values
-    return [id(value) for value in both]
-
-
-def _size_of_cache(value: Any) -> int | None:
-    """Of a function with `functools.cache`."""
-    return value.cache_info().currsize if isinstance(value, CACHED) else None
 
 
 class _Nothing:
@@ -241,9 +202,9 @@ def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
 
 
 def length_of(batch: Any) -> int | None:
-    """The length of the first dimension that most tensors of a batch have; None where no tensor has a dimension."""
+    """The length of the first dimension that more than half of a batch's tensors have; None where there is none."""
     found = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
-    return max(sorted(set(found)), key=found.count) if found else None
+    return next((length for length in set(found) if 2 * found.count(length) > len(found)), None)
 
 
 def resize(batch: Any, batch_size: int) -> Any:

@@ -34,6 +34,8 @@ from lightning_amp._torch import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+from lightning_amp.footprint.forward_overrides import overrides_of
+from lightning_amp.footprint.hooked import hooked
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -52,17 +54,17 @@ Place = tuple[str, str]
 
 def unrepeatable(block: nn.Module) -> str:
     """Why a block cannot run a second time, as far as that is seen without running it; "" if it can."""
-    if "forward" in vars(block):
-        return f"its `forward` was set by somebody else: {vars(block)['forward']!r}"
+    if overrides_of(block) is None:
+        return f"its `forward` is set on the instance to {vars(block)['forward']!r}"
     for name, child in block.named_modules():
         place = f"its submodule {name!r}" if name else "it"
         if is_compiled(child):
             return f"{place} is compiled, and what a compiled forward keeps is its own choice"
         if isinstance(child, torch.jit.ScriptModule):
             return f"{place} is a script of torch.jit, whose attributes cannot be put back"
-        hooked = [hooks.strip("_") for hooks in HOOKS if getattr(child, hooks)]
-        if name and hooked:
-            return f"{place} has {hooked[0]}, which would run twice; register them on the block itself"
+        hooks = hooked([child], HOOKS)
+        if name and hooks:
+            return f"{place} has {hooks[0]}, which would run twice; those of the block itself run once"
     return ""
 
 
@@ -98,7 +100,7 @@ class FirstPass:
         self._objects = {place: value for place, value in objects.items() if not _is_fixed(value)}
         self._marks, self._loggers = self._marks_now()
         self._arguments, self._versions = _versions(self.arguments), self._versions_now()
-        self._random: Any = _random_state()
+        self._random: Any = random_state()
         self._known = changing.get(self._mode)
         self._before = {
             place: tensor.detach().clone()
@@ -126,7 +128,7 @@ class FirstPass:
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
         self._changing[self._mode] = changed
         self._before = {place: values for place, values in self._before.items() if place in changed}
-        if _same_random(self._random, _random_state()):
+        if same_random(self._random, random_state()):
             # the second pass draws none either
             self._random = None
         return ""
@@ -148,7 +150,7 @@ class FirstPass:
         """Everything as it was before the first pass; afterwards it is as it is now."""
         now = _snapshot(self._modules)
         now += [("", vars(logger), dict(vars(logger))) for logger in self._loggers]
-        random_now = _random_state() if self._random else None
+        random_now = random_state() if self._random else None
         # a buffer in two places stays one
         fresh = {id(self._tensors[place]): values.clone() for place, values in self._before.items()}
         own = {place: fresh[id(self._tensors[place])] for place in self._before}
@@ -282,11 +284,13 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, (*PLAIN, Tensor))
 
 
-def _random_state() -> tuple[Any, Any]:
+def random_state() -> tuple[Any, Any]:
+    """Where the random numbers of Python and NumPy are."""
     return random.getstate(), np.random.get_state()
 
 
-def _same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+def same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether none were drawn between the two."""
     return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
 
 

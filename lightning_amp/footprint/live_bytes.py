@@ -16,11 +16,11 @@ mode is active it tells of every call.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensor, TorchDispatchMode
 from lightning_amp.data.batch_parts import dense_parts, tensors_in
@@ -30,6 +30,10 @@ RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_lo
 _RESIZED = {getattr(torch.ops.aten, name).default for name in RESIZED}
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
+_DEVICE_OF = torch.ops.prim.device.default
+"""`tensor.device` of a fake tensor: a question, and no operator."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,6 +57,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._freed: deque[int] = deque()
         self._current = 0
         self._peak = 0
+        self._finds_shapes = False
 
     @property
     def current(self) -> int:
@@ -89,16 +94,42 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(tensors_in(values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            # autograd asks a fake tensor for its device more often than it computes
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        return self.dispatched(func, types, args, kwargs or {})
+
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and count what it has made."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor owns no storage: let it split up, and see the operators on its parts.
+            parts = (tensor for tensor, _ in storages_of(tensors_of((args, kwargs))))
+            finds_shapes = not any(isinstance(part, FakeTensor) for part in parts)
+            for mode in _ACTIVE:
+                # torch asks the innermost mode alone about a wrapper
+                mode._finds_shapes = finds_shapes
             return NotImplemented
-        outside = func in _MADE_OUTSIDE
-        given = {} if outside else {id(s): s for _, s in storages_of(tensors_of((args, kwargs)))}
-        result = func(*args, **(kwargs or {}))
+        read = list(storages_of(tensors_of((args, kwargs))))
+        self.begins(func, args, read)
+        result = func(*args, **kwargs)
         if func in _RESIZED and isinstance(result, FakeTensor) and result.device.type == "cpu":
             _resize_to_losses(result, tensors_of(args))
-        self._count(tensors_of(result), given)
+        is_fake = any(
+            isinstance(tensor, FakeTensor) for tensor in (*(t for t, _ in read), *tensors_of(result))
+        )
+        self._finds_shapes = self._finds_shapes and is_fake
+        if not self._finds_shapes:
+            # else DTensor runs an operator on fake tensors first, to know the shape of the whole: no memory
+            outside = func in _MADE_OUTSIDE
+            self._count(tensors_of(result), () if outside else {id(storage) for _, storage in read})
+        self.ends(func, args, kwargs, read, result)
         return result
+
+    def begins(self, func: Any, args: Any, read: Read) -> None:
+        """An operator is about to run; `read` are its tensors and their storages."""
+
+    def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
+        """It has run, and its results are counted."""
 
     def resized(self, storage: torch.UntypedStorage, *, was_empty: bool) -> None:
         """A storage has another size now; one that was there before and was empty counts from now on."""
@@ -121,7 +152,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rounded(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._rounding) * self._rounding
 
-    def _count(self, tensors: Iterable[Tensor], given: dict[int, Any] | None = None) -> None:
+    def _count(self, tensors: Iterable[Tensor], given: Collection[int] = ()) -> None:
         for tensor, storage in storages_of(tensors):
             if self._device_type not in (None, tensor.device.type):
                 continue
@@ -130,7 +161,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self._alive:
                 if n_bytes != self._alive[key][1]:
                     self._change(key, n_bytes)
-            elif not given or key not in given:
+            elif key not in given:
                 self._alive[key] = (weakref.ref(storage, self._forget(key)), n_bytes)
                 self._born(key, n_bytes, tensor)
                 self._current += n_bytes
@@ -175,19 +206,27 @@ def _resize_to_losses(result: Tensor, given: Iterable[Tensor]) -> None:
         super(torch.UntypedStorage, storage).resize_(n_bytes)
 
 
-def tensors_of(values: Any) -> Iterator[Tensor]:
+def tensors_of(values: Any) -> list[Tensor]:
     """The tensors among the arguments of an operator: in any nesting of lists, tuples and dicts."""
+    found: list[Tensor] = []
+    _add_tensors(values, found)
+    return found
+
+
+def _add_tensors(values: Any, found: list[Tensor]) -> None:
     if isinstance(values, Tensor):
-        yield values
+        found.append(values)
     elif isinstance(values, list | tuple | dict):
         for value in values.values() if isinstance(values, dict) else values:
-            yield from tensors_of(value)
+            _add_tensors(value, found)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
     """Every storage, with a tensor that lies in it."""
     for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__"):
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            yield tensor, tensor.untyped_storage()
+        elif hasattr(tensor, "__tensor_flatten__"):
             # a wrapper: its storage has a size and no memory; a DTensor lists its mesh among the parts
             parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             yield from storages_of(part for part in parts if isinstance(part, Tensor))

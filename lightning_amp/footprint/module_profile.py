@@ -3,7 +3,7 @@
 Legend: sizes end in `_bytes`; a module is named as `named_modules` names it, the LightningModule itself is "".
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,6 +82,7 @@ class ModuleProfile:
         first_bytes: Most bytes alive at once in the first step.
         left_bytes: Made by that step and kept for others, beside gradients and optimiser state, such as what is logged;
             it is none of the second step's bytes.
+        counted: What `lightning_amp.plan` plans by, None of a profile that it cannot plan by; not stored.
     """
 
     peak_bytes: int
@@ -100,10 +101,13 @@ class ModuleProfile:
     first_bytes: int = 0
     left_bytes: int = 0
     schema: int = SCHEMA
+    counted: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        plain = asdict(replace(self, counted=None))
+        del plain["counted"]
+        return plain
 
     def plot(
         self,

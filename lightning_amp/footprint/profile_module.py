@@ -1,100 +1,36 @@
 """LightningModule + batch -> ModuleProfile: two steps of Lightning's own loop, on a copy without values.
 
 The second step is counted, because the optimiser's state and the last step's gradients exist then; where batches add up
-their gradients, its last batch, which has those of the others beside its own. Lightning's Trainer runs both, so hooks,
-logging, schedulers, automatic and manual optimisation do what they do in training. Where the step needs values, the
-same two steps run with values, on a copy with the module's weights.
+their gradients, its last batch, which has those of the others beside its own (inner_run.py). Where the step needs
+values, the same two steps run with values, on a copy with the module's weights. Both are run as a guest (guest.py): the
+hooks of the module and of the data module are called on copies, and nothing of the user's notices it.
 
-Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; the
-module's hooks are called on the copy; callbacks are not part of the step; loss scaling is left out, and what
-torch.compile has wrapped runs as it was before; kernels on the CPU and on a GPU keep other temporaries.
+Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; callbacks are
+not part of the step; loss scaling is left out, and what torch.compile has wrapped runs as it was before; kernels on the
+CPU and on a GPU keep other temporaries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
-from types import MethodType
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import LightningModule
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, failures_unlogged, is_compiled
-from lightning_amp.errors import ModelError
-from lightning_amp.footprint.fake_copy import (
-    CopyFakes,
-    copy_of,
-    fake_batch,
-    files_as_they_were,
-    length_of,
-    make_fake,
-    resize,
-)
-from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp._torch import FakeTensorMode
+from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.footprint.failed_step import of_transform, why_values
+from lightning_amp.footprint.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resize
+from lightning_amp.footprint.guest import as_guest
+from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.quiet import quiet
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import Life, summarize
-from lightning_amp.random_streams import isolated_random_streams
 
 R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"
-STEPS = 1000
-"""Length of an epoch as a scheduler sees it; two steps of it are run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """What is known of the run that a step belongs to; by default nothing, and the Trainer is one by itself.
-
-    Attributes:
-        prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
-        precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
-        accumulate_grad_batches: As the Trainer's, or the most that a callback will set; bytes are those of 2 for all
-            that are more.
-        datamodule: Whose hooks may change a batch, and which the module may ask for.
-        values: Whether a step that cannot run without values runs with them, which takes its memory and its time.
-    """
-
-    prepared: bool = False
-    precision: str = "32-true"
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    accumulate_grad_batches: int = 1
-    datamodule: LightningDataModule | None = None
-    values: bool = True
-
-    @classmethod
-    def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
-        """What a Trainer's settings and callbacks say."""
-        clip = trainer.gradient_clip_algorithm
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-        return cls(
-            prepared=prepared,
-            precision=str(trainer.precision),
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
-            accumulate_grad_batches=max(
-                trainer.accumulate_grad_batches, *(n for found in schedules for n in found.values()), 1
-            ),
-            datamodule=datamodule,
-        )
-
-    @property
-    def batches(self) -> int:
-        """Of a step that is run."""
-        return min(self.accumulate_grad_batches, 2)
-
-
-BY_ITSELF = Around()
 
 
 def profile_module(
@@ -142,15 +78,19 @@ def counted_step(
     batch_size: int | None,
     make: Callable[[LightningModule], R],
     around: Around = BY_ITSELF,
+    *,
+    plain: Callable[[LightningModule], R] | None = None,
 ) -> tuple[R, str]:
     """What `make` returns for a copy of the module, after the second step; and why it is a step with values, if it is.
 
     Args:
         module, batch, batch_size, around: As of `profile_module`.
         make: Makes the recorder that counts the step.
+        plain: Makes another one, for a step in which torch.func has no place for the first.
 
     Raises:
         ModelError: As `profile_module`.
+        PlanError: The step needs values, and takes more bytes than it may.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -159,44 +99,55 @@ def counted_step(
         )
     if batch_size is not None and batch_size < 1:
         raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
-    try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = copy_of(module, fake)
-        return _run(twin, fake_batch(batch, fake, batch_size), fake, make, around), ""
-    except ModelError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        if not around.values:
-            raise ModelError(
-                f"the step of {type(module).__name__!r} cannot run without values ({reason}), and was not to be run"
-                " with them"
-            ) from error
-        return _run_with_values(module, batch, batch_size, error, make, around), reason
+    if batch_size is not None and length_of(batch) is None:
+        lengths = sorted({tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()})
+        raise ModelError(
+            f"a batch_size of {batch_size!r} was asked for, and the tensors of the batch have {lengths!r} rows: no more"
+            " than half of them have one length, which another could stand for; leave batch_size out"
+        )
+    name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
+    for with_values in (False, True):
+        while True:
+            fake = None if with_values else QuickFakes()
+            try:
+                if fake is not None:
+                    given = fake_batch(batch, fake, batch_size)
+                else:
+                    given = batch if batch_size is None else resize(batch, batch_size)
+                return _run(module, given, fake, makers[0], around), reason
+            except ModelError:
+                raise
+            except Exception as error:
+                failed = error
+            if len(makers) == 1 or not of_transform(failed):
+                break
+            makers.pop(0)
+        if with_values and isinstance(failed, OverBudget):
+            raise PlanError(
+                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
+                f" the module, and a budget was named that has no room for it beside the module itself: {failed}"
+            ) from failed
+        if not with_values:
+            reason = why_values(failed)
+            _refuse_values(module, reason, around, failed)
+    raise ModelError(
+        f"a profile was asked for of {name!r}, whose training step fails: {failed!r}; give a batch as its training_step"
+        " gets it"
+    ) from failed
 
 
-def _run_with_values(
-    module: LightningModule,
-    batch: Any,
-    batch_size: int | None,
-    cause: Exception,
-    make: Callable[[LightningModule], R],
-    around: Around,
-) -> R:
+def _refuse_values(module: LightningModule, reason: str, around: Around, cause: Exception) -> None:
+    """Refuse, with a ModelError, a step that needs values where there are none, or where it is not to run with them."""
     name = type(module).__name__
+    if not around.values:
+        raise ModelError(
+            f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
+        ) from cause
     if any(tensor.is_meta for tensor in module.state_dict().values()):
         raise ModelError(
-            f"a profile was asked for of {name!r}, whose step failed without values: {cause!r}; its parameters have no"
+            f"a profile was asked for of {name!r}, whose step failed without values: {reason}; its parameters have no"
             " values either (device 'meta'): give a module on the CPU, for which a real step is measured"
         ) from cause
-    longer = batch if batch_size is None else resize(batch, batch_size)
-    try:
-        return _run(copy_of(module, None), longer, None, make, around)
-    except Exception as error:
-        raise ModelError(
-            f"a profile was asked for of {name!r}, whose training step fails: {error!r}; give a batch as its"
-            " training_step gets it"
-        ) from error
 
 
 def _run(
@@ -206,216 +157,7 @@ def _run(
     make: Callable[[LightningModule], R],
     around: Around,
 ) -> R:
-    recorder = make(module)
-    counter = _Count(recorder, fake, around)
-    # what the module would download is not part of a step, and neither are checkpoints that its callbacks would write
-    for hook in (
-        "prepare_data",
-        "configure_callbacks",
-        *(("setup", "configure_model") if around.prepared else ()),
-    ):
-        setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
-    for child in module.modules():
-        if isinstance(child, LightningModule):
-            child.log = _without_bar(child.log)  # type: ignore[method-assign]
-    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with aside(module), counter:
-        trainer = _trainer(device, counter, fake, around)
-        with suppress(_Done):
-            trainer.fit(module, _Repeated(batch))
-    return recorder
-
-
-def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> Trainer:
-    plugins: list[Any] = [LightningEnvironment()]
-    precision: Any = around.precision
-    if "mixed" in around.precision:
-        # half the bytes in either format; 16-mixed would look at gradients' values
-        plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=_Here(device, counter, fake),
-        plugins=plugins,
-        precision=precision,
-        gradient_clip_val=around.gradient_clip_val,
-        gradient_clip_algorithm=around.gradient_clip_algorithm,
-        accumulate_grad_batches=around.batches,
-        max_epochs=1,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        logger=DummyLogger(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[counter],
-    )
-    convert = trainer.precision_plugin.convert_module
-    trainer.precision_plugin.convert_module = partial(_convert_made, convert)  # type: ignore[method-assign]
-    return trainer
-
-
-def _convert_made(convert: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> torch.nn.Module:
-    """Convert what `setup` has made; fake parameters cannot be, and have the run's precision already."""
-    for child in module.modules():
-        own = torch.nn.Module()
-        own._parameters, own._buffers = child._parameters, child._buffers
-        if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):
-            convert(own)
-    return module
-
-
-@contextmanager
-def aside(module: torch.nn.Module) -> Iterator[None]:
-    """Run a step of a copy that nobody is to notice: it says nothing, and leaves files, random numbers and ranks."""
-    # where the step needs values, the profile itself says so
-    with (
-        failures_unlogged(),
-        quiet(),
-        isolated_random_streams(),
-        files_as_they_were(module),
-        _as_written(module),
-        _alone(),
-    ):
-        yield
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Let no collective wait for other ranks, which do not run this step: with ranks out of sight it is an error."""
-    world = dist.GroupMember.WORLD
-    dist.GroupMember.WORLD = None
-    try:
-        yield
-    finally:
-        dist.GroupMember.WORLD = world
-
-
-def _as_written(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
-    if not any(is_compiled(child) for child in module.modules()):
-        return nullcontext()
-    eagerly: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eagerly
-
-
-def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
-    """`self.log` without a progress bar, which would ask for the value."""
-
-    def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
-
-    return logged
-
-
-class _Done(Exception):
-    """Two steps have been run; never leaves this file."""
-
-
-class _Repeated:
-    """A loader that gives one batch again and again."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._batch for _ in range(STEPS))
-
-
-class _Here(SingleDeviceStrategy):
-    """One device, on which the module stays as it is: fake parameters cannot be moved."""
-
-    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None) -> None:
-        super().__init__(device=device)
-        self._counter, self._fake = counter, fake
-
-    def setup_environment(self) -> None:
-        """Nothing: the device is in use already."""
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let `configure_model` make parameters without memory."""
-        with nullcontext() if self._fake is None else torch.device("meta"):
-            yield
-
-    def model_to_device(self) -> None:
-        """Only take the values away of what the module has made in `setup` and `configure_model`."""
-        if self._fake is not None:
-            assert self.lightning_module is not None, "the Trainer sets the module before its device"
-            make_fake(self.lightning_module, self._fake)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass begins, be it inside the optimiser's step."""
-        self._counter.recorder.optimising = False
-        return super().training_step(*args, **kwargs)
-
-    def teardown(self) -> None:
-        """Leave the module where it is."""
-
-
-class _Count(Callback):
-    """Enters the fake mode for both steps, and counts the last batch of the second."""
-
-    def __init__(self, recorder: StepRecorder, fake: FakeTensorMode | None, around: Around) -> None:
-        self.recorder = recorder
-        self._fake, self._entered, self._counting = fake, ExitStack(), False
-        self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
-        self._first, self._counting_first = LiveBytes(), ExitStack()
-        self._counted_first = around.batches - 1
-
-    def __enter__(self) -> None:
-        """Nothing has begun."""
-
-    def __exit__(self, *_: Any) -> None:
-        """End whatever has begun."""
-        if self._counting:
-            self.recorder.stop()
-        self._counting = False
-        self._counting_first.close()
-        self._entered.close()
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the data module be found; its own setup is not called again, and its loaders are not."""
-        if self._datamodule is not None:
-            trainer.datamodule = self._datamodule  # type: ignore[attr-defined]
-            selector = trainer._data_connector._datahook_selector
-            assert selector is not None, "fit has attached the module"
-            selector.datamodule = self._datamodule
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The run that the data module belongs to goes on."""
-        trainer.datamodule = None  # type: ignore[attr-defined]
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Enter the mode, and begin to count."""
-        if batch_idx == 0 and self._fake is not None:
-            self._entered.enter_context(self._fake)
-            self._entered.enter_context(CopyFakes())
-        if batch_idx == self._counted_first:
-            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
-            self._counting_first.enter_context(self._first)
-        if batch_idx == self._counted:
-            self.recorder.start(batch, trainer.optimizers)
-            self._counting = True
-            self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Gradients are whole."""
-        if self._counting:
-            self.recorder.begin_optimiser()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Go on to the second step, or stop."""
-        if batch_idx == self._counted_first:
-            self._counting_first.close()
-            self.recorder.first_bytes = self._first.peak
-        if self._counting:
-            self.recorder.hold_gradients()
-            raise _Done
+    with as_guest(module, around.datamodule):
+        twin = copy_of(module, fake)
+        data = copy_of_data(around.datamodule, module, twin, fake)
+        return run_two_steps(twin, batch, fake, make, replace(around, datamodule=data))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_amp._torch import autograd_node, autograd_order
-from lightning_amp.data.batch_parts import tensors_in
-from lightning_amp.footprint.live_bytes import LiveBytes, storages_of, tensors_of
+from lightning_amp.data.batch_parts import parts_in, tensors_in
+from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.summarize import BACKWARD, FORWARD, OPTIMISER, Head, Life
 
@@ -28,6 +28,7 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 """The node that adds to a parameter's gradient; it has no place in the forward pass."""
 COPIES = ("_to_copy",)
 """Operators whose result stands for a parameter where a parameter goes in: autocast works with copies."""
+_NOTED = {*PRODUCTS, *COPIES}
 
 
 class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
@@ -38,6 +39,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         work: Phase and module of every operator so far.
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
+        in_step: Whether the module's training step runs now, and no backward pass that it has left to the Trainer.
+        lengths: Of the first dimensions of the tensors that the training step has got last.
+        returned: Storages of what it has returned last.
+        went_back: Modules whose nodes a backward pass has gone through that the training step began by itself.
         first_bytes, left_bytes: As of ModuleProfile, of the step before.
 
     Args:
@@ -50,7 +55,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.lives: list[Life] = []
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
-        self.optimising = False
+        self.optimising = self.in_step = False
+        self.lengths: frozenset[int] = frozenset()
+        self.returned: list[Life] = []
+        self.went_back: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self._module = module
         self._names = {id(child): fqn for fqn, child in module.named_modules()}
@@ -62,6 +70,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._weights: set[int] = set()
         self._now = Life(name="", fqn="", kind="", shape=(), dtype="", n_bytes=0, birth=0)
         self._hooks: list[Any] = []
+        self._node: Any = None
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
@@ -89,6 +98,18 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
+
+    def begin_step(self, batch: Any) -> None:
+        """The module's training step begins, be it inside the optimiser's step."""
+        self.optimising, self.in_step = False, True
+        tensors = (part for part in parts_in(batch) if isinstance(part, Tensor) and part.dim())
+        self.lengths = frozenset(tensor.shape[0] for tensor in tensors)
+
+    def end_step(self, returned: Any) -> None:
+        """The module's training step has returned, or raised."""
+        self.in_step = False
+        keys = {id(storage) for _, storage in storages_of(tensors_in(returned))}
+        self.returned = [self._of_key[key] for key in keys if key in self._of_key]
 
     def begin_optimiser(self) -> None:
         """Gradients are whole, and what follows is of the optimiser, until its step has ended."""
@@ -124,10 +145,13 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Module of "encoder.weight.grad" and "encoder.weight.exp_avg"."""
         return name.rpartition(".")[0].rpartition(".")[0]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = autograd_node()
+    def begins(self, func: Any, args: Any, read: Read) -> None:
+        """Note which module's operator runs now."""
+        self._node = node = autograd_node()
         phase = OPTIMISER if self.optimising and node is None else FORWARD if node is None else BACKWARD
         fqn, order = self._place(node)
+        if self.in_step and node is not None:
+            self.went_back.add(fqn)
         self.work.append((phase, fqn))
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
         self._now = Life(
@@ -135,10 +159,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         )
         if node is not None and node.name() == ACCUMULATE and node.variable.grad is not None:
             self._name_added(node.variable, args)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func._opname in PRODUCTS + COPIES and phase == FORWARD:
-            self._note_product(func._opname, args, result, order)
-        return result
+
+    def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
+        """Note whether it was a product with a parameter."""
+        if func._opname in _NOTED and self.work[self._now.birth][0] == FORWARD:
+            self._note_product(func._opname, read, result, self._now.order)
 
     def _name_added(self, parameter: Tensor, args: Any) -> None:
         """What is added to a gradient that is there already is one too."""
@@ -168,8 +193,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._mark(fqn, order)
         return fqn, order
 
-    def _note_product(self, name: str, args: Any, result: Any, order: int) -> None:
-        given = [self._of_key.get(id(tensor.untyped_storage())) for tensor in tensors_of(args)]
+    def _note_product(self, name: str, read: Read, result: Any, order: int) -> None:
+        given = (self._of_key.get(id(storage)) for _, storage in read)
         if not any(
             life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given
         ):

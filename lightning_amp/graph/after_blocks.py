@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from lightning_amp._torch import FakeTensor, OpOverload, own_class, tree_leaves, tree_map, unseen
 from lightning_amp.footprint.chain.block_call import Like
 from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.footprint.forward_overrides import overrides_of, set_overrides
 
 
 class AfterBlocks(nn.Module):
@@ -108,6 +109,8 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
             continue
         bare = name in empty or ("_hooks" in name and (inside or first))
         vars(found)[name] = type(value)() if bare else value
+    if "forward" in vars(found) and (overrides := overrides_of(module)):
+        set_overrides(found, overrides)
     if not inside and any(id(child) in blocks for child in module.modules()):
         children = module._modules.items()
         found._modules = {name: child and _without(child, blocks, known) for name, child in children}

@@ -1,4 +1,7 @@
-"""A captured graph -> Table: every operator is run once by itself, on fake tensors, and its memory is looked at."""
+"""A captured graph -> Table: every operator is run once by itself, on fake tensors, and its memory is looked at.
+
+Of a loop over time, equal operators on equal arguments are looked at once: those behind the first only run.
+"""
 
 from operator import getitem
 from typing import Any
@@ -12,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
-from lightning_amp._torch import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known
@@ -24,7 +28,7 @@ def build_table(capture: Capture) -> Table:
     """The table of a block that has been captured."""
     assert capture.graph is not None, f"the block was not captured: {capture.reason}"
     builder = _Builder(capture)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with QuickFakes():
         for node in capture.graph.graph.nodes:
             builder.add(node)
     return builder.table()
@@ -39,6 +43,8 @@ class _Builder:
         self._values: list[Any] = []
         self._of_node: dict[Node, int] = {}
         self._of_storage: dict[int, int] = {}
+        self._known: dict[Any, dict[str, Any]] = {}
+        """What was found of an operator, by all that it depends on; rows are given by their place among its inputs."""
         self._outputs: tuple[int, ...] = ()
 
     def add(self, node: Node) -> None:
@@ -96,46 +102,99 @@ class _Builder:
 
         def leaf(given: Node) -> Any:
             value = self._values[self._of_node[given]]
-            if not isinstance(value, Tensor):
-                inputs.append(self._of_node[given])
-                return value
             inputs.append(self._of_node[given])
+            if not isinstance(value, Tensor):
+                return value
             leaves.append(value.detach().requires_grad_(value.requires_grad))
             return leaves[-1]
 
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), leaf)
-        live, kept = LiveBytes(), dict[int, Tensor]()
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept[id(tensor.untyped_storage())] = alias = tensor.detach()
-            return alias
-
-        versions = [leaf._version for leaf in leaves]
-        with FlopCounterMode(display=False) as flops, live, saved_tensors_hooks(keep, lambda t: t):
-            given_args, given_kwargs = _writable((args, kwargs)) if _is_in_place(node) else (args, kwargs)
-            result = node.target(*given_args, **given_kwargs)  # type: ignore[operator]
-        self._put(
-            node, result, kind=OPERATOR, op=str(node.target) if node.target is not getitem else "getitem"
-        )
-        row = self._rows[-1]
-        hidden = [tensor for key, tensor in kept.items() if key not in self._of_storage]
-        call = _call(node, args, kwargs, leaves, row["shape"])
+        key = _key(node, leaves)
+        op = "getitem" if node.target is getitem else str(node.target)
+        if key in self._known:
+            self._put(node, _called(node, args, kwargs), kind=OPERATOR, op=op)
+            found = self._known[key]
+        else:
+            result, kept, found = _looked_at(node, args, kwargs, leaves)
+            self._put(node, result, kind=OPERATOR, op=op)
+            hidden = [tensor for memory, tensor in kept.items() if memory not in self._of_storage]
+            places = {self._of_storage[memory] for memory in kept if memory in self._of_storage}
+            kept.clear()
+            call = _call(node, args, kwargs, leaves, self._rows[-1]["shape"])
+            found |= {
+                "writes": (*found["writes"], *_updated(call)),
+                "random": _draws(node, call),
+                "saved": tuple(self._place(home, inputs) for home in places),
+                "hidden_bytes": sum(tensor.untyped_storage().nbytes() for tensor in hidden),
+                "dims": dims_of(call),
+                "sums": sums_of(call),
+            }
+            found |= _backward(result, [self._values[k] for k in inputs], leaves, hidden)
+            if key is not None:
+                self._known[key] = found
+        homes = [self._rows[k]["storage"] for k in inputs]
         tensors = [k for k in inputs if isinstance(self._values[k], Tensor)]
-        changed = zip(tensors, leaves, versions, strict=True)
-        row |= {
+        self._rows[-1] |= found | {
             "inputs": tuple(inputs),
-            "writes": tuple(k for k, leaf, old in changed if leaf._version != old) + _updated(call, tensors),
-            "random": _draws(node, call),
-            "flops": int(flops.get_total_flops()),
-            "saved": tuple(sorted({self._of_storage[key] for key in kept if key in self._of_storage})),
-            "hidden_bytes": sum(tensor.untyped_storage().nbytes() for tensor in hidden),
-            "forward_bytes": live.peak - live.current,
-            "dims": dims_of(call),
-            "sums": sums_of(call),
+            "writes": tuple(tensors[n] for n in found["writes"]),
+            "saved": tuple(sorted(len(self._rows) - 1 if n < 0 else homes[n] for n in found["saved"])),
         }
-        kept.clear()
-        row |= _backward(result, [self._values[k] for k in inputs], leaves, hidden)
-        self._values[-1] = _cut(result)
+        self._values[-1] = _cut(self._values[-1])
+
+    def _place(self, home: int, inputs: list[int]) -> int:
+        """Of a row whose memory an operator saves, the first input that lies in it; -1 for its own."""
+        found = (n for n, k in enumerate(inputs) if self._rows[k]["storage"] == home)
+        return -1 if home == len(self._rows) - 1 else next(found)
+
+
+def _key(node: Node, leaves: list[Tensor]) -> Any:
+    """All that is found of an operator depends on this; None where it reads several results in one."""
+    if len(leaves) < len(node.all_input_nodes):
+        return None
+    memory: dict[int, int] = {}
+    tensors = tuple(
+        (
+            tuple(t.shape),
+            t.stride(),
+            t.storage_offset(),
+            t.dtype,
+            t.requires_grad,
+            memory.setdefault(id(t.untyped_storage()), len(memory)),
+            t.untyped_storage().nbytes(),
+        )
+        for t in leaves
+    )
+    others = torch.fx.map_arg((node.args, node.kwargs), lambda _: "a tensor")
+    return node.target, torch.is_grad_enabled(), tensors, repr(others)
+
+
+def _called(node: Node, args: Any, kwargs: Any) -> Any:
+    """What an operator returns."""
+    if _is_in_place(node):
+        args, kwargs = _writable((args, kwargs))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _looked_at(
+    node: Node, args: Any, kwargs: Any, leaves: list[Tensor]
+) -> tuple[Any, dict[int, Tensor], dict[str, Any]]:
+    """What an operator returns and keeps for its backward pass, and some of its row; it writes to leaves by number."""
+    live, kept = LiveBytes(), dict[int, Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[id(tensor.untyped_storage())] = alias = tensor.detach()
+        return alias
+
+    versions = [leaf._version for leaf in leaves]
+    with FlopCounterMode(display=False) as flops, live, saved_tensors_hooks(keep, lambda t: t):
+        result = _called(node, args, kwargs)
+    changed = zip(leaves, versions, strict=True)
+    found = {
+        "writes": tuple(n for n, (leaf, old) in enumerate(changed) if leaf._version != old),
+        "flops": int(flops.get_total_flops()),
+        "forward_bytes": live.peak - live.current,
+    }
+    return result, kept, found
 
 
 def _empty(value: Any) -> Any:
@@ -202,12 +261,12 @@ def _writable(values: Any) -> Any:
     return tree_unflatten([alias(v) if own else v for v, own in zip(flat, needed, strict=True)], spec)
 
 
-def _updated(call: Call, tensors: list[int]) -> tuple[int, ...]:
-    """Running statistics that a call updates; on fake tensors no version tells."""
+def _updated(call: Call) -> tuple[int, ...]:
+    """Arguments that are running statistics which a call updates; on fake tensors no version tells."""
     if not (call.arguments.get("training") or call.arguments.get("use_input_stats")):
         return ()
     places = (call.ref("running_mean"), call.ref("running_var"))
-    return tuple(tensors[k] for k in places if k is not None)
+    return tuple(k for k in places if k is not None)
 
 
 def _draws(node: Node, call: Call) -> bool:

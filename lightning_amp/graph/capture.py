@@ -13,6 +13,7 @@ Known limits: a branch on a global variable or on the clock is not seen.
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.footprint.hooked import hooked
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
@@ -122,7 +124,8 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     common = {"kind": type(block), "key": key, "names": tuple(state)}
     try:
         _refuse(block)
-        with failures_unlogged():
+        # a library's warning says nothing of the block, also where warnings are errors
+        with failures_unlogged(), warnings.catch_warnings(action="ignore"):
             return Capture(**common, **_trace(block, args, kwargs, key))
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
@@ -225,9 +228,8 @@ def _refuse(block: nn.Module) -> None:
             raise CannotCapture(f"{place} is compiled")
         if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
             raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
-        hooked = [hooks for hooks in HOOKS if getattr(child, hooks)]
-        if hooked:
-            raise CannotCapture(f"{place} has hooks ({hooked[0].strip('_')}), which are Python")
+        if hooks := hooked([child], HOOKS):
+            raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
 
 
 def _copied(values: Sequence[Any]) -> dict[int, Any]:

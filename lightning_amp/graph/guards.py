@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten
 from lightning_amp.footprint.chain.block_call import autocast_now
+from lightning_amp.footprint.forward_overrides import overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -79,7 +80,10 @@ def settings_of(block: nn.Module) -> list[tuple[str, Any]]:
     for fqn, child in block.named_modules():
         start = f"{fqn}." if fqn else ""
         for name, value in vars(child).items():
-            if isinstance(value, PLAIN):
+            if name == "forward" and (overrides := overrides_of(child)):
+                # the object in which they are set is another in every copy
+                found.append((start + name, tuple((one.position, _Same(one.run)) for one in overrides)))
+            elif isinstance(value, PLAIN):
                 found.append((start + name, (type(value).__name__, value)))
             elif name[0] != "_":
                 found.append((start + name, _plain(value, seen, DEPTH)))

@@ -14,6 +14,7 @@ Known limits: a tensor that Python keeps in a variable longer than its last use 
 none; gradients that two readers hand to one row are added when the second one comes, in new memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_amp.graph.table import OPERATOR, Row, Table
@@ -41,7 +42,38 @@ class BlockBytes:
         return max((*self.forward, *self.backward), default=0)
 
 
-def block_bytes(table: Table, *, train: bool = True, gradients_of_arguments: bool = True) -> BlockBytes:
+@dataclass(slots=True)
+class PieceRow:
+    """Of a row what is counted, for tables that are made by the thousand: a `Row` takes ten times as long to make."""
+
+    kind: str
+    inputs: tuple[int, ...]
+    n_bytes: int
+    storage: int
+    last_use: int
+    needs_grad: bool
+    saved: tuple[int, ...] = ()
+    hidden_bytes: int = 0
+    forward_bytes: int = 0
+    grad_bytes: tuple[int, ...] = ()
+    backward_bytes: int = 0
+    over: int = -1
+
+
+@dataclass(slots=True)
+class PieceTable:
+    """As a `Table`, of such rows."""
+
+    rows: tuple[PieceRow, ...]
+    outputs: tuple[int, ...]
+
+
+Rows = Sequence[Row | PieceRow]
+
+
+def block_bytes(
+    table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True
+) -> BlockBytes:
     """Count a block; without `train` nothing is saved and there is no backward pass.
 
     Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.
@@ -53,65 +85,75 @@ def block_bytes(table: Table, *, train: bool = True, gradients_of_arguments: boo
     return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)
 
 
-def _saved_until(table: Table) -> dict[int, int]:
+def _saved_until(table: Table | PieceTable) -> dict[int, int]:
     """For every memory that is kept for the backward pass, the first row that keeps it: the last to read it there."""
     first: dict[int, int] = {}
-    for i, row in enumerate(table.rows):
+    rows: Rows = table.rows
+    for i, row in enumerate(rows):
         for storage in row.saved:
             first.setdefault(storage, i)
     return first
 
 
-def _forward(table: Table, saved: dict[int, int], *, train: bool) -> tuple[tuple[int, ...], dict[int, int]]:
-    rows, alive, hidden, found = table.rows, dict[int, int](), 0, []
-    last = _last_use(table)
+def _forward(
+    table: Table | PieceTable, saved: dict[int, int], *, train: bool
+) -> tuple[tuple[int, ...], dict[int, int]]:
+    rows: Rows = table.rows
+    alive, now, found = dict[int, int](), 0, list[int]()
+    ends: dict[int, list[int]] = {}
+    for k, end in _last_use(table).items():
+        if k not in saved:
+            ends.setdefault(end, []).append(k)
     for i, row in enumerate(rows):
         if row.kind == OPERATOR and row.n_bytes:
-            alive.pop(rows[row.over].storage if row.over >= 0 else -1, None)
+            now += row.n_bytes - alive.pop(rows[row.over].storage if row.over >= 0 else -1, 0)
             alive[i] = row.n_bytes
-        hidden += row.hidden_bytes if train else 0
-        found.append(sum(alive.values()) + hidden + row.forward_bytes)
-        for k in [k for k in alive if last[k] <= i and k not in saved]:
-            del alive[k]
+        now += row.hidden_bytes if train else 0
+        found.append(now + row.forward_bytes)
+        for k in ends.get(i, ()):
+            now -= alive.pop(k, 0)
     return tuple(found), alive
 
 
-def _last_use(table: Table) -> dict[int, int]:
+def _last_use(table: Table | PieceTable) -> dict[int, int]:
     """Last use of every memory, by any view of it."""
     last: dict[int, int] = {}
-    for i, row in enumerate(table.rows):
+    rows: Rows = table.rows
+    for i, row in enumerate(rows):
         last[row.storage] = max(last.get(row.storage, i), row.last_use, i)
     return last
 
 
 def _backward(
-    table: Table, saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
+    table: Table | PieceTable, saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows, kept = table.rows, dict(held)
+    rows = table.rows
     complete = {} if gradients_of_arguments else _arguments_by_first_reader(rows)
-    hidden = sum(row.hidden_bytes for row in rows)
-    results = {rows[k].storage for k in table.outputs}
     # the caller holds the results' gradients and may drop the results
-    waiting: dict[int, int] = {}
+    results = {rows[k].storage for k in table.outputs}
+    let_go: dict[int, int] = {}
+    for storage, first in saved.items():
+        if storage not in results:
+            let_go[first] = let_go.get(first, 0) + held.get(storage, 0)
+    kept = sum(held.values()) + sum(row.hidden_bytes for row in rows)
+    waiting = _Waiting(rows)
     found, waits = [0] * len(rows), [0] * len(rows)
     for i in range(len(rows) - 1, -1, -1):
-        row, waits[i] = rows[i], sum(waiting.values())
+        row, waits[i] = rows[i], waiting.n_bytes
         if row.kind != OPERATOR:
             continue
-        during, adding = _hand_out(i, rows, waiting) if row.needs_grad else (0, 0)
+        during, adding = waiting.hand_out(i) if row.needs_grad else (0, 0)
         if row.needs_grad:
-            found[i] = sum(kept.values()) + hidden + during + row.backward_bytes
+            found[i] = kept + during + row.backward_bytes
         for k in complete.get(i, ()):
-            waiting.pop(k, None)
-        hidden -= row.hidden_bytes
-        for storage in [k for k, first in saved.items() if first == i and k in kept and k not in results]:
-            del kept[storage]
+            waiting.pop(k)
+        kept -= row.hidden_bytes + let_go.get(i, 0)
         if adding:
-            found[i] = max(found[i], sum(kept.values()) + hidden + adding)
+            found[i] = max(found[i], kept + adding)
     return tuple(found), tuple(waits)
 
 
-def _arguments_by_first_reader(rows: tuple[Row, ...]) -> dict[int, list[int]]:
+def _arguments_by_first_reader(rows: Rows) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     seen: set[int] = set()
     for i, row in enumerate(rows):
@@ -121,27 +163,46 @@ def _arguments_by_first_reader(rows: tuple[Row, ...]) -> dict[int, list[int]]:
     return found
 
 
-def _hand_out(i: int, rows: tuple[Row, ...], waiting: dict[int, int]) -> tuple[int, int]:
-    """Let the gradients that a row's backward makes wait.
+class _Waiting:
+    """Gradients that wait for the backward of the row that they are of.
 
-    Returns:
-        Bytes of gradients while it runs, and the most while some are then added to such as wait already.
+    Attributes:
+        n_bytes: Of all of them.
     """
-    row = rows[i]
-    made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if rows[k].needs_grad]
-    new, most = sum(n for _, n in made), 0
-    during = sum(waiting.values()) + new
-    own = waiting.pop(i, 0)
-    # the gradient of a view is a view of the gradient: its memory is handed on
-    own = own if not any(row.grad_bytes) else 0
-    alive = sum(waiting.values()) + new + own
-    for k, n in made:
-        if k in waiting:
-            # the sum is new memory, also where what waited was a gradient that the caller holds
-            both = max(waiting[k], n)
-            most = max(most, alive + both)
-            alive += both - waiting[k] - n
-            waiting[k] = both
-        else:
-            waiting[k], own = (n, own) if n else (own, 0)
-    return during, most
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._of = rows, dict[int, int]()
+        self.n_bytes = 0
+
+    def pop(self, i: int) -> int:
+        """Take away that of a row."""
+        n = self._of.pop(i, 0)
+        self.n_bytes -= n
+        return n
+
+    def hand_out(self, i: int) -> tuple[int, int]:
+        """Let the gradients that a row's backward makes wait.
+
+        Returns:
+            Bytes of gradients while it runs, and the most while some are then added to such as wait already.
+        """
+        row, most = self._rows[i], 0
+        made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if self._rows[k].needs_grad]
+        new = sum(n for _, n in made)
+        during = self.n_bytes + new
+        own = self.pop(i)
+        # the gradient of a view is a view of the gradient: its memory is handed on
+        own = own if not any(row.grad_bytes) else 0
+        alive = self.n_bytes + new + own
+        for k, n in made:
+            if k in self._of:
+                # the sum is new memory, also where what waited was a gradient that the caller holds
+                both = max(self._of[k], n)
+                most = max(most, alive + both)
+                alive += both - self._of[k] - n
+                self.n_bytes += both - self._of[k]
+                self._of[k] = both
+            else:
+                self._of[k], own = (n, own) if n else (own, 0)
+                self.n_bytes += self._of[k]
+        return during, most

@@ -5,22 +5,33 @@ import difflib
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.checkpoints.find_checkpoint import find_checkpoint
+from lightning_amp.lightning.strategy.registration import START_METHODS
 
+CONFIG_USED = "config_used.yaml"
+"""The configuration of a run, beside its logs."""
+OPTION = "--trainer.strategy."
 RAISE = {"exit_on_error": False}
 """Of a parser that would print its usage, a screenful, and end the process."""
 
 
 class CommandLine(LightningCLI):
     """Reads modules and data modules of any class, with strategy "amp" by default; mistakes are PlanErrors.
+
+    Classes are found in installed packages and in the current folder.
 
     Args:
         prog: The program's name, for its messages; None takes the script's.
@@ -35,6 +46,9 @@ class CommandLine(LightningCLI):
         help_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **options: Any,
     ) -> None:
+        # as `python -m` does: a console script finds its own folder only
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
         verbs = {verb: RAISE | dict(help_of.get(verb, {})) for verb in self.subcommands()}
         super().__init__(
             LightningModule,
@@ -44,6 +58,7 @@ class CommandLine(LightningCLI):
             trainer_defaults={"strategy": "amp"},
             auto_configure_optimizers=False,
             parser_kwargs={"prog": prog, **RAISE, **verbs},
+            save_config_kwargs={"overwrite": True, "config_filename": CONFIG_USED},
             **options,
         )
 
@@ -53,8 +68,9 @@ class CommandLine(LightningCLI):
         Raises:
             PlanError: A key, a class or an argument that is not there, or a value that does not fit.
         """
+        words = sys.argv[1:] if args is None else list(args)
         try:
-            super().parse_arguments(parser, args)
+            self.config = parser.parse_args(_with_class_of_strategy(parser, words))
         except argparse.ArgumentError as error:
             raise PlanError(self._told(str(error))) from None
         _check_strategy(self.config[self.config.subcommand].trainer.strategy)
@@ -70,6 +86,22 @@ class CommandLine(LightningCLI):
         except ValueError as error:
             raise PlanError(str(error)) from error
 
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if isinstance(asked := arguments.get("ckpt_path"), str | Path):
+            arguments["ckpt_path"] = find_checkpoint(str(asked), self.trainer, self._same_configuration)
+        return arguments
+
+    def _same_configuration(self, logs: Path) -> bool:
+        """Whether the run with these logs had the model and the data of this one."""
+        path = logs / CONFIG_USED
+        if not path.is_file():
+            return False
+        verb = str(self.subcommand)
+        text = self._subcommand_parsers[verb].dump(self.config[verb], skip_none=False)
+        then, now = yaml.safe_load(path.read_text()), yaml.safe_load(text)
+        return all(then.get(part) == now.get(part) for part in ("model", "data"))
+
     def _told(self, message: str) -> str:
         if found := re.search(r"'(\w+)' does not accept option '([\w.]+)'", message):
             verb, key = found.groups()
@@ -83,6 +115,36 @@ class CommandLine(LightningCLI):
             name = path.rpartition(".")[2]
             return f"the class {path!r} was asked for; {module!r} has none{meant(name, _names_in(module))}"
         return message
+
+
+def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -> list[str]:
+    """The words, with the class in place of a name such as "amp" where options of the strategy are among them.
+
+    A name has no options in jsonargparse. The options move behind a configuration file, which may set the name.
+
+    Raises:
+        PlanError: The name is of another strategy.
+    """
+    options, others, rest = [], [], iter(words)
+    for word in rest:
+        if word.startswith(OPTION) and not word.startswith(f"{OPTION}help"):
+            options += [word] if "=" in word else [word, *islice(rest, 1)]
+        else:
+            others.append(word)
+    if not options:
+        return words
+    # a configuration that is to be printed ends the parser
+    config = parser.parse_args([word for word in others if not word.startswith("--print_config")])
+    name = config[config.subcommand].trainer.strategy
+    if not isinstance(name, str):
+        return [*others, *options]
+    if name.lower() not in START_METHODS:
+        raise PlanError(
+            f"{options[0]!r} was set, and strategy {name!r} has no options; allowed are options of"
+            f" {sorted(START_METHODS)!r} and of a strategy that is given by its class_path"
+        )
+    made = [OPTION[:-1], "lightning_amp.AMPStrategy", f"{OPTION}start_method", START_METHODS[name.lower()]]
+    return [*others, *made, *options]
 
 
 def _check_strategy(strategy: object) -> None:

@@ -10,26 +10,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.footprint.forward_overrides import Override, Position, add_override, remove_override
 from lightning_amp.parallel.attention.fused import fuse_attention
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
 from lightning_amp.parallel.blocks.recompute import RecomputedForward, recompute_block
 from lightning_amp.parallel.chunk.chunk_module import chunk_block
 from lightning_amp.parallel.chunk.in_chunks import InChunks
 from lightning_amp.parallel.contract.change import Change
-from lightning_amp.parallel.contract.check_replacement import check_hooks, check_parameters
+from lightning_amp.parallel.contract.check_replacement import check_forwards, check_hooks, check_parameters
 from lightning_amp.parallel.contract.protocol import find_decoders, is_decomposed
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.contract.stand_in import named_parts, part
 from lightning_amp.parallel.nodes.decoder import share_anchors
 from lightning_amp.parallel.nodes.graph_encoder import share_vertices
-from lightning_amp.parallel.pipeline.block_walk import BlockCall
 from lightning_amp.parallel.pipeline.blocks import pipeline_stages
 from lightning_amp.parallel.s2_features.decoder import share_features
 from lightning_amp.parallel.s2_features.wide_linear import share_rows
@@ -68,6 +68,9 @@ over the data axis, not a module swap."""
 
 OF_BLOCKS = (specs.RecomputeBlock, specs.ChunkBlock)
 """For blocks of any module, outside of a decoder where there is one."""
+
+AROUND = (*OF_BLOCKS, specs.PipelineStages)
+"""What is installed last, whatever the order of the plan: it runs modules that others have replaced by then."""
 
 TECHNIQUES: dict[type, Technique] = {
     specs.ChunkedAttention: Technique(
@@ -144,75 +147,94 @@ class Swap:
     old: nn.Module | None
     new: nn.Module
 
+    def put(self) -> None:
+        """Carry it out."""
+        self.parent._modules[self.name] = self.new
+
+    def take(self) -> None:
+        """Undo it."""
+        self.parent._modules[self.name] = self.old
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overridden:
+    """A module that stays, with one more override of its forward."""
+
+    module: nn.Module
+    fqn: str
+    override: Override
+
+    def put(self) -> None:
+        """Carry it out; an InstallError where the module has another one in its place."""
+        add_override(self.fqn, self.module, self.override)
+
+    def take(self) -> None:
+        """Undo it."""
+        remove_override(self.module, self.override)
+
 
 class Installed:
     """What was installed.
 
     Attributes:
-        swaps: The replacements, in order.
+        changes: In order.
         partial: Parameters of which every rank of the model axis has a part of the gradient: they need one sum; each of
             them is there once.
         sharded: Parameters that were replaced by this rank's shard.
-        forwards: Modules that run something else than their class's `forward`, by name.
     """
 
     def __init__(self, chunks: Any = None) -> None:
-        self.swaps: list[Swap] = []
-        self.forwards: dict[str, nn.Module] = {}
-        self._runs: dict[str, Any] = {}
+        self.changes: list[Swap | Overridden] = []
         self._chunks = {} if chunks is None else chunks
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
 
+    @property
+    def swaps(self) -> list[Swap]:
+        """The replacements."""
+        return [change for change in self.changes if isinstance(change, Swap)]
+
+    @property
+    def overridden(self) -> list[Overridden]:
+        """The modules that stay and run something else than their class's `forward`."""
+        return [change for change in self.changes if isinstance(change, Overridden)]
+
     def undo(self) -> None:
         """Put the modules back that were there before; may be called twice."""
-        while self.swaps:
-            swap = self.swaps.pop()
-            swap.parent._modules[swap.name] = swap.old
-        for changed in self.forwards.values():
-            vars(changed).pop("forward", None)
-        self.forwards = {}
+        while self.changes:
+            self.changes.pop().take()
 
     def take_out(self, names: Sequence[str]) -> "Installed":
         """Undo what lies in some modules; returns it, for `put_back`."""
-        taken, kept = Installed(), [swap for swap in self.swaps if not lies_in(swap.fqn, names)]
-        taken.swaps = [swap for swap in self.swaps if lies_in(swap.fqn, names)]
-        taken.forwards = {fqn: module for fqn, module in self.forwards.items() if lies_in(fqn, names)}
-        for swap in reversed(taken.swaps):
-            swap.parent._modules[swap.name] = swap.old
-        taken._runs = {fqn: vars(module).pop("forward") for fqn, module in taken.forwards.items()}
-        self.swaps = kept
-        self.forwards = {fqn: module for fqn, module in self.forwards.items() if fqn not in taken.forwards}
+        taken = Installed()
+        taken.changes = [change for change in self.changes if lies_in(change.fqn, names)]
+        self.changes = [change for change in self.changes if not lies_in(change.fqn, names)]
+        for change in reversed(taken.changes):
+            change.take()
         return taken
 
     def put_back(self, taken: "Installed") -> None:
         """Put in again what was taken out."""
-        for swap in taken.swaps:
-            swap.parent._modules[swap.name] = swap.new
-        for fqn, run in taken._runs.items():
-            vars(taken.forwards[fqn])["forward"] = run
+        for change in taken.changes:
+            change.put()
         self.add(taken)
 
     def add(self, other: "Installed") -> None:
         """Count what another one has installed in the same module as of this one; its parameters are known here."""
-        self.swaps += other.swaps
-        self.forwards |= other.forwards
+        self.changes += other.changes
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The modules that were there before, for as long as the block lasts."""
-        for swap in reversed(self.swaps):
-            swap.parent._modules[swap.name] = swap.old
-        runs = [(module, vars(module).pop("forward")) for module in self.forwards.values()]
+        for change in reversed(self.changes):
+            change.take()
         try:
             yield
         finally:
-            for swap in self.swaps:
-                swap.parent._modules[swap.name] = swap.new
-            for module, run in runs:
-                vars(module)["forward"] = run
+            for change in self.changes:
+                change.put()
 
-    def apply(self, fqn: str, change: Change, module: nn.Module) -> None:
+    def apply(self, fqn: str, change: Change, module: nn.Module, *, strategy: str) -> None:
         """Carry out one technique's change of the module `fqn`."""
         for relative, new in change.swaps.items():
             path = ".".join(part for part in (fqn, relative) if part)
@@ -220,43 +242,23 @@ class Installed:
             parent = part(module, parent_name)
             check_parameters(path, parent._modules.get(name), new, change.sharded)
             check_hooks(path, parent._modules[name])
-            self.swaps.append(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
-            parent._modules[name] = new
-        for relative, forward in change.forwards.items():
+            check_forwards(path, parent._modules[name], new, strategy)
+            self._carry_out(Swap(parent=parent, name=name, fqn=path, old=parent._modules[name], new=new))
+        for relative, run in change.forwards.items():
             path = ".".join(part for part in (fqn, relative) if part)
-            self._set_forward(path, part(module, path), forward)
+            if isinstance(run, InChunks):
+                run.known = self._chunks
+            if isinstance(run, InChunks | RecomputedForward):
+                run.fqn = path
+            override = Override(strategy, run, getattr(run, "position", Position.INSTEAD))
+            self._carry_out(Overridden(module=part(module, path), fqn=path, override=override))
         # strata may share a parameter
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
 
-    @staticmethod
-    def _run_of(module: nn.Module) -> Any:
-        return getattr(vars(module).get("forward"), "func", None)
-
-    def _set_forward(self, fqn: str, module: nn.Module, forward: Callable[..., Any]) -> None:
-        before = self._run_of(module)
-        if isinstance(forward, InChunks):
-            forward.known, forward.fqn = self._chunks, fqn
-            inner = before.run if isinstance(before, BlockCall) else before
-            if fqn in self.forwards and isinstance(inner, RecomputedForward):
-                # what is computed again runs in chunks, both times
-                inner.inside = forward
-                return
-        if isinstance(forward, BlockCall) and isinstance(before, RecomputedForward):
-            # a stage runs it in the way of the other technique
-            forward = forward.around(before)
-        elif isinstance(forward, InChunks) and isinstance(before, BlockCall):
-            forward = before.around(forward)
-        elif "forward" in vars(module):
-            raise InstallError(
-                f"a technique is to run {fqn!r} in another way, and its `forward` was set by somebody else:"
-                f" {module.forward!r}; leave it as its class has it, or take the rule out of the plan"
-            )
-        if isinstance(forward, RecomputedForward):
-            forward.fqn = fqn
-        # not a closure: a deep copy of the module would run the original's parameters
-        module.forward = partial(forward, module)
-        self.forwards[fqn] = module
+    def _carry_out(self, change: Swap | Overridden) -> None:
+        change.put()
+        self.changes.append(change)
 
 
 def install(
@@ -294,6 +296,7 @@ def install_rules(
     Plans of chunks are kept in the dictionary `chunks`, for who installs other rules in the module afterwards.
     """
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
+    targets.sort(key=lambda target: isinstance(target[0].spec, AROUND))
     claimed: set[tuple[str, type]] = set()
     decoders = list(find_decoders(module))
     for rule, fqn in targets:
@@ -313,7 +316,7 @@ def install_rules(
     try:
         for rule, fqn in targets:
             change = change_of(part(module, fqn), rule.spec, mesh, strategy=rule.strategy, fqn=fqn)
-            installed.apply(fqn, change, module)
+            installed.apply(fqn, change, module, strategy=rule.strategy)
         _refuse_shared(module, installed)
     except BaseException:
         installed.undo()
@@ -357,6 +360,13 @@ def _matches(rule: Rule, module: nn.Module) -> list[str]:
             f"{rule.strategy} is to change {rule.fqn!r}, which matches no module of"
             f" {type(module).__name__}; its children are {[name for name, _ in module.named_children()]!r}"
         )
+    if isinstance(rule.spec, OF_BLOCKS):
+        # a pattern such as "blocks.*" matches the parts of blocks too; an outer module comes first
+        outer: set[str] = set()
+        for fqn in matches:
+            if outer.isdisjoint(accumulate(fqn.split("."), "{}.{}".format)):
+                outer.add(fqn)
+        matches = [fqn for fqn in matches if fqn in outer]
     return matches
 
 

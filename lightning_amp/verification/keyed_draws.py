@@ -67,9 +67,10 @@ class KeyedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.sites.append(site)
         if self._native is None or site in self._native:
             return func(*args, **kwargs)
-        return self._draw(
-            func, args, {k: v for k, v in kwargs.items() if k != "generator"}, site=site, axis=axis
-        )
+        # from the default generator, in place of which None stands: some overloads have no default for this argument
+        args = [_not_a_generator(value) for value in args]
+        kwargs = {name: _not_a_generator(value) for name, value in kwargs.items()}
+        return self._draw(func, args, kwargs, site=site, axis=axis)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -116,6 +117,10 @@ def _shape(args: Sequence[Any]) -> Sequence[int]:
         if isinstance(value, list | tuple):
             return value
     return ()
+
+
+def _not_a_generator(value: Any) -> Any:
+    return None if isinstance(value, torch.Generator) else value
 
 
 def _row(value: Any, axis: int, i: int, n: int) -> Any:

@@ -10,7 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.strategy.same_plan import COMPARED
@@ -106,10 +107,8 @@ def _batch_of(source: Any) -> Any:
 
 
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:
-    words = ["fit", "--config", path, *(f"--trainer.{setting}" for setting in settings)]
+    words = ["fit", "--config", path, "--ckpt_path=null", *(f"--trainer.{setting}" for setting in settings)]
     with warnings.catch_warnings():
-        # the words of this command are there too
-        warnings.filterwarnings("ignore", message=".*both args and command line")
         # 16-mixed is bf16-mixed on a CPU, whose bytes are the same
         warnings.filterwarnings("ignore", message=".*fp16 is not supported on CPU")
         cli = CommandLine(trainer_class=_Idle, save_config_callback=None, args=words)

@@ -127,6 +127,8 @@ def run_rank(rank: int, folder: Path, run: Run) -> Report:
     if run.treatment.share is not None:
         options["share_batch_statistics"] = run.treatment.share
     strategy = AMPStrategy(**options)
+    # they are compared and named here
+    strategy.own_statistics = True
     record, place, given = _fit(module, data, run, folder=folder, strategy=strategy)
     one = _record_of_one(folder)
     plan = strategy.plan

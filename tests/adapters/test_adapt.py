@@ -94,7 +94,7 @@ def test_ours_computes_what_the_copy_computes(name: str) -> None:
 def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any) -> None:
     for found in (rank["plans"] for rank in on_two_ranks):
         for name, kind in ON_RANKS.items():
-            assert [plan for n, plan in found if n == name] == plans(2, attention=kind.attention)
+            assert [plan for n, plan in found if n == name] == plans(2, attention=kind.attention)[::2]
         assert {key: far for key, far in found.items() if not far <= RTOL} == {}
 
 

@@ -2,8 +2,10 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_amp.cli.main import main
 
@@ -74,3 +76,48 @@ def test_a_name_like_no_other_and_a_missing_file_are_told_alone(
 def test_verify_reads_the_same_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = said_of(GOOD.replace("max_epochs", "max_epoch"), ["verify"], tmp_path, capsys)
     assert "Did you mean 'trainer.max_epochs'?" in said
+
+
+def printed(text: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    (folder / "run.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main([*words[:1], "--config", str(folder / "run.yaml"), *words[1:], "--print_config"])
+    assert ended.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_options_of_the_strategy_are_taken_beside_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unnamed, given = (
+        GOOD.replace("  strategy: amp\n", ""),
+        GOOD.replace("y: amp\n", "y: {class_path: lightning_amp.AMPStrategy, init_args: {rescue: true}}\n"),
+    )
+    option = ["--trainer.strategy.device_memory", "20MiB"]
+    for text, start in (
+        (GOOD, "popen"),
+        (unnamed, "popen"),
+        (GOOD.replace("amp\n", "amp_spawn\n", 1), "spawn"),
+    ):
+        strategy = printed(text, ["fit", *option], tmp_path, capsys)["trainer"]["strategy"]
+        assert strategy["class_path"] == "lightning_amp.AMPStrategy"
+        assert strategy["init_args"]["device_memory"] == "20MiB"
+        assert strategy["init_args"]["start_method"] == start
+    strategy = printed(given, ["fit", "=".join(option)], tmp_path, capsys)["trainer"]["strategy"]
+    assert strategy["init_args"]["device_memory"] == "20MiB"
+    assert strategy["init_args"]["rescue"] is True
+    said = said_of(GOOD.replace("amp\n", "ddp\n", 1), ["fit", *option], tmp_path, capsys)
+    assert "'--trainer.strategy.device_memory' was set, and strategy 'ddp' has no options" in said
+    said = said_of(GOOD, ["fit", "--trainer.strategy.device_memry=20MiB"], tmp_path, capsys)
+    assert "Did you mean 'device_memory'?" in said
+
+
+def test_classes_are_found_in_the_current_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model.py").write_text("from lightning_amp import GLUE\n\n\nclass Own(GLUE): ...\n")
+    monkeypatch.chdir(tmp_path)
+    # a console script has its own folder there instead of the current one
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    config = printed(GOOD.replace("lightning_amp.GLUE", "own_model.Own"), ["fit"], tmp_path, capsys)
+    assert config["model"]["class_path"] == "own_model.Own"

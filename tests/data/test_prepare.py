@@ -1,6 +1,7 @@
 """prepare keeps exactly the contacts, genes and edges it says, on tiny files by hand and on real ones by cooler."""
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from lightning_amp.data.prepare.gene_positions import promoters, read_genes
 from lightning_amp.data.prepare.guidance_graph import contact_edges, overlap_bins
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.read_scool import ScoolFile
+from lightning_amp.data.prepare.same_assembly import check_same_assembly
 from lightning_amp.data.prepare.variable_genes import most_variable
 from lightning_amp.data.prepare.write_hic import Pseudobulk
+from lightning_amp.errors import DataError
 from tests.data.tiny_data import (
     BIN,
     CELLS,
@@ -429,3 +432,58 @@ def test_every_column_of_the_cells_is_kept(files: Files) -> None:
         assert found[name].astype(str).tolist() == table.obs[name].astype(str).iloc[kept].tolist()
     assert found["batch"].tolist() == [str(1 + i % 2) for i in kept]
     assert found["donor"].dtype == "category"
+
+
+MB = 1_000_000
+HUMAN, MOUSE = {"1": 249, "2": 243, "3": 198}, {"1": 195, "2": 182, "3": 160}
+"""Chromosomes in Mb."""
+
+
+def genes_of(lengths: dict[str, int], each: int, named: str) -> pd.DataFrame:
+    """So many genes on each chromosome, from its beginning to its end."""
+    rows = [
+        (named.format(f"{chrom}{i:03d}"), f"chr{chrom}", start, start + 1000, "+")
+        for chrom, length in lengths.items()
+        for i, start in enumerate(np.linspace(0, length * MB - 2000, each, dtype=int).tolist())
+    ]
+    return pd.DataFrame(rows, columns=["gene", "chrom", "start", "end", "strand"]).set_index("gene")
+
+
+def test_genes_of_another_species_than_the_contacts_are_refused_with_a_remedy() -> None:
+    def check(contacts: dict[str, int], genes: pd.DataFrame) -> None:
+        check_same_assembly(genes, make_bins(contacts), annotation="genes.gtf")
+
+    check(HUMAN, genes_of(HUMAN, 200, "GENE{}"))
+    check(HUMAN, genes_of(HUMAN, 10, "ENSG{}"))
+    check(MOUSE, genes_of(MOUSE, 200, "Gene{}"))
+    check(MOUSE, genes_of(MOUSE, 10, "GENE{}"))
+    check({"1": 12, "2": 8}, genes_of({"1": 12, "2": 8}, 10, "Gene{}"))
+    for contacts, genes, why in (
+        (
+            MOUSE,
+            genes_of(HUMAN, 10, "GENE{}"),
+            r"7 of 30 lie behind the end of their chromosome, such as 'GENE1008'",
+        ),
+        (HUMAN, genes_of(MOUSE, 200, "GENE{}"), r"on 3 of 3 chromosomes the last one lies far from the end"),
+        (
+            HUMAN,
+            genes_of(MOUSE, 10, "Gene{}"),
+            r"named as a mouse's, and the chromosomes are as long as a human's",
+        ),
+        (MOUSE, genes_of({"1": 195}, 10, "ENSG{}"), r"named as a human's, .* as long as a mouse's"),
+    ):
+        with pytest.raises(DataError, match=f"genes.gtf: its genes, .*{why}.*Give the annotation of"):
+            check(contacts, genes)
+
+
+def test_prepare_refuses_genes_behind_the_end_of_a_chromosome(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.genes.write_text(re.sub(r"1\t([345]1.*)\t([345]1)", r"1\t9\1\t9\2", files.genes.read_text()))
+    words = [f"--{name}={value}" for name, value in files.arguments().items()]
+    assert main(["prepare", *words]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "3 of 10 lie behind the end of their chromosome, such as 'G3' at 93,100,000 of chromosome 1" in said
+    )
+    assert not files.out.exists()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -26,7 +27,7 @@ def small_graph() -> tuple[nn.Linear, Tensor]:
 def training_steps(*, steps: int = 2, checkpointed: bool = False) -> None:
     model = nn.Sequential(nn.Linear(40, 60), nn.GELU(), nn.Linear(60, 7))
     x = torch.ones(300, 40)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for _ in range(steps):
         y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
         y.square().mean().backward()
@@ -253,6 +254,18 @@ def test_wrappers_count_by_their_parts() -> None:
         assert live.current == 12, "the part of 3 elements, not the 1000 that the wrapper claims"
         del doubled
         assert live.current == 0
+
+
+def test_shapes_that_a_wrapper_looks_for_on_fake_tensors_take_no_memory() -> None:
+    with fake_world(MeshShape(data=1, model=2), rank=0) as mesh:
+        x, y = (distribute_tensor(torch.ones(1000), mesh["model"], [Shard(0)]) for _ in range(2))
+        with LiveBytes() as live, LiveBytes():
+            # torch looks for the shape of an operator with other numbers anew
+            x.addcdiv_(y, y, value=0.1234)
+            assert live.peak == 0, "in place"
+            z = x * y
+            assert live.peak == live.current == 2000, "this rank's rows"
+            del z
 
 
 def test_a_tensor_that_is_still_being_sent_counts_once() -> None:

@@ -16,6 +16,8 @@ from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.standing_for import standing_for, times_now
 from lightning_amp.parallel.install import install_rules
+from lightning_amp.planning.modules.stage_forms import computed_again
+from lightning_amp.planning.pipeline.stage_bytes import rest_bytes, stage_bytes
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock
 from tests.footprint.test_profile_module import Small
@@ -43,8 +45,29 @@ class Tied(Small):
 
 
 class Skipping(Tied):
-    def between(self, x: Tensor, first: Tensor, k: int) -> Tensor:
-        return x + first if k == 1 else x
+    """What the first block returns, read after the last one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = first = self.net[0](batch)
+        for block in self.net[1:]:
+            x = block(x)
+        return F.mse_loss(x + first, batch)
+
+
+class Conditioned(Small):
+    """A vector made of the batch by layers of its own, which the last block and the loss read."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.time, self.scale = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        when = self.scale(torch.tanh(self.time(batch[:, :WIDTH].cos())))
+        x = self.embed(batch)
+        for k, block in enumerate(self.net):
+            x = block(x + when if k == 2 else x)
+        return F.mse_loss(x * when, batch)
 
 
 class Backwards(Tied):
@@ -69,6 +92,28 @@ class Dropping(Tied):
 
     def between(self, x: Tensor, first: Tensor, k: int) -> Tensor:
         return F.dropout(x, 0.5)
+
+
+class Remembering(Conditioned):
+    """The same, which the loss does not read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        when = self.scale(torch.tanh(self.time(batch)))
+        x = self.embed(batch)
+        for k, block in enumerate(self.net):
+            x = block(x + when if k == 2 else x)
+        wide = x.repeat(1, 20)
+        return F.mse_loss(wide, batch.repeat(1, 20))
+
+
+class Returned(Tied):
+    """Returns what it has predicted beside its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch
+        for block in self.net:
+            x = block(x)
+        return {"loss": F.mse_loss(x, batch), "rounded": x.round(), "batch": batch, "of_block": x}
 
 
 class Again(torch.autograd.Function):
@@ -159,9 +204,52 @@ def test_other_lengths_lie_on_a_line() -> None:
 
 def test_what_cannot_be_stages_is_said() -> None:
     assert isinstance(passes(Dropping), Passes)
-    assert "'net.2' reads" in str(passes(Skipping))
+    assert "what follows the blocks reads addmm of 'net.0'" in str(passes(Skipping))
     assert "called 3 of 3" in str(passes(Backwards))
     assert "random numbers that the step draws before them" in str(passes(Masking))
+
+
+def test_what_is_made_beside_the_blocks_is_of_every_stage_that_reads_it() -> None:
+    step, row = found(Conditioned, 8), 4 * 8 * WIDTH
+    readers = {p.name: p.segments for p in step.parameters}
+    assert readers["time.weight"] == readers["scale.bias"] == (0, 2, BLOCKS)
+    assert readers["embed.weight"] == (0,)
+    assert [len(operators) > 0 for operators in step.needs] == [False, False, True, True]
+    first, second, third = (stage_bytes(step, i, i + 1, to_the_end=False) for i in range(BLOCKS))
+    # the second neither reads nor keeps it; the third has its input, and of the vector the cosine and the hidden layer
+    assert second.kept - second.received == row + second.result
+    assert third.kept - third.received == row + third.result + row + 4 * row
+    of_block, weights = 4 * (WIDTH * WIDTH + WIDTH), 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH + WIDTH)
+    assert second.gradients == of_block
+    assert third.gradients == of_block + weights
+    assert first.gradients == of_block + weights + of_block, "the layer before the blocks is of their size"
+    rest = rest_bytes(step)
+    assert rest.gradients == weights
+    # a second pass of the block does not change what is made beside it
+    again = stage_bytes(computed_again(step, [2]), 2, 3, to_the_end=False)
+    assert again.gradients == third.gradients
+    assert again.kept >= 5 * row
+
+
+def test_a_variable_of_the_step_is_there_with_its_graph_while_what_follows_the_blocks_runs() -> None:
+    step, row = found(Remembering, 8), 4 * 8 * WIDTH
+    assert len(step.needs[BLOCKS]) == 0
+    # of a rank that runs the block which reads it, the vector and the hidden layer
+    with_it, without = rest_bytes(step, rank=[2, BLOCKS]), rest_bytes(step, rank=[BLOCKS])
+    assert with_it.forward - without.forward == row + 4 * row
+    assert with_it.silent - without.silent == row
+    assert with_it.backward == without.backward
+
+
+def test_what_a_step_returns_is_there_until_it_ends() -> None:
+    step, row = found(Returned, 8), 4 * 8 * WIDTH
+    # a mean of losses has the memory of all of them on a CPU; what a block returns is counted as that
+    assert [int(step.n_bytes[place]) for place in step.returned] == [row, row]
+    last = stage_bytes(step, 2, 3, to_the_end=True)
+    assert last.returned == 2 * row
+    assert last.kept == stage_bytes(step, 2, 3, to_the_end=False).kept + 2 * row
+    assert stage_bytes(step, 0, 1, to_the_end=True).returned == 0
+    assert rest_bytes(step).returned == 2 * row
 
 
 def test_a_graph_of_the_backward_pass_is_there_until_it_is_gone_through() -> None:

@@ -19,8 +19,9 @@ from torchmetrics import MeanMetric
 import lightning_amp
 from lightning_amp import figures
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.profile_module import profile_module
 from tests.any_module import NAMES, Meter, make
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}

@@ -1,16 +1,21 @@
-"""Claim: every legal combination of S2, S3, S4 and S5 trains as one device does, to 1e-10 in double precision.
+"""Claim: every legal combination of techniques of a decoder trains as one device does, to 1e-10 in double precision.
 
-All subsets x model axis of 1 to 4 ranks x both forms of the attention key, independent and chained strata, convolution
-keys x sizes that no number of ranks divides: the losses and the gradients of every parameter and input in the first
-step, all values after three optimiser steps, and the decoder's mean. Automatic and manual optimisation, and a mesh of
-2 x 2, are in test_model_axis.py; each technique's own cases and its counted collectives are in its own tests.
+    form of the decoder x placement x attention x decode x likelihood x activations
+
+on one device and over 3 ranks of the model axis, which divide nothing of the sizes. What runs is an array in which
+every pair of choices is; before a release it is the whole product, over 2, 3 and 4 ranks. Compared are the losses and
+the gradients of every parameter and input in the first step, all values after the steps, and the decoder's mean.
+Automatic and manual optimisation, and a mesh of 2 x 2, are in test_model_axis.py; each technique's own cases and its
+counted collectives are in its own tests.
 """
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import product
 
 import pytest
 
+from lightning_amp.planning.plan.strategies import conflicts, in_order
+from tests.each import all_pairs
 from tests.parallel.sharded_cases import (
     Case,
     Model,
@@ -29,54 +34,66 @@ UNEVEN = Case(dim=10, anchors=21, features={2: 3})
 
 CASES = {
     "higlue": UNEVEN,
-    "higlue chained": replace(UNEVEN, chained=True),
-    "paper": replace(UNEVEN, variant="paper"),
+    "higlue chained": replace(UNEVEN, chained=True, n_batches=1),
+    "paper": replace(UNEVEN, variant="paper", head=False),
     "paper chained": replace(UNEVEN, variant="paper", chained=True),
     "convolution": replace(UNEVEN, key="convolution"),
 }
-SUBSETS = [subset for n in range(5) for subset in combinations(("S2", "S3", "S4", "S5"), n)]
-SHARDED = [subset for subset in SUBSETS if {"S2", "S5"} & set(subset)]
-LOCAL = [subset for subset in SUBSETS if subset and subset not in SHARDED]
+STEPS = 2
+Row = tuple[str, str, str, str, str, str]
+"""A form of the decoder, and a technique or "" of every axis."""
 
-MORE = [pytest.mark.exhaustive, pytest.mark.release]
-
-
-def legal(case: Case, subset: tuple[str, ...]) -> bool:
-    """S3 needs attention."""
-    return case.key == "attention" or "S3" not in subset
+LOCAL = (("", "S3", "fused", "sdpa"), ("", "S4"), ("", "sparse"), ("", "recompute", "stream"))
+PLACEMENTS = ("S2", "S5", "S2,S5", "strata", "nodes")
 
 
-def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
-    """How many combinations this rank has compared, and what differs."""
-    mesh = model_mesh(world_size)
-    compared, wrong = 0, []
-    for name, case in CASES.items():
-        expected = reference(case)
-        for subset in SHARDED:
-            if legal(case, subset):
-                compared += 1
-                found = sharded(case, subset, mesh)
-                wrong += [f"{name} {'+'.join(subset)}: {line}" for line in differences(found, expected)]
-    return compared, wrong
+def techniques(row: Row) -> tuple[str, ...]:
+    return in_order(name for names in row[1:] for name in names.split(",") if name)
+
+
+def legal(row: Row) -> bool:
+    """Whether a combination can be installed: attention is needed for what shares it out or computes it otherwise."""
+    attends = CASES[row[0]].key == "attention" or not {"S3", "fused", "sdpa", "nodes"} & set(techniques(row))
+    return attends and not any(conflicts(techniques(row)))
+
+
+ON_ONE = [row for row in product(CASES, ("",), *LOCAL) if legal(row) and techniques(row)]
+ON_RANKS = [row for row in product(CASES, PLACEMENTS, *LOCAL) if legal(row)]
+
+
+def compare(rank: int, world_size: int, rows: list[Row]) -> list[str]:
+    """What differs from one device."""
+    mesh, expected = model_mesh(world_size), {name: reference(case, STEPS) for name, case in CASES.items()}
+    wrong = []
+    for row in rows:
+        found = sharded(CASES[row[0]], techniques(row), mesh, STEPS)
+        wrong += [
+            f"{row[0]} {'+'.join(techniques(row))}: {line}" for line in differences(found, expected[row[0]])
+        ]
+    return wrong
+
+
+BEFORE_A_RELEASE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=MORE) for n in (3, 4))])
-def test_every_combination_over_ranks(world_size: int, tmp_path) -> None:
-    results = run_ranks(compare_all, world_size, tmp_path, timeout=250)
-    assert all(compared == 4 * len(SHARDED) + 6 for compared, _ in results), "nothing was left out"
-    wrong = [
-        f"rank {rank} of {world_size}, {line}" for rank, (_, lines) in enumerate(results) for line in lines
-    ]
+@pytest.mark.parametrize(
+    ("world_size", "which"),
+    [(3, all_pairs), *(pytest.param(n, list, marks=BEFORE_A_RELEASE) for n in (2, 3, 4))],
+)
+def test_combinations_over_ranks(world_size: int, which, tmp_path) -> None:
+    rows = [row for row in which(ON_RANKS) if world_size < 4 or row[1] in ("S2", "S5", "S2,S5")]
+    assert len(rows) >= 25
+    results = run_ranks(compare, world_size, tmp_path, rows, timeout=500)
+    wrong = [f"rank {rank} of {world_size}, {line}" for rank, lines in enumerate(results) for line in lines]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_combination_on_one_device(name: str) -> None:
-    case = CASES[name]
-    expected = reference(case)
-    for subset in LOCAL:
-        if legal(case, subset):
-            model = Model(case)
-            found = train(model, 3, install(model, make_plan(subset, 1)))
-            assert not differences(found, expected), subset
+@pytest.mark.long
+@pytest.mark.parametrize("which", [all_pairs, pytest.param(list, marks=BEFORE_A_RELEASE)])
+def test_combinations_on_one_device(which) -> None:
+    expected = {name: reference(case, STEPS) for name, case in CASES.items()}
+    for row in which(ON_ONE):
+        model = Model(CASES[row[0]])
+        found = train(model, STEPS, install(model, make_plan(techniques(row), 1)))
+        assert not differences(found, expected[row[0]]), row

@@ -14,9 +14,10 @@ from lightning_amp.parallel import install as installer
 from lightning_amp.parallel.attention.s3_chunked import ChunkedAttention
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.describe_module import describe
-from lightning_amp.parallel.install import Installed, install
+from lightning_amp.parallel.install import Installed, install, install_rules
 from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.make_plan import plan
 from tests.planning.profiles import hic, profile, rna
@@ -113,8 +114,8 @@ def test_strategies_without_an_installer_are_named_before_anything_changes(strat
 def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:
     one, other, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
     installed = Installed()
-    installed.apply("", Change({}, partial=[other, one, other]), Model())
-    installed.apply("", Change({}, partial=[third, one]), Model())
+    installed.apply("", Change({}, partial=[other, one, other]), Model(), strategy="S5")
+    installed.apply("", Change({}, partial=[third, one]), Model(), strategy="S5")
     assert [id(p) for p in installed.partial] == [id(p) for p in (other, one, third)], (
         "equal, and not the same"
     )
@@ -153,7 +154,7 @@ def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back()
     module = nn.Sequential(nn.Linear(3, 3))
     x, installed = torch.ones(1, 3), Installed()
     plain = module(x)
-    installed.apply("0", Change({}, forwards={"": _Twice()}), module)
+    installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     assert torch.equal(module(x), 2 * plain)
     twin = copy.deepcopy(module)
     nn.init.zeros_(twin[0].weight)
@@ -167,8 +168,10 @@ def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back()
 def test_a_forward_that_somebody_has_set_is_not_overwritten() -> None:
     module, installed = nn.Sequential(nn.Linear(3, 3)), Installed()
     module[0].forward = theirs = lambda x: x
-    with pytest.raises(InstallError, match="set by somebody else"):
-        installed.apply("0", Change({}, forwards={"": _Twice()}), module)
+    with pytest.raises(
+        InstallError, match="S6 is to change how '0' runs, whose `forward` is set on the instance"
+    ):
+        installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     installed.undo()
     assert module[0].forward is theirs
 
@@ -178,15 +181,23 @@ def test_what_lies_in_some_modules_is_taken_out_and_put_back_with_its_forwards()
     x, installed = torch.ones(1, 3), Installed()
     plain = module(x)
     for name in "01":
-        installed.apply(name, Change({}, forwards={"": _Twice()}), module)
+        installed.apply(name, Change({}, forwards={"": _Twice()}), module, strategy="S6")
     changed = module(x)
     with installed.aside():
         assert torch.equal(module(x), plain)
     taken = installed.take_out(["0"])
-    assert (
-        [name for name in "01" if "forward" in vars(module[int(name)])] == list(installed.forwards) == ["1"]
-    )
+    assert [name for name in "01" if "forward" in vars(module[int(name)])] == ["1"]
+    assert [one.fqn for one in installed.overridden] == ["1"]
     installed.put_back(taken)
     assert torch.equal(module(x), changed)
     installed.undo()
     assert torch.equal(module(x), plain)
+
+
+def test_a_pattern_of_blocks_is_for_the_outermost_modules_that_it_matches() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+    for spec, name in ((RecomputeBlock(), "recompute"), (ChunkBlock(budget_bytes=1), "chunk")):
+        installed = install_rules(module, [Rule(fqn="blocks.*", spec=spec, strategy=name, why="")])
+        assert [one.fqn for one in installed.overridden] == ["blocks.0", "blocks.1"]
+        installed.undo()

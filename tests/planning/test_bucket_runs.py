@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_amp.planning.sizes.bucket_runs import CACHED_SCORES, LAUNCHED_SCORES, Band, RunSizes, run_sizes
+from tests.each import each
 
 W = 5
 
@@ -11,8 +12,7 @@ W = 5
     ("n", "before", "after"),
     [(60, 0, 0), (58, 0, 0), (60, 5, 5), (35, 10, 3), (2, 5, 0), (60, 10, 10), (0, 5, 5)],
 )
-@pytest.mark.parametrize("together", [1, 2, 3, 100])
-@pytest.mark.parametrize("padded", [False, True])
+@each(together=(1, 2, 3, 100), padded=(False, True))
 def test_runs_take_every_bucket_once_and_meet_its_neighbours(
     n: int, before: int, after: int, together: int, padded: bool
 ) -> None:

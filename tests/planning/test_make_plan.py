@@ -250,7 +250,7 @@ def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
         profile(rna()), devices=2, device_memory="1MiB", shape=replace(unknown, parameter_bytes=10**7)
     )
     assert tight.fits is False
-    assert "without the activations, which are not known," in plan_report(tight)
+    assert "without the activations, which are not known" in plan_report(tight)
     assert "no decomposed decoder was recognised: data parallelism (S1) only" in plan_report(made)
 
 
@@ -307,6 +307,18 @@ def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
         match="nodes was asked for with 8 ranks .* N=61 anchors in buckets of 20 can be split over 4 at most; choose a",
     ):
         plan(data, devices=8, strategies="nodes", model_parallel_size=8, shape=ours)
+    for window, devices, found in (
+        (61, 2, "N=61 anchors in buckets of 61 cannot be split; choose a smaller window, or leave"),
+        (
+            40,
+            3,
+            "no number of ranks that N=61 .* can be split over, up to 2, divides 3 devices; choose a smaller",
+        ),
+        (20, 1, "that has one rank with devices=1; use two ranks or more"),
+    ):
+        few = reference_shape(data, batch_size=4, window=window)
+        with pytest.raises(PlanError, match=f"nodes split a module over the model axis, and {found}"):
+            plan(data, devices=devices, strategies="nodes", shape=few)
     compared = plan(data, devices=8, model_parallel_size=8, shape=ours).candidates
     assert compared
     assert not any("nodes" in c.strategies for c in compared)

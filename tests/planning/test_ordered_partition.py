@@ -4,9 +4,8 @@ import random
 from fractions import Fraction
 from itertools import combinations, pairwise
 
-import pytest
-
 from lightning_amp.planning.sizes.ordered_partition import deal
+from tests.each import each
 
 
 def bottleneck(costs, ends, speeds=(), passing=()) -> Fraction:
@@ -39,13 +38,13 @@ def some_costs(rng: random.Random) -> tuple[int, tuple[float, ...]]:
     return ranks, numbers(rng, strata)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each(seed=range(300))
 def test_it_finds_what_trying_all_partitions_finds(seed: int) -> None:
     ranks, costs = some_costs(random.Random(seed))
     assert deal(costs, ranks) == best(costs, ranks)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each(seed=range(300))
 def test_ranks_of_unequal_speed(seed: int) -> None:
     rng = random.Random(seed)
     strata = rng.randrange(4, 10)
@@ -58,7 +57,7 @@ def test_ranks_of_unequal_speed(seed: int) -> None:
     assert all(a < b for a, b in pairwise((0, *ends)))
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each(seed=range(300))
 def test_ranks_of_a_chain_pass_the_strata_before_their_own(seed: int) -> None:
     rng = random.Random(seed)
     ranks, costs = some_costs(rng)

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.policies.race import LEVEL, TIMED, WARM_UP, Result, Strategies, race
+from tests.each import each
 
 AXES = (((), ("recompute",), ("stream",)), ((), ("fused",), ("sdpa",)), ((), ("sparse",)), ((), ("S4",)))
 ALL = [in_order(frozenset(("S1",)).union(*parts)) for parts in product(*AXES)]
@@ -37,7 +38,7 @@ def costs(seed: int) -> dict[Strategies, float]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each(seed=range(50))
 def test_finds_the_fastest_where_strategies_do_not_depend_on_each_other(seed: int) -> None:
     seconds = costs(seed)
     first = ALL[seed % len(ALL)]
@@ -48,7 +49,7 @@ def test_finds_the_fastest_where_strategies_do_not_depend_on_each_other(seed: in
     assert len(ran) <= (1 + 2 + 4) * (WARM_UP + TIMED)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each(seed=range(20))
 def test_who_may_not_run_does_not(seed: int) -> None:
     seconds, random = costs(seed), Random(seed)
     first = ALL[-1]

@@ -18,6 +18,7 @@ def wanted(**changes: Any) -> Wanted:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_one_run_is_counted_and_its_numbers_are_compared(tmp_path: Path) -> None:
     one = run(wanted(double=True), tmp_path)
     other = run(wanted(double=True, by_hand="recompute"), tmp_path)

@@ -162,6 +162,7 @@ def test_simulated_case_counts_the_last_rank_too():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_fresh_processes_compute_the_same_as_the_eager_decoder():
     eager = Case(size=TINY, method=EAGER, threads=1)
     training = Training(eager, plan_of(eager), None)

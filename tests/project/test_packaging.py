@@ -2,7 +2,9 @@
 
 import ast
 import re
+import runpy
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 
@@ -27,7 +29,6 @@ def same(name: str) -> str:
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["umap"]]
     declared = {same(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
@@ -42,19 +43,42 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 
 def test_the_version_is_said_once() -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["project"]["dynamic"] == ["version", "readme"]
     assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_amp.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_amp.__version__)
 
 
+def test_links_of_a_wheel_lead_to_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its description is the README, from which a package index can follow no path."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr("setuptools.setup", found.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    url = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == url
+    links = re.findall(r"\]\(([^)]+)\)", found["long_description"])
+    assert len(links) > 15
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert f"]({url}/raw/main/docs/memory_per_stratum.png)" in found["long_description"]
+    paths = [
+        link.removeprefix(f"{url}/blob/main/").partition("#")[0] for link in links if f"{url}/blob" in link
+    ]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_no_page_installs_from_a_package_index_what_was_not_published_there() -> None:
+    folders = ("docs", "examples", "benchmarks", "lightning_amp", "tests")
+    files = [ROOT / "README.md", *(file for folder in folders for file in (ROOT / folder).rglob("*.*"))]
+    texts = {file: file.read_text() for file in files if file.suffix in (".md", ".py", ".ipynb", ".sh")}
+    told = [str(file) for file, text in texts.items() if re.search(r"pip install ['\"]?lightning-amp", text)]
+    assert told == []
+
+
 def test_the_recipe_of_conda_needs_what_the_package_needs() -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     recipe = yaml.safe_load((ROOT / ".ci" / "recipe.yaml").read_text())
     # conda's names of two packages; extras are packages of their own there
-    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base", "PyYAML": "pyyaml"}
     declared = [re.sub(r"\[.*\]", "", line) for line in project["dependencies"]]
     wanted = {re.sub(r"^[\w-]+", lambda name: names.get(name[0], name[0]), line) for line in declared}
     found = {line.replace(" ", "") for line in recipe["requirements"]["run"]}

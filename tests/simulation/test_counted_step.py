@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from lightning_amp.planning.time.operator_costs import _fused_kernels, _kernel_c
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import fake_world, simulate
+from tests.each import each
 from tests.planning.work_cases import CELLS, sent, shape, work
 
 SIZES = {
@@ -97,10 +99,18 @@ def test_operations_of_a_convolution() -> None:
     assert forward.flops == counter.get_total_flops() == backward.flops / 2
 
 
+MORE = [pytest.mark.exhaustive, pytest.mark.release]
+EVERY = list(product(AXES, SIZES))
+
+
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize("axes", AXES, ids=str)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    # each with two of the four sizes, in turn
+    [row if (i // 4 + i) % 2 else pytest.param(*row, marks=MORE) for i, row in enumerate(EVERY)],
+    ids=str,
+)
 def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
     sizes = shape(**SIZES[name])
     # one after the other: the counter of products adds copies of its own; nor do its hooks know the backward pass of
@@ -142,12 +152,12 @@ def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("anchors", "window"), [(520, 80), (230, 24), (192, 32), (50, 80), (90, 80), (1200, 640)]
+@each(
+    size=((520, 80), (230, 24), (192, 32), (50, 80), (90, 80), (1200, 640)),
+    form=(("cpu", False), ("cuda", True)),
 )
-def test_operators_of_fused_attention(anchors: int, window: int, device: str, keep: bool) -> None:
+def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bool]) -> None:
+    (anchors, window), (device, keep) = size, form
     qk, values, grad = torch.randn(3, anchors, 8).unbind()
     qk.requires_grad_(), values.requires_grad_()
     attention = FusedAttention(8, window, keep=keep)
@@ -164,12 +174,13 @@ def test_operators_of_fused_attention(anchors: int, window: int, device: str, ke
     assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep, 8, launched)) == found
 
 
-@pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("anchors", "window"), [(520, 80), (230, 24), (192, 32), (50, 80), (64, 32), (90, 80)]
+@each(
+    size=((520, 80), (230, 24), (192, 32), (50, 80), (64, 32), (90, 80)),
+    device=("cpu", "cuda"),
+    alike=(False, True),
 )
-def test_operators_of_attention_in_kernels(anchors: int, window: int, device: str, alike: bool) -> None:
+def test_operators_of_attention_in_kernels(size: tuple[int, int], device: str, alike: bool) -> None:
+    anchors, window = size
     q, k, values, grad = torch.randn(4, anchors, 8).unbind()
     leaves = [x.requires_grad_() for x in ((q, values) if alike else (q, k, values))]
     attention, found = FusedAttention(8, window, kernel="sdpa"), []

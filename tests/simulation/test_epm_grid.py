@@ -22,6 +22,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.models_without_values import decoder_subject, reference_subject
 from lightning_amp.simulation.simulate import simulate_plan
+from tests.each import all_pairs
 from tests.planning.profiles import hic, profile, rna, shape
 
 WITHIN = 0.05
@@ -39,7 +40,8 @@ PAPER, CHAINED, CONVOLUTION = {"variant": "paper"}, {"chained": True}, {"attenti
 SPREAD = {"features": (150, 150, 120, 100)}
 """Features whose anchors are no run, as on several chromosomes: S4 copies their keys."""
 
-CASES: list[tuple[str, int, int, dict[str, Any]]] = [
+Row = tuple[str, int, int, dict[str, Any]]
+CASES: list[Row] = [
     ("S1", 1, 8, {}),
     ("S1", 1, 64, {"dim": 16}),
     ("S1", 1, 1, {"window": 400}),
@@ -166,16 +168,33 @@ def compare(decoder: DecoderShape, asked: str, *, ranks: int, batch_size: int) -
     return predicted.peak_bytes / max(step.peak_bytes), strata
 
 
+def choices(row: Row) -> tuple[Any, ...]:
+    """What a case has on every axis of the decoder."""
+    asked, _, _, sizes = row
+    names = asked.replace(" ", ",").split(",")
+    axes = (("S2", "S5", "nodes", "strata"), ("S3", "fused", "sdpa", "retain"), ("recompute", "stream"))
+    chosen = tuple(tuple(name for name in axis if name in names) for axis in axes)
+    held = tuple(name in names for name in ("S4", "sparse", "gather"))
+    return (*chosen, *held, sizes.get("variant"), "chained" in sizes, "features" in sizes)
+
+
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize(("asked", "ranks", "cells", "sizes"), CASES)
-def test_decoder_alone(asked: str, ranks: int, cells: int, sizes: dict[str, Any]) -> None:
-    peak, strata = compare(decoder(**sizes), asked, ranks=ranks, batch_size=cells)
-    if "recompute" in asked:  # its forward pass, of which nothing is kept, is counted as any other
-        assert 1 - WITHIN < peak < 1 + 2 * WITHIN
-    else:
-        assert peak == pytest.approx(1, abs=WITHIN)
-        assert strata == pytest.approx([1] * len(strata), abs=WITHIN)
+@pytest.mark.parametrize(
+    "which",
+    [all_pairs, pytest.param(lambda rows, _: rows, marks=[pytest.mark.exhaustive, pytest.mark.release])],
+)
+def test_decoder_alone(which: Any) -> None:
+    rows = which(CASES, choices)
+    assert len(rows) > 25
+    for asked, ranks, cells, sizes in rows:
+        peak, strata = compare(decoder(**sizes), asked, ranks=ranks, batch_size=cells)
+        case = f"{asked} {ranks} {cells} {sizes}"
+        if "recompute" in asked:  # its forward pass, of which nothing is kept, is counted as any other
+            assert 1 - WITHIN < peak < 1 + 2 * WITHIN, case
+        else:
+            assert peak == pytest.approx(1, abs=WITHIN), case
+            assert strata == pytest.approx([1] * len(strata), abs=WITHIN), case
 
 
 def data(*, anchors: int, strata: int, genes: int, attention: bool = True) -> Profile:
@@ -186,15 +205,15 @@ def data(*, anchors: int, strata: int, genes: int, attention: bool = True) -> Pr
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("known", "cells"),
+    ("known", "cells", "strategies", "ranks"),
     [
-        (data(anchors=600, strata=4, genes=500), 32),
-        (data(anchors=1000, strata=4, genes=20_000), 64),
-        (data(anchors=2000, strata=8, genes=2000, attention=False), 64),
-        (data(anchors=2000, strata=1, genes=2000, attention=False), 64),
+        (data(anchors=600, strata=4, genes=500), 32, "S1", 2),
+        (data(anchors=1000, strata=4, genes=20_000), 64, "S1", 2),
+        (data(anchors=1000, strata=4, genes=20_000), 64, "S2,S4,S5", 4),
+        (data(anchors=2000, strata=8, genes=2000, attention=False), 64, "S2,S4", 4),
+        (data(anchors=2000, strata=1, genes=2000, attention=False), 64, "S2,S4,S5", 4),
     ],
 )
-@pytest.mark.parametrize(("strategies", "ranks"), [("S1", 2), ("S2,S4", 4), ("S2,S4,S5", 4)])
 def test_reference_model(known: Profile, cells: int, strategies: str, ranks: int) -> None:
     made = plan(known, devices=ranks, strategies=strategies, batch_size=cells)
     step = simulate_plan(lambda: reference_subject(known, batch_size=cells, latent_dim=64, window=None), made)

@@ -65,6 +65,7 @@ def test_masks_of_the_ranks_own_are_named(workers: Workers) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_manual_optimisation_with_noise(workers: Workers) -> None:
     found = verified(workers, "unet", "S1,fsdp")
     assert not found.ok, "noise is drawn by each rank"

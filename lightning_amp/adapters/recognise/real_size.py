@@ -2,7 +2,9 @@
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
     compared     every stratum's log-probability, summed, and its derivative along one random direction of u, v, l and
-                 all parameters: a gradient that differs anywhere shows in it
+                 all parameters: a gradient that differs anywhere shows in it. With the first batch the derivative,
+                 which takes most of the time, is compared only where it was not before: for a v with other rows, or a
+                 decoder whose real size was too large for a comparison before there was a plan
     memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
 
 Nothing of the module is changed, and no random numbers of the caller are used up.
@@ -36,10 +38,14 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FirstBatch:
-    """Compares a foreign decoder with ours on the first batch that it is called with, in training and in evaluation."""
+    """Compares a foreign decoder with ours on the first batch that it is called with, in training and in evaluation.
 
-    def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
-        self.module = module
+    Attributes:
+        derivatives: Whether derivatives are compared, too.
+    """
+
+    def __init__(self, module: nn.Module, decoder: AdaptedDecoder, *, derivatives: bool) -> None:
+        self.module, self.derivatives = module, derivatives
         # techniques replace modules of ours, and leave parameters and the layers that hold them
         self.plain = copy.deepcopy(decoder, no_hooks(decoder) | {id(t): t for t in _tensors(decoder)})
         self.cells = 0
@@ -73,7 +79,7 @@ class FirstBatch:
             return
         self._modes.add(self.module.training)
         with torch.inference_mode(False), torch.no_grad():
-            found = difference(*self._copies(), *self._some(inputs, x))
+            found = difference(*self._copies(), *self._some(inputs, x), derivatives=self.derivatives)
         if found:
             raise ModelError(
                 f"the decoder {type(self.module).__name__!r} has {found} than what the plan runs in its place, on the"
@@ -104,31 +110,36 @@ class FirstBatch:
 def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
     """Bytes that a comparison takes at most, and those that it takes more for each cell.
 
-    Every number is in float64 and has a derivative.
+    Every number is in float64 and may have a derivative.
     """
     # all parameters, one stratum of eager attention, and what is made of the features of all strata
     rows = decoder.n_anchors * (12 * decoder.window + 27 * decoder.dim)
     return 16 * (2 * sum(p.numel() for p in module.parameters()) + rows), 16 * 14 * decoder.n_features
 
 
-def difference(module: nn.Module, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> str:
+def difference(
+    module: nn.Module, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor, *, derivatives: bool = True
+) -> str:
     """What differs between a foreign decoder in float64 and ours, "" if nothing does.
 
     Both have the same parameters, which are written to.
     """
+    for parameter in module.parameters():
+        # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
+        parameter.requires_grad_(False)
     devices = [x.device] if x.device.type == "cuda" else []
     with (
-        warnings.catch_warnings(),
+        # torch's own, on its first derivative forward: they say nothing of the module
+        warnings.catch_warnings(action="ignore"),
         torch.enable_grad(),
         torch.random.fork_rng(devices),
         forward_ad.dual_level(),
     ):
-        # torch's own, on its first derivative forward
-        warnings.simplefilter("ignore", DeprecationWarning)
-        u, v, b, l = _directed(module, inputs)  # noqa: E741
+        if derivatives:
+            inputs = _directed(module, inputs)
         with torch.autocast(x.device.type, enabled=False):
-            expected = _numbers(_theirs(module, decoder, (u, v, b, l), x))
-            found = _numbers(_ours(decoder, (u, v, b, l), x))
+            expected = _numbers(_theirs(module, decoder, inputs, x))
+            found = _numbers(_ours(decoder, inputs, x))
     known = expected.isfinite()
     # derivatives of single strata may cancel out
     scale = torch.stack([expected[0].abs(), expected[1][known[1]].norm().expand_as(expected[1])])
@@ -148,8 +159,7 @@ def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
         return cast(Tensor, forward_ad.make_dual(value, way.to(value.device)))  # type: ignore[no-untyped-call]
 
     for parameter in module.parameters():
-        # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
-        parameter.requires_grad_(False).copy_(directed(parameter.detach().clone()))
+        parameter.copy_(directed(parameter.detach().clone()))
     u, v, b, l = inputs  # noqa: E741
     return directed(u), directed(v), b, directed(l)
 

@@ -5,7 +5,7 @@ one.
 """
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -147,5 +147,5 @@ def _about(bins: pd.DataFrame) -> dict[str, Any]:
         "metadata": "{}",
         "format-url": URL,
         "generated-by": "lightning-amp",
-        "creation-date": datetime.now(timezone.utc).replace(tzinfo=None).isoformat(),
+        "creation-date": datetime.now(UTC).replace(tzinfo=None).isoformat(),
     }

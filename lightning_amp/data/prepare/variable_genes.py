@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_amp.data.files.chromosome_names import spell_as
 from lightning_amp.data.prepare.guidance_graph import overlap_bins
 from lightning_amp.data.prepare.rna_counts import RnaCounts
+from lightning_amp.data.prepare.same_assembly import check_same_assembly
 from lightning_amp.errors import DataError
 
 N_TREND_BINS = 20
@@ -36,8 +37,10 @@ def choose_genes(
         annotation: The file of `genes`, for messages.
 
     Raises:
-        DataError: The two files share no symbol, or none on the kept chromosomes.
+        DataError: The annotation is of another assembly than the bins, or the two files share no symbol, or none on the
+            kept chromosomes.
     """
+    check_same_assembly(genes, bins, annotation=annotation)
     shared = rna.genes[rna.genes.isin(genes.index)]
     if shared.empty:
         raise DataError(

@@ -7,6 +7,7 @@ block, which is recomputed as a whole. A block is left as it is where it cannot 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -15,13 +16,17 @@ from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.build_chain import build_chain
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
-from lightning_amp.footprint.chain.passes import Passes, passes_of
+from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
 from lightning_amp.footprint.fake_copy import length_of
+from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.profile_module import BY_ITSELF, FAKE, REAL, Around, counted_step, profile_of
+from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (planning/time/device_rates.py)."""
+TRANSFORMED = (
+    "the step calls torch.func.grad or another of its kind, beside which it is not known what blocks keep"
+)
 NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
 
 
@@ -48,7 +53,7 @@ def chain_of(
     return count_step(module, batch, (), batch_size=batch_size, rates=rates, around=around).chain
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CountedStep:
     """What one counted step tells.
 
@@ -57,12 +62,20 @@ class CountedStep:
         chain: Its blocks.
         passes: Its passes through the blocks as stages of a pipeline, or why there are none.
         calls: How each of its blocks was called.
+        refused: Techniques that it has shown to be impossible, and why.
+        decides: Whether it draws numbers that may decide which blocks run.
+        went_back: Modules that a backward pass has gone through which the step began by itself.
+        swapped: Blocks that it called with other parameters than their own.
     """
 
     profile: ModuleProfile
     chain: Chain
     passes: Passes | str
     calls: tuple[BlockCall, ...]
+    refused: dict[str, str]
+    decides: bool
+    went_back: frozenset[str]
+    swapped: frozenset[str]
 
 
 def count_step(
@@ -78,14 +91,35 @@ def count_step(
 
     Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
     """
-    step, reason = counted_step(module, batch, batch_size, lambda twin: ChainRecorder(twin, rates), around)
+    make = partial(ChainRecorder, rates=rates, stages=names)
+    step, reason = counted_step(
+        module, batch, batch_size, make, around, plain=partial(make, watches_saved=False)
+    )
     chain = build_chain(step, values=bool(reason))
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
     rows = length_of(batch) if batch_size is None else batch_size
     passes: Passes | str = NO_BLOCKS
     if names:
         passes = "the tensors of its batch have no length in common"
-        if rows is not None:
+        if len(step.lengths) > 1:
+            # as nodes and edges of graphs: rows of one of them point to rows of another
+            passes = (
+                f"no micro-batch can be cut from its batch, whose tensors have {sorted(step.lengths)!r} rows"
+            )
+        elif rows is not None:
             passes = passes_of(step, names, rows=rows, values=bool(reason))
-    calls = tuple(call.given for call in step.calls)
-    return CountedStep(profile_of(step, step.whole_lives, reason, rows), chain, passes, calls)
+    return CountedStep(
+        profile=profile_of(step, step.whole_lives, reason, rows),
+        chain=chain,
+        passes=passes,
+        calls=tuple(call.given for call in step.calls),
+        refused=_refused(step, names),
+        decides=step.decides,
+        went_back=frozenset(step.went_back),
+        swapped=frozenset(step.swapped),
+    )
+
+
+def _refused(step: ChainRecorder, names: Sequence[str]) -> dict[str, str]:
+    found = {"pipeline": reason} if (reason := impossible(step, names)) else {}
+    return found if step.watches_saved else {**found, "recompute": TRANSFORMED, "chunk": TRANSFORMED}

@@ -7,7 +7,7 @@ Python until an operator of a forward pass reads it for the last time.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from lightning_amp._torch import (
     FakeTensor,
     autograd_node,
     autograd_order,
+    in_transform,
     tree_leaves,
     tree_map,
 )
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
-from lightning_amp.footprint.first_pass import FirstPass, unrepeatable
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.first_pass import FirstPass, random_state, same_random, unrepeatable
+from lightning_amp.footprint.live_bytes import Read, tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.footprint.standing_for import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -39,6 +40,8 @@ FLOPS = {
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
 }
+VALUES = ("_local_scalar_dense", "is_nonzero")
+"""Operators that hand a value to Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,7 @@ class Use:
         start: Operator after which it is kept.
         read: Operator before which a backward pass asks for it first; None where none does.
         end: Operator after which it is let go of; None at the end of the step.
+        order: Autograd's number of the node that asks for it, -1 where none does.
     """
 
     life: Life
@@ -67,6 +71,7 @@ class Use:
     start: int
     read: int | None = None
     end: int | None = None
+    order: int = -1
 
 
 @dataclass(slots=True)
@@ -113,14 +118,30 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         readers: Operators of forward passes that have read a parameter, by its name.
         trained: Names of the parameters.
         computed: Ids of the Lives that were made from parameters, at whatever remove; others are of the batch alone.
+        of_blocks: Ids of those that the blocks of `stages` have made, or that depend on what they return.
+        reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
         drawn: Ids of those that random numbers went into.
+        decides: Whether random numbers were drawn that Python can read, and decide by which blocks run: by Python or
+            NumPy, or by torch where their value was asked for.
+        transformed: Blocks that torch.func has transformed, by vmap, grad, jvp or another; they are not looked at.
+        swapped: Blocks that were called with other parameters than their own, by torch.func.functional_call.
 
     Args:
         module: Whose step is counted.
         rates: For the time of a block.
+        stages: Names of the blocks that could be stages of a pipeline.
+        watches_saved: Whether to watch what autograd saves, beside which torch.func.grad cannot run: without, no block
+            is looked at.
     """
 
-    def __init__(self, module: nn.Module, rates: OperatorRates) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rates: OperatorRates,
+        stages: Collection[str] = (),
+        *,
+        watches_saved: bool = True,
+    ) -> None:
         super().__init__(module)
         self.calls: list[Call] = []
         self.uses: list[Use] = []
@@ -129,14 +150,25 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.read_last: dict[int, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.computed: set[int] = set()
+        self.of_blocks: set[int] = set()
+        self.reads: dict[int, list[int]] = {}
+        self.writes: dict[int, list[int]] = {}
         self.drawn: set[int] = set()
+        self.decides = False
+        self.transformed: set[str] = set()
+        self.swapped: set[str] = set()
         self.trained = frozenset(self._parameters.values())
-        self._rates = rates
+        self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
         self._open: int | None = None
         self._aside = False
         self._within = False
         self._uses_before = 0
+        self._given: list[Life] = []
         self._saved = saved_tensors_hooks(self._keep, self._give)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "ChainRecorder":
+        """Itself: a step that copies blocks, whose forwards are the recorder's, copies none of what was recorded."""
+        return self
 
     @property
     def seconds(self) -> float:
@@ -162,18 +194,28 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         for fqn, owner in owners(self._module).items():
             self._replaced[fqn] = owner
             owner.forward = partial(self._call_of_owner, fqn, owner.forward)
-        self._saved.__enter__()
+        self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
+        if self.watches_saved:
+            self._saved.__enter__()
 
     def stop(self) -> None:
         """End the step."""
-        self._saved.__exit__()
+        self.decides |= not same_random(self._random_state, random_state())
+        if self.watches_saved:
+            self._saved.__exit__()
         for block in self._replaced.values():
             vars(block).pop("forward", None)
         super().stop()
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a block; one inside a backward pass is somebody's recomputation, and is not looked at."""
-        if autograd_node() is not None or self._open is not None or not torch.is_grad_enabled():
+        if not self._own.issuperset(map(id, block.parameters())):
+            self.swapped.add(fqn)
+        if in_transform():
+            self.transformed.add(fqn)
+            return forward(*args, **kwargs)
+        again = autograd_node() is not None or self._open is not None
+        if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
@@ -199,7 +241,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a module that holds blocks: what it computes after the last one is a call by itself."""
-        if autograd_node() is not None or self._within or not torch.is_grad_enabled():
+        again = autograd_node() is not None or self._within or in_transform()
+        if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given, self._within, first = BlockCall.of(fqn, args, kwargs), True, len(self.calls)
         try:
@@ -229,46 +272,69 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:
-        found = (self._life_of(tensor) for tensor in tensors)
+        return self._lives_in(
+            tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided
+        )
+
+    def _lives_in(self, storages: Iterable[torch.UntypedStorage]) -> list[Life]:
+        found = (self._of_key.get(id(storage)) for storage in storages)
         return list({id(life): life for life in found if life is not None}.values())
 
     def _life_of(self, tensor: Tensor) -> Life | None:
         return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._aside:
-            return func(*args, **(kwargs or {}))
-        given = [] if autograd_node() is not None else self._lives_of(tensors_of((args, kwargs)))
-        for life in given:
-            self.read_last[id(life)] = len(self.work)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of the step and note it, or one beside the step."""
+        return func(*args, **kwargs) if self._aside else super().dispatched(func, types, args, kwargs)
+
+    def begins(self, func: Any, args: Any, read: Read) -> None:
+        """Note what it reads."""
+        super().begins(func, args, read)
+        self._given = [] if self._node is not None else self._lives_in(storage for _, storage in read)
+        for life in self._given:
+            self.read_last[id(life)] = self._now.birth
+
+    def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
+        """Note how long it has taken, and what its result depends on."""
+        super().ends(func, args, kwargs, read, result)
+        made = tensors_of(result)
+        # an operator that has failed is in `work` too
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
         if not func.is_view:
-            self.took[-1] = seconds = times_now() * self._seconds(func, args, kwargs or {}, result)
+            flops = FLOPS.get(func.overloadpacket)
+            n = 0 if flops is None else flops(*args, **kwargs, out_val=result)
+            moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
+            rates = self._rates
+            seconds = max(n / rates.matmul_flops, moved / rates.memory_bytes) + rates.overhead_seconds
+            self.took[-1] = times_now() * seconds
             if self._open is not None and self.work[-1][0] == FORWARD:
-                self.calls[self._open].seconds += seconds
+                self.calls[self._open].seconds += self.took[-1]
+        if func._opname in VALUES:
+            self.decides |= any(
+                id(life) in self.drawn and id(life) not in self.computed for life in self._given
+            )
         if self.work[-1][0] == FORWARD:
-            self._note_reads(given, result, draws=torch.Tag.nondeterministic_seeded in func.tags)
-        return result
+            self._note_reads(made, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view)
 
-    def _note_reads(self, given: Iterable[Life], result: Any, *, draws: bool) -> None:
-        """Which parameters an operator of a forward pass has read, and what its result depends on."""
+    def _note_reads(self, made: Iterable[Tensor], *, draws: bool, view: bool) -> None:
+        """What an operator of a forward pass has read, and what its result depends on."""
+        given, now = self._given, self._now.birth
         weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
         for name in weights:
-            self.readers.setdefault(name, []).append(len(self.work) - 1)
-        made = {id(life) for life in self._lives_of(tensors_of(result))}
+            self.readers.setdefault(name, []).append(now)
+        results = {id(life) for life in self._lives_of(made)}
         if weights or any(id(life) in self.computed for life in given):
-            self.computed |= made
+            self.computed |= results
+        of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
+        if not view and (of_stage or any(id(life) in self.of_blocks for life in given)):
+            self.of_blocks |= results
+        for places, lives in ((self.reads, map(id, given)), (self.writes, results)):
+            for life in lives:
+                if life not in self.of_blocks:
+                    places.setdefault(life, []).append(now)
         if draws or any(id(life) in self.drawn for life in given):
-            self.drawn |= made
-
-    def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        moved = sum(t.nbytes for t in tensors_of((args, kwargs, result)) if t.layout is torch.strided)
-        count = FLOPS.get(func.overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=result)
-        rates = self._rates
-        return max(flops / rates.matmul_flops, moved / rates.memory_bytes) + rates.overhead_seconds
+            self.drawn |= results
 
     def _keep(self, tensor: Tensor) -> _Kept:
         """Autograd saves a tensor."""
@@ -277,13 +343,15 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if life is not None and life.kind not in (PARAMETERS, GRADIENTS, STATE):
             use = Use(life, None if autograd_node() is not None else self._open, now)
             self.uses.append(use)
-        self._aside = True
-        alias = tensor.detach()
-        self._aside = False
         if use is None or not isinstance(tensor, FakeTensor):
+            self._aside = True
+            alias = tensor.detach()
+            self._aside = False
             kept = _Kept(use, lambda: alias)
         else:
-            kept = _Kept(use, partial(_empty, tuple(alias.shape), alias.stride(), alias.dtype, alias.device))
+            kept = _Kept(
+                use, partial(_empty, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+            )
         if use is not None:
             weakref.finalize(kept, self._let_go, use)
         return kept
@@ -299,7 +367,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._aside = False
         if kept.use is not None:
-            kept.use.read = len(self.work) if kept.use.read is None else kept.use.read
+            if kept.use.read is None:
+                kept.use.read, node = len(self.work), autograd_node()
+                kept.use.order = -1 if node is None else node._sequence_nr()
             if self._life_of(given) is None:  # it stands for what was let go of
                 weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
         return given

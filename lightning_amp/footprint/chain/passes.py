@@ -4,13 +4,17 @@ A step of K blocks has K + 1 segments. Segment i < K ends with block i, so that 
 the later one, as a stage runs it (parallel/pipeline/block_walk.py); the last segment is what follows all blocks. Its
 backward operators belong to a segment by autograd's numbers; those that add to parameters, to that of the one before.
 
-    computed    a storage that was made from parameters, at whatever remove; a rank has those of its own segments
-    others      made of the batch alone (a mask, positions), by every rank whose segments come later
+    of blocks    what a block makes, and what depends on that; a rank has what its own segments make
+    of the batch alone (a mask, positions)    made by every rank whose segments come later
+    of parameters, without a block (the embedding of a time, which every block reads)    made by every rank whose
+                 segments read it, which has its graph too and sums its gradients with the other ranks
 
-Known limits: as of build_chain.py; a read between the last one and the making of a storage is not looked at.
+Known limits: as of build_chain.py; a read between the last one and the making of a storage is not looked at; the time
+of what several ranks make counts once.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +29,7 @@ class Parameter:
     """One parameter: bytes of it, of its gradient and of the optimiser's state, and the segments that read it.
 
     Attributes:
+        segments: With those that read what earlier segments have made of it without a block.
         block: Segment of the block that it belongs to, None beside the blocks.
     """
 
@@ -52,9 +57,14 @@ class Passes:
             the last at which Python holds it, [storage].
         n_bytes: Of every storage.
         computed: Whether it was made from parameters.
+        of_blocks: Whether it was made by a block, or from what one returns.
+        needs: For each segment, the operators of earlier ones, none of a block, that it depends on, [K + 1].
+        maker: For every operator of the backward pass, that of the forward pass that made its node; -1 of others.
         inputs, outputs: Storages that each block is given, and returns.
         sent_bytes: Of the tensors that each block returns, [K].
-        uses: What autograd keeps: storage, segment that keeps it, operator up to which, [use, 3].
+        returned: Storages that what follows the blocks makes, and the step returns.
+        uses: What autograd keeps: storage, segment that keeps it, operator up to which, operator that made the node
+            that reads it (-1: none does), [use, 4].
         gradients: What becomes a gradient: operator, bytes, segment whose backward pass makes it, and the last operator
             at which its node has not handed it out, [gradient, 4]. A node hands out all of its gradients together: one
             that runs in chunks has those of its inputs and parameters from its first chunk to its last.
@@ -73,9 +83,13 @@ class Passes:
     held: Any
     n_bytes: Any
     computed: Any
+    of_blocks: Any
+    needs: tuple[Any, ...]
+    maker: Any
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sent_bytes: tuple[int, ...]
+    returned: tuple[int, ...]
     uses: Any
     gradients: Any
     parameters: tuple[Parameter, ...]
@@ -113,6 +127,8 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
         rows: Samples of its batch.
         values: Whether autograd kept what it saved, because the step had values.
     """
+    if reason := impossible(step, names):
+        return reason
     calls = [call for call in step.calls if call.fqn in set(names)]
     walked = [call.fqn for call in calls]
     if walked != list(names):
@@ -121,16 +137,33 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
             f"the step has to walk the blocks {names[0]!r} to {names[-1]!r} once, in order, and called"
             f" {len(walked)!r} of {len(names)!r}" + (f", {unlike!r} out of turn" if unlike else "")
         )
-    if reads := _skips(step, calls) or _draws(step, calls):
-        return reads
+    if reason := _skips(step, calls) or _draws(step, calls):
+        return reason
     return _Cut(step, calls, rows, values).passes()
+
+
+def impossible(step: Any, names: Sequence[str]) -> str:
+    """Why blocks can be no stages whatever passes between them; "" where nothing is known of the kind."""
+    if inside := step.transformed.intersection(names):
+        return (
+            f"torch.func (vmap, grad, jvp, ...) transforms a function that calls the block {min(inside)!r}, which a"
+            " stage would have to leave half-way: call the blocks outside of it"
+        )
+    gone_back = [name for name in names if any(f"{fqn}.".startswith(f"{name}.") for fqn in step.went_back)]
+    if gone_back:
+        return (
+            "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
+            f" and goes back through the block {gone_back[0]!r}, which other ranks hold the rest of: compute such a"
+            " term without gradients of blocks"
+        )
+    return ""
 
 
 def _skips(step: Any, calls: Sequence[Any]) -> str:
     """What a block reads of earlier ones that the block before it does not return; "" where that is nothing."""
     ends = np.array([call.end for call in calls])
     for life in step.lives:
-        if id(life) not in step.computed or life.kind in (PARAMETERS, GRADIENTS, STATE):
+        if id(life) not in step.of_blocks or life.kind in (PARAMETERS, GRADIENTS, STATE):
             continue
         made = int(np.searchsorted(ends, life.birth))
         read = step.read_last.get(id(life), 0)
@@ -140,17 +173,14 @@ def _skips(step: Any, calls: Sequence[Any]) -> str:
         if reader > made and all(life is not output for output in calls[reader - 1].outputs):
             what = f"{life.name} of {life.fqn!r}" if life.fqn else life.name
             who = f"block {calls[reader].fqn!r}" if reader < len(calls) else "what follows the blocks"
-            return (
-                f"{who} reads {what}, which an earlier block or what lies before the blocks has computed, and the"
-                " block before it does not return"
-            )
+            return f"{who} reads {what}, which an earlier block has computed, and the block before it does not return"
     return ""
 
 
 def _draws(step: Any, calls: Sequence[Any]) -> str:
     """A mask that is drawn before the blocks and read after them: every micro-batch would draw its own; "" if none."""
     for life in step.lives:
-        if id(life) in step.drawn and id(life) not in step.computed and life.birth < calls[0].start:
+        if id(life) in step.drawn and id(life) not in step.of_blocks and life.birth < calls[0].start:
             read = step.read_last.get(id(life), 0)
             if calls[-1].end < read < len(step.work) and step.work[read][0] == step.work[life.birth][0]:
                 return "what follows the blocks reads random numbers that the step draws before them"
@@ -168,6 +198,9 @@ class _Cut:
         kept = [life for life in step.lives if life.kind not in (PARAMETERS, GRADIENTS, STATE)]
         self._lives = [life for life in kept if life.name != "batch"]
         self._place = {id(life): i for i, life in enumerate(self._lives)}
+        # autograd's number when each operator of the forward pass ran: those of its own node are smaller
+        self._numbers = np.maximum.accumulate(np.array(step.orders[:back]))
+        self._needs = tuple(self._needed())
         # last operator of every node, and until when graphs that are made in the backward pass keep what
         self._last_of = {step.orders[t]: t for t in range(back, len(self._phases))}
         last, self._kept_again = len(self._phases) - 1, dict[int, int]()
@@ -195,10 +228,14 @@ class _Cut:
             held=_whole(self._held(life) for life in lives),
             n_bytes=_whole(life.n_bytes for life in lives),
             computed=np.array([id(life) in step.computed for life in lives], dtype=bool),
+            of_blocks=np.array([id(life) in step.of_blocks for life in lives], dtype=bool),
+            needs=self._needs,
+            maker=self._makers(),
             inputs=tuple(self._places(call.inputs) for call in self._calls),
             outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
-            uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 3),
+            returned=self._places([life for life in step.returned if life.birth >= self._first[-2]]),
+            uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 4),
             gradients=np.array(
                 [
                     (life.birth, life.n_bytes, segment[life.birth], self._handed_out(life.birth))
@@ -229,6 +266,41 @@ class _Cut:
                 found[t] = now
         return found
 
+    def _makers(self) -> Any:
+        """Of operators of the backward pass, the one that made their node; one without goes with those before."""
+        found, now = np.full(len(self._phases), -1), -1
+        for t, phase in enumerate(self._phases):
+            if phase == BACKWARD:
+                order = self._step.orders[t]
+                found[t] = now = now if order < 0 else self._maker(order)
+        return found
+
+    def _maker(self, order: int) -> int:
+        """The first operator that ran when a node had its number."""
+        return int(np.searchsorted(self._numbers, order, side="right"))
+
+    def _needed(self) -> Iterator[Any]:
+        """Of every segment the operators of earlier segments, outside of blocks, that it depends on."""
+        step = self._step
+        read_by, read_at = defaultdict[int, set[int]](set), defaultdict[int, list[int]](list)
+        for life, times in step.reads.items():
+            for t, segment in zip(times, np.searchsorted(self._first[1:], times, side="right"), strict=True):
+                read_by[int(segment)].add(life)
+                read_at[t].append(life)
+        for segment, begin in enumerate(self._first[:-1]):
+            left, looked_at, found = list(read_by[segment]), set(read_by[segment]), set[int]()
+            while left:
+                life = left.pop()
+                own = [t for t in step.writes.get(life, ()) if t < begin]
+                found.update(own)
+                if life in step.computed:
+                    # a node of several operators is known by the first of them
+                    found.update(int(np.searchsorted(self._numbers, self._numbers[t])) for t in own)
+                more = {other for t in own for other in read_at[t]} - looked_at
+                looked_at |= more
+                left += more
+            yield _whole(sorted(found))
+
     def _is_again(self, use: Any) -> bool:
         """Whether autograd keeps something for a graph that is made in the backward pass, as of a chunk."""
         return bool(self._phases[use.start] == BACKWARD)
@@ -257,10 +329,15 @@ class _Cut:
             if id(use.life) in self._place and not self._is_again(use):
                 # an operator's inputs are saved before it is counted, so its block says more than the place
                 own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
-                yield self._place[id(use.life)], own, last if use.end is None else use.end
+                maker = -1 if use.order < 0 else self._maker(use.order)
+                yield self._place[id(use.life)], own, last if use.end is None else use.end, maker
 
     def _parameters(self, kinds: dict[str, dict[str, Any]]) -> Any:
         state: dict[str, int] = {}
+        needed_by = defaultdict[int, set[int]](set)
+        for segment, operators in enumerate(self._needs):
+            for t in operators:
+                needed_by[int(t)].add(segment)
         for life in self._step.lives:
             if life.kind == STATE:
                 owner = life.name.rpartition(".")[0]
@@ -269,14 +346,13 @@ class _Cut:
             if name in self._step.trained:
                 gradient = kinds[GRADIENTS].get(f"{name}.grad")
                 reads = self._step.readers.get(name, ())
+                read_in = {int(i) for i in np.searchsorted(self._first[1:-1], reads, side="right")}
                 yield Parameter(
                     name=name,
                     n_bytes=life.n_bytes,
                     gradient_bytes=0 if gradient is None else gradient.n_bytes,
                     state_bytes=state.get(name, 0),
-                    segments=tuple(
-                        sorted({int(np.searchsorted(self._first[1:-1], t, "right")) for t in reads})
-                    ),
+                    segments=tuple(sorted(read_in.union(*(needed_by[t] for t in reads)))),
                     block=next(
                         (i for i, call in enumerate(self._calls) if name.startswith(f"{call.fqn}.")), None
                     ),

@@ -38,6 +38,8 @@ from lightning_amp.lightning.callbacks.collect_predictions import Embeddings, Pa
 
 MIN_UMAP_CELLS = 5
 PROJECTIONS = ("pca", "umap")
+ALIGNED = 1.25
+"""Times the share by chance from which on modalities are said to meet."""
 MAP_BINS = 300
 """Bins in the picture of a contact map; a whole genome would be a grey square."""
 
@@ -79,7 +81,7 @@ class PredictionWriter(pl.Callback):
         if projection not in PROJECTIONS or (projection == "umap" and find_spec("umap") is None):
             raise DataError(
                 f"projection={projection!r} was asked; allowed are {PROJECTIONS!r}, and 'umap' needs the package"
-                " umap-learn: pip install 'lightning-amp[umap]'"
+                " umap-learn: pip install umap-learn"
             )
         self.out_dir = Path(out_dir)
         self.projection = projection
@@ -186,9 +188,10 @@ def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame]) -> list[
     if found is None:
         return []
     share, chance = found
+    apart = ", so that the modalities do not meet: train for more epochs" if share < ALIGNED * chance else ""
     return [
         f"same-type share {share:.2f}: of a cell's {NEIGHBOURS} nearest neighbours in the other modality {share:.0%}"
-        f" are of its type, {chance:.0%} by chance"
+        f" are of its type, {chance:.0%} by chance{apart}"
     ]
 
 

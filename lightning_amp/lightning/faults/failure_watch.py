@@ -2,8 +2,10 @@
 
 import atexit
 import gc
+import os
 import secrets
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -20,13 +23,19 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import launch_process_observer, trainer_of
 from lightning_amp.lightning.faults.activity import doing_of_exception, doing_of_thread
-from lightning_amp.lightning.faults.detector import Detector, Limits, say
+from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
 from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
-from lightning_amp.lightning.faults.interrupt import InterruptibleLauncher, how_to_resume
+from lightning_amp.lightning.faults.interrupt import (
+    STARTED_BY,
+    STATUS_OF_SIGTERM,
+    InterruptibleLauncher,
+    how_to_resume,
+)
 from lightning_amp.lightning.faults.link import Link, connect, listen
 
 CONNECT_S = 20.0
-STATUS_OF_SIGTERM = 128 + signal.SIGTERM
+LOOK_S = 0.5
+"""Between two looks at the process that has started this one."""
 
 Closure = Callable[[], Any]
 
@@ -56,6 +65,30 @@ class FailureWatch:
     @property
     def _trainer(self) -> pl.Trainer | None:
         return trainer_of(self._strategy.lightning_module)
+
+    @contextmanager
+    def starting(self) -> Generator[None, None, None]:
+        """Until this rank is connected to the others, end it if the process that has started it ends.
+
+        Its main thread waits for that one in a collective, for as long as the process group's timeout.
+        """
+        started_by, over = int(os.environ.get(STARTED_BY, 0)), threading.Event()
+        if started_by:
+            threading.Thread(target=self._end_with, args=(started_by, over), daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _end_with(self, process: int, over: threading.Event) -> None:
+        while not _has_ended(process):
+            if over.wait(LOOK_S):
+                return
+        say(
+            f"rank {self._strategy.global_rank} ends: process {process}, which has started it, ended before the ranks"
+            " were connected"
+        )
+        os._exit(EXIT_STATUS)
 
     def connected(self) -> None:
         """Begin, once the processes are connected."""
@@ -168,6 +201,9 @@ class FailureWatch:
         if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, InterruptibleLauncher):
             launcher.last_words = how_to_resume(self._trainer) if rank == 0 else ""
         if self._detector is None:
+            # before ranks are connected; others would wait for this one
+            for process in self._adopt():
+                _end(process)
             return
         fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
         # these are raised on every rank with the same text, which has all that a person needs
@@ -217,6 +253,21 @@ class FailureWatch:
         if self._adopted is not None and all(child.poll() is None for child in self._adopted):
             launch_process_observer(self._adopted)
         self._adopted = None
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _end(process: "subprocess.Popen[Any]") -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _link_to_first(address: str, port: int, *, rank: int) -> Link | None:

@@ -1,19 +1,31 @@
-"""The end of a run that a person has interrupted: quickly, with the way back as its last line, and status 130."""
+"""How an interrupted run ends: by Ctrl-C with the way back as its last line, by SIGTERM also before it trains."""
 
+import os
 import signal
 import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import STATUS_OF_INTERRUPT
 from lightning_amp.lightning._compat import ScriptLauncher
 from lightning_amp.lightning.faults.detector import say
 
+STATUS_OF_SIGTERM = 128 + signal.SIGTERM
+STARTED_BY = "LIGHTNING_AMP_STARTED_BY"
+"""Variable of the environment in which a process finds the id of the one that has started it as a rank."""
+
 
 class InterruptibleLauncher(ScriptLauncher):
-    """Lightning's; asked to end the other processes after an interrupt, it ends this one as shells expect."""
+    """Lightning's; its processes know who has started them. Asked to end them after an interrupt, it ends this one as
+    shells expect.
+    """
 
     last_words: str | None = None
     """What to say in the end, once the run has been interrupted."""
@@ -22,6 +34,13 @@ class InterruptibleLauncher(ScriptLauncher):
     def is_interactive_compatible(self) -> bool:
         """One process starts no others, which is all that a notebook cannot have."""
         return self.num_processes * self.num_nodes == 1
+
+    def _call_children_scripts(self) -> None:
+        os.environ[STARTED_BY] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[STARTED_BY]
 
     def kill(self, signum: signal.Signals | int) -> None:
         """End the other processes; the last that Lightning does after an interrupt, before status 1."""
@@ -38,6 +57,38 @@ def make_interruptible(launcher: object) -> None:
     """Let Lightning's launcher end an interrupted run as `InterruptibleLauncher` does; others stay as they are."""
     if type(launcher) is ScriptLauncher:
         launcher.__class__ = InterruptibleLauncher
+
+
+@contextmanager
+def ended_by_sigterm(trainer: Trainer) -> Generator[None, None, None]:
+    """Let SIGTERM end a run with its exception, as it does in training, before Lightning listens for it.
+
+    A handler of the user's is called too. This is for a rank that computes: one that waits for others in a collective
+    would not come to a handler of Python's, and SIGTERM by itself ends it.
+    """
+    connector, before = trainer._signal_connector, signal.getsignal(signal.SIGTERM)
+    listens = bool(connector._original_handlers)
+    main = threading.current_thread() is threading.main_thread()
+    if listens or not main or before in (None, signal.SIG_IGN):
+        yield
+        return
+    ended = False
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        ended = connector.received_sigterm = True
+        if callable(before):
+            before(signum, frame)
+        raise SIGTERMException(STATUS_OF_SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if ended:
+        # where it was raised nobody could catch it, as in a destructor
+        raise SIGTERMException(STATUS_OF_SIGTERM)
 
 
 def how_to_resume(trainer: Trainer | None) -> str:

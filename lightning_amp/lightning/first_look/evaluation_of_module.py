@@ -23,11 +23,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_amp._torch import FakeTensorMode
 from lightning_amp.errors import AmpError, DataError, ModelError
 from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of
+from lightning_amp.footprint.guest import as_guest
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.profile_module import aside
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.lightning.first_look.cells_per_step import loaders_of
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.contract.protocol import find_decoders
@@ -131,7 +131,7 @@ class EvaluationOfModule:
         self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
     ) -> tuple[int, int]:
         """Bytes before the step, and the most in it; `calls` gets those before and within each module."""
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = QuickFakes()
         twin: Any = copy_of(self._trainer.lightning_module, fake).eval()
         install_rules(twin, rules)
         for child in twin.modules():
@@ -141,9 +141,8 @@ class EvaluationOfModule:
         peak = _Outermost(twin, live, calls) if calls is not None else None
         try:
             with ExitStack() as stack:
-                for context in (
-                    aside(twin), fake, CopyFakes(), torch.no_grad(), self._trainer.precision_plugin.forward_context(),
-                ):  # fmt: skip
+                forward = self._trainer.precision_plugin.forward_context()
+                for context in (as_guest(twin), fake, CopyFakes(), torch.no_grad(), forward):
                     stack.enter_context(context)
                 given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)
                 live.watch([*twin.parameters(), *twin.buffers(), given])

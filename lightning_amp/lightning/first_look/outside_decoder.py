@@ -58,7 +58,13 @@ class Made:
 
 
 def with_blocks_outside(
-    made: Made, step: StepOfModule, decoder: str, rates: Rates, named: Collection[str] = ("recompute",)
+    made: Made,
+    step: StepOfModule,
+    decoder: str,
+    rates: Rates,
+    named: Collection[str] = ("recompute",),
+    *,
+    share_statistics: bool = True,
 ) -> Plan:
     """A plan with rules for all blocks outside of the decoder that take less when they run again, or in chunks.
 
@@ -68,13 +74,14 @@ def with_blocks_outside(
         decoder: Its name.
         rates: Of the device.
         named: Of recompute and chunk, what was asked for.
+        share_statistics: Whether ranks of a data axis exchange the statistics of batches.
 
     Raises:
         AmpError: The step cannot be counted.
         PlanError: There are no such blocks.
     """
     try:
-        seen = step.seen(rates)
+        seen = step.seen(rates, shared_statistics=share_statistics and made.whole.mesh.data > 1)
         chain = outside(seen.chain, decoder)
         if "chunk" in named:
             found = _in_chunks(made, seen, chain, decoder, again="recompute" in named)

@@ -21,13 +21,14 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.fsdp.refusals import refuse
+from lightning_amp.parallel.fsdp.refusals import SWAPPED, refuse
 from lightning_amp.parallel.fsdp.units import find_units, units_of
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
@@ -37,6 +38,7 @@ from lightning_amp.planning.modules.seen import Seen, StageChunks
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.quantities import format_bytes
 
 T = TypeVar("T")
 
@@ -75,9 +77,17 @@ class StepOfModule:
         self._plans: dict[Any, Any] = {}
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, *, decoder: bool = False, values: bool = True) -> "StepOfModule | None":
+    def of(
+        cls,
+        trainer: pl.Trainer,
+        *,
+        decoder: bool = False,
+        values: bool = True,
+        limit_bytes: int | None = None,
+    ) -> "StepOfModule | None":
         """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
-        or none if one was looked for. Without `values` a step that needs them is not counted.
+        or none if one was looked for. Without `values` a step that needs them is not counted, and with `limit_bytes` it
+        is refused where it takes more.
 
         All ranks call it, and rank 0 uses it.
         """
@@ -85,23 +95,26 @@ class StepOfModule:
         if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
             return None
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
-        around = replace(around, values=values)
+        around = replace(around, values=values, limit_bytes=limit_bytes)
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around, trains=True)
 
-    def seen(self, rates: Rates, *, fsdp: FullyShard | None = None) -> Seen:
+    def seen(self, rates: Rates, *, fsdp: FullyShard | None = None, shared_statistics: bool = False) -> Seen:
         """Take one batch and profile the step as it is.
 
         Args:
             rates: What the device reaches.
             fsdp: How it is to split, None leaves it to the policy.
+            shared_statistics: Whether ranks exchange the statistics of batches.
 
         Raises:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
+            PlanError: It needs values, and takes more than its limit.
         """
         self.take()
         step = self._count_step(None, rates)
         self._profiles[_places(())], chain = step.profile, step.chain
+        tables = partial(block_tables, self._module, self._calls[None], shared=shared_statistics)
         return Seen(
             profile=step.profile,
             chain=chain,
@@ -109,14 +122,35 @@ class StepOfModule:
             rates=rates,
             passes=partial(self._passes_of, rates=rates) if self._blocks else None,
             no_stages=self._no_stages,
-            chunks=ChunkForms(chain, partial(block_tables, self._module, self._calls[None])),
+            chunks=ChunkForms(chain, tables),
             stage_chunks=StageChunks(
                 forms=partial(self._forms_of, rates=rates), passes=partial(self._in_chunks, rates=rates)
             ),
             fsdp=fsdp,
-            refused=_refused(self._module, values=self._trains),
+            refused=refused_techniques(self._module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
+            notes=tuple(self._notes(step)),
         )
+
+    def _notes(self, step: CountedStep) -> Iterator[str]:
+        if step.profile.reason:
+            yield f"the step was measured with real values before it was planned: {step.profile.reason}"
+        if step.decides and step.chain.blocks:
+            yield (
+                "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"
+                " is the peak of one draw, and another one can take more"
+            )
+        frozen = sum(p.nbytes for p in self._module.parameters() if not p.requires_grad)
+        if frozen and self._around.unfreezes:
+            yield (
+                f"{format_bytes(frozen)} of parameters are frozen, and counted as if they were trained, for a callback"
+                " unfreezes some"
+            )
+        elif frozen:
+            yield (
+                f"{format_bytes(frozen)} of parameters are frozen, and counted so; on a CPU a budget that was named is"
+                " held where they are unfrozen later"
+            )
 
     def take(self) -> None:
         """Take one batch, as `seen` does; for `count` and `chain_with` alone."""
@@ -134,7 +168,13 @@ class StepOfModule:
         counted = next((one for one in self._passes.values() if one is not whole), None)
         between = whole.at(counted, rows) if isinstance(counted, Passes) else None
         if between is None and rows not in self._passes:
-            self._count_step(rows, rates)
+            try:
+                self._count_step(rows, rates)
+            except AmpError as error:
+                # rows of a graph, or of sequences end to end, are no batch by themselves
+                self._passes[rows] = (
+                    f"a micro-batch of {rows} of the batch's {whole.rows} rows cannot be counted: {error}"
+                )
         return self._passes[rows] if between is None else between
 
     def _count_step(self, rows: int | None, rates: Rates) -> CountedStep:
@@ -221,13 +261,24 @@ class StepOfModule:
             ) from error
 
 
-def _refused(module: LightningModule, *, values: bool) -> dict[str, str]:
-    """Techniques that are known to refuse a module before a step is counted, and why."""
+def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
+    """Techniques that the module is known to refuse, or that its step has shown to be impossible, and why."""
+    units = find_units(module)
+    gone_back = [unit for unit in units if any(f"{fqn}.".startswith(f"{unit}.") for fqn in step.went_back)]
+    swapped, why = [unit for unit in units if unit in step.swapped], ""
     try:
-        refuse(module, find_units(module), values=values)
+        refuse(module, units, values=values)
     except InstallError as error:
-        return {"fsdp": str(error)}
-    return {}
+        why = str(error)
+    if swapped:
+        why = why or SWAPPED.format(swapped[0])
+    if gone_back:
+        why = why or (
+            "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
+            f" for which the parameters of {gone_back[0]!r} would have to be gathered once more: train with"
+            " strategies='S1', or, where it is loss.backward(), call self.manual_backward(loss)"
+        )
+    return {**({"fsdp": why} if why else {}), **step.refused}
 
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:

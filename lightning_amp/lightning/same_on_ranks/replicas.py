@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
+from lightning_amp.parallel.s1_data.batch_norm import is_shared
 
 T = TypeVar("T")
 Broadcast = Callable[[Any], Any]
@@ -82,7 +82,7 @@ def seed_workers(loader: object, *, data_rank: int) -> None:
 def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
     """Give the ranks of the data axis the buffers of its first rank, but for statistics that they share anyway."""
     for child in module.modules():
-        if not isinstance(child, SharedBatchNorm):
+        if not is_shared(child):
             for buffer in child.buffers(recurse=False):
                 dist.broadcast(buffer, src=get_global_rank(group, 0), group=group)
 

@@ -1,5 +1,7 @@
 """What ranks hold in common is still equal: compared before validations, in saves, and at the end of a fit.
 
+Where the policy has chosen the plan, buffers are compared after the first step too, and a difference ends the run.
+
 A replicated parameter or a buffer is compared over all ranks, a shard over the data axis, and rows of fsdp over the
 groups of ranks that have the same. Gradients are made equal, so
 only what a rank writes by itself can tell parameters apart; buffers are told apart by running statistics of the rank's
@@ -25,9 +27,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.parallel.contract.sharded_parameter import is_split, local
-from lightning_amp.parallel.s1_data.batch_norm import is_local
+from lightning_amp.parallel.s1_data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
 """Largest difference that is not told, relative to the tensor's largest entry; of half precision, `ROUNDINGS`."""
@@ -88,11 +91,42 @@ def warn_of_differences(
             " same on all), torch.autograd.grad inside a split decoder, or its own cells or random numbers."
             " lightning-amp verify compares with one device"
         )
-    if buffers := [row for row in found if row[0] not in named]:
+    parts_of = dict(module.named_modules())
+    shared = [row for row in found if row[0] not in named and is_shared(parts_of[row[0].rpartition(".")[0]])]
+    if shared:
+        rank_zero_warn(
+            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step computes"
+            " tells them apart: unless your code writes into these buffers on some ranks only, this is a fault of"
+            " lightning_amp; please report it, and train with strategies='S1' until then"
+        )
+    if buffers := [row for row in found if row[0] not in named and row not in shared]:
         rank_zero_warn(
             f"{_told('buffers', buffers, step)} A rank has changed them from its own cells or random numbers, as a"
             f" running statistic of the batch is changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to"
             " the loss"
+        )
+
+
+def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
+    """Refuse buffers that a rank has changed from its own cells in the first step; all ranks call it.
+
+    Args:
+        module, mesh, apart: As for `warn_of_differences`.
+
+    Raises:
+        PlanError: On all ranks.
+    """
+    if mesh.size(0) == 1:
+        return
+    held, parts = common_buffers(module), set[int]()
+    if apart:
+        held, parts = _of_stages(held)
+    if found := differing(held, mesh, parts):
+        raise PlanError(
+            f"after the first step, {_named(found)}. A rank has changed them from its own cells, as a running statistic"
+            f" of the batch is changed, so that the {mesh.size(0)} ranks of the data axis train another model than one"
+            f" device does. {SHARE_STATISTIC}. With strategies='S1' by name the run goes on with a warning; a buffer"
+            " that nothing reads can be registered with persistent=False"
         )
 
 
@@ -106,11 +140,18 @@ def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]
 
 
 def _told(what: str, found: list[Difference], step: int) -> str:
+    return (
+        f"after step {step}, {_named(found, what)}. These ranks train different models, and a checkpoint has the first"
+        " one's."
+    )
+
+
+def _named(found: list[Difference], what: str = "buffers") -> str:
     first = "; ".join(f"{name!r} by {off:.1e}, on ranks {ranks!r}" for name, off, ranks in found[:SHOWN])
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return (
-        f"after step {step}, {what} differ between ranks that should have the same (by so much of the first such rank's"
-        f" largest entry): {first}{more}. These ranks train different models, and a checkpoint has the first one's."
+        f"{what} differ between ranks that should have the same (by so much of the first such rank's largest entry):"
+        f" {first}{more}"
     )
 
 

@@ -13,24 +13,20 @@ Known limits: activations and temporaries are told apart only where a batch was 
 were made in another order than they are read in, the backward pass names another parameter. Not run on a GPU.
 """
 
-import linecache
 from collections.abc import Iterable
-from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 
-import lightning
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.footprint.failed_step import users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.quantities import format_bytes
 
-LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, lightning.__file__))
-OWN = str(Path(__file__).parents[2])
 TOLD = "_amp_told"
 """Attribute of an error that has said where memory ended: it may be caught, and raised again."""
 
@@ -84,13 +80,8 @@ def _before(module: nn.Module) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The innermost line of the user's own code."""
-    lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    own = [(file, number) for file, number in lines if not file.startswith((*LIBRARIES, OWN, "<"))]
-    if not own:
-        return ""
-    file, number = own[-1]
-    return f" ({Path(file).name}:{number}: {linecache.getline(file, number).strip()})"
+    line = users_line(error)
+    return f" ({line})" if line else ""
 
 
 def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> str:

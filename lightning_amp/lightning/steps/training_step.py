@@ -6,6 +6,7 @@ not reduced.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import DataError, ModelError
+from lightning_amp.footprint.types_of_the_step import types_of_the_step
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.same_on_ranks.same_parameters import refuse_own_statistics
 from lightning_amp.lightning.steps.cell_weight import CellWeight
 from lightning_amp.lightning.steps.finite_check import FiniteCheck
 from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
@@ -50,6 +53,7 @@ class TrainingStep:
         device, precision: Of the run.
         shards: The sharded parameters.
         bucket_bytes, check_finite: As for AMPStrategy.
+        own_statistics: Whether buffers that a rank changes from its own cells are accepted.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class TrainingStep:
         shards: Shards,
         bucket_bytes: int,
         check_finite: bool,
+        own_statistics: bool,
     ) -> None:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight = CellWeight(mesh["data"], device)
@@ -82,6 +87,10 @@ class TrainingStep:
             FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
         )
         self._gradients.watch()
+        self._steps = 0
+        self._refuse: Callable[[], None] | None = None
+        if not own_statistics:
+            self._refuse = partial(refuse_own_statistics, module, mesh, apart=shards.apart)
         # called when a backward pass has ended, before gradients are averaged
         self.before_averaging: Callable[[], None] = lambda: None
 
@@ -96,7 +105,12 @@ class TrainingStep:
 
         Raises:
             DataError: A batch of one cell that batch normalisation cannot train on.
+            PlanError: The first step has shown that a rank changes buffers from its own cells.
         """
+        self._steps += 1
+        if self._steps == 2 and self._refuse is not None:
+            # not within the first step, which memory may have ended on one rank only
+            self._refuse()
         self._weight.start(batch)
         self._gradients.watch()
         if self._finite is not None:
@@ -133,7 +147,7 @@ class TrainingStep:
         loss = self._precision.pre_backward(loss, self._module)
         # weighted after `on_before_backward`, which sees the module's loss; averaging then gives the mean over cells
         share, units = self._share_of(loss), self._shards.units
-        with nullcontext() if units is None else units.backward(share):
+        with types_of_the_step(self._precision), nullcontext() if units is None else units.backward(share):
             self._precision.backward(share, self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()

@@ -1,6 +1,5 @@
 """Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,14 +54,8 @@ def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates,
 
 
 def while_others_start(launcher: object, device: torch.device, request: Request) -> None:
-    """In the process that has started the other ranks, do what needs none of them while they get there.
-
-    A plan needs the rates of this device, which are remembered, and modules that take a tenth of a second to import.
-    """
-    if not getattr(launcher, "procs", None):
-        return
-    importlib.import_module("lightning_amp.lightning.strategy.install_plan")
-    if request.rates is None:
+    """In the process that has started the other ranks, look at the rates of this device while they get there."""
+    if getattr(launcher, "procs", None) and request.rates is None:
         device_rates(device, measure=request.races)
 
 

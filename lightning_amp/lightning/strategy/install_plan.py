@@ -35,8 +35,9 @@ from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
 from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
-from lightning_amp.lightning.strategy.plan_run import Facts, announce, plan_in_force
+from lightning_amp.lightning.strategy.plan_run import Facts, plan_in_force
 from lightning_amp.lightning.strategy.refusals import (
+    announce,
     check_callbacks,
     check_compiled,
     check_precision,
@@ -51,7 +52,7 @@ from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.planning.policies.race import Result, Strategies
-from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.planning.reports.plan_report import labels, techniques
 from lightning_amp.quantities import format_bytes, format_seconds
 
 
@@ -79,7 +80,7 @@ class InstalledPlan:
     ) -> None:
         self._request, self._here, self._trainer = request, here, trainer
         self._model, self._changed, self._resumed, self._trained = model, changed, resumed, trained
-        self._foreign = adapt(model)
+        self._foreign = adapt(model, needed=request.may_change_decoders)
         self._installed = Installed()
         self._end_race: Callable[[], None] = lambda: None
         self._undo: list[Callable[[], None]] = [
@@ -99,7 +100,7 @@ class InstalledPlan:
         if not self._request.rescue:
             self._facts.forget_step()
         if self._trainer.state.fn == TrainerFn.FITTING or self._plan.evaluates:
-            announce(self._plan, if_unfit=self._request.if_unfit)
+            announce(self._plan, self._request, held=self._holds(self._plan))
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)
         check_precision(installed, self._trainer.precision_plugin, self._plan)
@@ -148,12 +149,15 @@ class InstalledPlan:
         )
 
     def _race(self) -> None:
-        """Let the plans that may run race from the next batch on, in the place of a race that has begun."""
+        """Say which plan trains; start a race from the next batch on, if plans may race, and end the one before."""
         self._end_race()
         first, entered = self._plan.strategies, _entered(self._plan)
         if self._may_race() and entered - {first}:
             callback = RaceOfPlans(first, entered, switch=self.switch, tell=self._tell_result)
             self._end_race = put_first(self._trainer, callback)
+            rank_zero_info("training starts with this plan; the first steps race it against others that fit")
+        elif self._trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(f"training with this plan: {labels(self._plan)}")
 
     def switch(self, strategies: Strategies) -> None:
         """Put the modules of another plan in the place of those that are installed; all ranks call it between steps.
@@ -193,22 +197,31 @@ class InstalledPlan:
         Raises:
             PlanError: A batch of this run cannot run again.
         """
-        counted = self._here.device.type == "cpu" and self._request.device_memory is not None
         if not self._request.rescue:
-            # a prediction for a decoder leaves things out, and a stage's module has parameters that are elsewhere
-            whole = self._plan.diagnosis is not None and self._plan.mesh.model == 1
-            held = counted and whole and self._request.if_unfit == "refuse"
-            return refuse_beyond(self._facts.budget, self._trainer) if held else lambda: None
+            held = self._holds(self._plan) and self._request.if_unfit == "refuse"
+            why = self._plan.uncounted
+            return refuse_beyond(self._facts.budget, self._trainer, why=why) if held else lambda: None
         module = self._trainer.lightning_module
         check_rescue(self._plan, self._trainer, n_ranks=self._here.n_ranks)
         rescue = Rescue(
             module,
             leaner=self._leaner,
-            budget=self._facts.budget if counted else None,
+            budget=self._facts.budget if self._counts else None,
             device=self._here.device,
         )
         step.before_averaging = rescue.gradients_are_there
         return rescue_batches(self._trainer, rescue)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether batches can be counted against a budget: a GPU says by itself where its memory ends."""
+        return self._here.device.type == "cpu" and self._request.device_memory is not None
+
+    def _holds(self, plan: Plan) -> bool:
+        """Whether those of a plan are: of a decoder the prediction leaves things out, and a stage's module has
+        parameters that are elsewhere.
+        """
+        return self._counts and plan.mesh.model == 1 and (plan.diagnosis is not None or plan.fits is None)
 
     def _leaner(self) -> str:
         """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
@@ -324,7 +337,7 @@ class InstalledPlan:
                 notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
             self._keep(plan)
-            announce(plan, if_unfit=self._request.if_unfit)
+            announce(plan, self._request, held=self._holds(plan))
             self._renew(plan)
             # peaks, and maybe the plan, are others than those of the race that has begun
             self._race()

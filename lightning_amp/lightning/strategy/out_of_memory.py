@@ -27,7 +27,8 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
         measured = f"the process has {format_bytes(psutil.Process().memory_info().rss)}"
     if plan is None:
         return f"{measured}. No plan was made yet: the module itself, or the data, do not fit"
-    predicted = f"a peak of {format_bytes(plan.predicted_peak_bytes)} was predicted for {_batch(plan)}"
+    least = " at least" if plan.uncounted else ""
+    predicted = f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {_batch(plan)}"
     if plan.budget_bytes is not None:
         predicted += f", of {format_bytes(plan.budget_bytes)}"
     return f"{predicted}, and {measured}. {_next(plan)}"

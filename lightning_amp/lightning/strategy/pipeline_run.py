@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -119,18 +118,14 @@ def pipelined(
     module: pl.LightningModule, installed: Installed, spec: PipelineStages, mesh: DeviceMesh
 ) -> tuple[StageParameters, PipelinedSteps]:
     """Free what other stages hold, and let the module's steps run as stages until these are undone."""
-    blocks = {name: block for name, block in installed.forwards.items() if _call_of(block) is not None}
-    calls = [(block, call) for block in blocks.values() if (call := _call_of(block)) is not None]
-    stages = Stages(calls[0][1].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
+    overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
+    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, BlockCall)]
+    blocks = {fqn: block for fqn, block, _ in calls}
+    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
     ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
-    parameters = StageParameters(module, [(block, ranks[call.index]) for block, call in calls], mesh)
+    parameters = StageParameters(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
     steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
     return parameters, steps
-
-
-def _call_of(block: Any) -> BlockCall | None:
-    call = block.forward.func
-    return call if isinstance(call, BlockCall) else None
 
 
 def _norms_by_hand(module: pl.LightningModule) -> list[tuple[str, str]]:

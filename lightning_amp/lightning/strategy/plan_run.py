@@ -10,7 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks_outside
@@ -46,7 +47,6 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
@@ -75,13 +75,17 @@ class Facts:
     ) -> None:
         self.request, self.here, self.trainer = request, here, trainer
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
-        self.step = StepOfModule.of(trainer)
+        bounded = request.device_memory is not None and request.if_unfit == "refuse"
+        limit = self.budget if bounded else None
+        self.step = StepOfModule.of(trainer, limit_bytes=limit)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = {
             name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
         }
         """What was asked for of blocks outside, if there is a decoder."""
-        self.outside = StepOfModule.of(trainer, decoder=True) if self.blocks_outside else None
+        self.outside = (
+            StepOfModule.of(trainer, decoder=True, limit_bytes=limit) if self.blocks_outside else None
+        )
         # later in a run its blocks stay
         chooses = request.chooses and request.device_memory is not None and not self._compared
         self.beside = step_beside_decoder(trainer) if chooses else None
@@ -104,8 +108,12 @@ class Facts:
         if self.step is None:
             return None, ""
         try:
-            found = self.step.seen(self.rates[0], fsdp=self.request.sharding)
+            shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
+            found = self.step.seen(self.rates[0], fsdp=self.request.sharding, shared_statistics=shared)
             return without_stages(found, self.here.device, self.request, self.trainer), ""
+        except PlanError:
+            # it was to run with values, and there was not enough memory for that
+            raise
         except AmpError as error:
             return None, f"{NO_PROFILE}: {error}"
 
@@ -173,12 +181,16 @@ def plan_in_force(
         PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
     """
     request, here, _ = facts.request, facts.here, facts.speeds
+    if request.device_memory is not None and facts.step is not None and given is None:
+        # of long loops it takes ten seconds and more
+        rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
 
     def decide() -> Plan:
         asked = request.plan if given is None else given
-        if asked is None or strategies is not None:
-            return plan_run(facts, strategies, model_ranks)
-        return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
+        with ended_by_sigterm(facts.trainer):
+            if asked is None or strategies is not None:
+                return plan_run(facts, strategies, model_ranks)
+            return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
 
     try:
         plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
@@ -196,23 +208,6 @@ def plan_in_force(
     balance = getattr(getattr(facts.trainer, "datamodule", None), "balance", None)
     balance = request.balance_cells if balance is None else balance
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
-
-
-def announce(plan: Plan, *, if_unfit: str) -> None:
-    """Show the plan before training starts, on rank 0; where it is predicted not to fit, "refuse" it or warn.
-
-    Raises:
-        PlanError: It does not fit and is refused; on all ranks.
-    """
-    rank_zero_info(f"\n{plan_report(plan)}\n")
-    if plan.fits is not False:
-        return
-    if if_unfit == "refuse":
-        raise PlanError(
-            f"{shortfall(plan)}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in"
-            f" YAML `unfit: train`, {'runs' if plan.evaluates else 'trains'} anyway"
-        )
-    rank_zero_warn(shortfall(plan))
 
 
 def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
@@ -265,13 +260,18 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
 
     if outside and facts.outside is not None and shape.decoder is not None:
         return with_blocks_outside(
-            made_of_decoder(facts.budget), facts.outside, shape.decoder.fqn, rates, outside
+            made_of_decoder(facts.budget),
+            facts.outside,
+            shape.decoder.fqn,
+            rates,
+            outside,
+            share_statistics=request.share_batch_statistics,
         )
     if facts.beside is not None and strategies is None and shape.decoder is not None:
         return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)
-    made, (seen, _) = make(facts.budget), facts.seen
+    made, (seen, why) = make(facts.budget), facts.seen
     if seen is None:
-        return _evaluated(made, facts, named)
+        return replace(_evaluated(made, facts, named), uncounted=why)
     assert facts.step is not None, "it has been seen"
     return plan_module(
         made,
@@ -361,9 +361,9 @@ def predict_anew(plan: Plan, facts: Facts) -> Plan:
         rates_device="" if shape.decoder is None else rates.device,
         candidates=(),
     )
-    seen, _ = facts.seen
+    seen, why = facts.seen
     if seen is None or facts.step is None:
-        return replace(again, diagnosis=None)
+        return replace(again, diagnosis=None, uncounted=why)
     return plan_again(again, seen, count=facts.step.count)
 
 
@@ -378,10 +378,10 @@ def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:
 
 
 def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
-    """Of the file that was asked for, else of the device, with a note where it is not known.
+    """Rates of the file in the request, else of the device, with a note where the device is not known.
 
-    A CPU is measured where plans may race, which makes the choice one of this machine at this time anyway; without a
-    race the same request gets the same plan.
+    A CPU is measured only before a race, whose outcome depends on the machine and the moment anyway. Without a race,
+    the default, nothing is measured, and the same request gets the same plan.
     """
     if request.rates is not None:
         found, note = Rates.read(request.rates), ""

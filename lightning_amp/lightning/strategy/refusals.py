@@ -1,4 +1,5 @@
-"""What does not go together with what was installed; said before the first step, because it would train wrongly.
+"""What does not go together with what was installed, because it would train wrongly, and a plan that does not fit; said
+before the first step.
 
     sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
@@ -17,8 +18,12 @@ from torch.optim import LBFGS
 
 from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, FullyShard, ShareBatchStatistics
+from lightning_amp.planning.reports.plan_report import plan_report, shortfall
+from lightning_amp.quantities import format_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,6 +36,29 @@ COPIES_BUFFERS = ("WeightAveraging",)
 AVERAGED = ("StochasticWeightAveraging", "WeightAveraging")
 KEEPS_LAYERS = ("ModelPruning",)
 FSDP = "fsdp"
+
+
+def announce(plan: Plan, request: Request, *, held: bool) -> None:
+    """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
+
+    Args:
+        held: Whether batches are counted while they run, against the budget that was named.
+
+    Raises:
+        PlanError: It does not fit, or that is not known where a budget was named and is not held; on all ranks.
+    """
+    rank_zero_info(f"\n{plan_report(plan)}\n")
+    said, budget = shortfall(plan) if plan.fits is False else "", format_bytes(plan.budget_bytes or 0)
+    refused = request.if_unfit == "refuse"
+    if refused and plan.fits is None and plan.uncounted and request.device_memory is not None and not held:
+        said = f"a budget of {budget} was named, and whether a step fits is not known: {plan.uncounted}"
+    if said and refused:
+        raise PlanError(
+            f"{said}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in YAML `unfit:"
+            f" train`, {'runs' if plan.evaluates else 'trains'} anyway"
+        )
+    if said:
+        rank_zero_warn(said)
 
 
 def check_precision(installed: "Installed", precision: Precision, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.pipeline.schedules import SCHEDULES
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FullyShard
-from lightning_amp.planning.plan.strategies import parse_strategies
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
 from lightning_amp.quantities import is_number, parse_bytes
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
@@ -49,7 +49,7 @@ class Request:
     device_memory: str | int | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
-    race: bool = True
+    race: bool = False
     rescue: bool = False
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
@@ -93,8 +93,15 @@ class Request:
         return self.policy == "auto" and self.plan is None and self.strategies is None
 
     @property
+    def may_change_decoders(self) -> bool:
+        """Whether a technique of decoders may be in the plan: not where others alone are named."""
+        return self.strategies is None or any(
+            STRATEGIES[name].choice for name in parse_strategies(self.strategies)
+        )
+
+    @property
     def races(self) -> bool:
-        """Whether its choice may be changed by a race; hooks that look for NaN keep modules where they are."""
+        """Whether a race may change its choice; hooks that look for NaN keep modules where they are."""
         return self.race and self.chooses and not self.check_finite
 
     @property

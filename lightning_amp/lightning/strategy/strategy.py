@@ -71,6 +71,7 @@ class AMPStrategy(MeshStrategy):
         request: The options, as given; most are attributes of the strategy too.
         unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
         plan, predicted_step: The plan in force, and its step where rank 0 has profiled it; None before `setup`.
+        own_statistics: Whether ranks may change buffers from their own cells; not where the policy chooses the plan.
         pipelined_steps: What runs a pipeline's training steps, with the times of the last one's passes; else None.
     """
 
@@ -90,7 +91,7 @@ class AMPStrategy(MeshStrategy):
         device_memory: str | int | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
-        race: bool = True,
+        race: bool = False,
         rescue: bool = False,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
@@ -121,7 +122,7 @@ class AMPStrategy(MeshStrategy):
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
-            race: Whether the first steps under policy "auto" try the plans that fit, and the fastest stays.
+            race: Under policy "auto", time the plans that fit in the first steps and keep the fastest; runs may differ.
             rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
@@ -156,6 +157,7 @@ class AMPStrategy(MeshStrategy):
         self.policy, self.strategies, self.unfit = policy, strategies, self.request.if_unfit
         self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
+        self.own_statistics = not self.request.chooses
         self.plan: Plan | None = None
         self.predicted_step: Any = None
         self.pipelined_steps: Any = None
@@ -191,9 +193,10 @@ class AMPStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
         drawn = random_state(self.root_device)
-        while_others_start(self.launcher, self.root_device, self.request)
-        super().setup_environment()
-        self._failures.connected()
+        with self._failures.starting():
+            while_others_start(self.launcher, self.root_device, self.request)
+            super().setup_environment()
+            self._failures.connected()
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
         set_random_state(drawn, self.root_device)
         if self.world_size > 1:
@@ -229,6 +232,7 @@ class AMPStrategy(MeshStrategy):
                 shards=self._shards,
                 bucket_bytes=int(self.request.bucket_mb * MIB),
                 check_finite=self.request.check_finite,
+                own_statistics=self.own_statistics,
             )
             self.setup_optimizers(trainer)
             self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
@@ -257,8 +261,8 @@ class AMPStrategy(MeshStrategy):
         self._step, self._shards = None, Shards()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as `deepcopy(trainer)` makes: what is to be undone stays the original's."""
-        return {**vars(self), "_undo": [], "pipelined_steps": None}
+        """Of a copy, as `deepcopy` and `torch.save` of a Trainer make: the step and its undoing stay the original's."""
+        return {**super().__getstate__(), "_undo": [], "_step": None, "pipelined_steps": None}
 
     def teardown(self) -> None:
         """Make parameters whole again, undo what was installed, then what Lightning does."""

@@ -6,7 +6,7 @@ pass. What is as large as an activation is better sent again than kept.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -18,6 +18,11 @@ def once(receive: Callable[[], T]) -> T:
     """What `receive()` returns; in a block's second pass what it has returned at the same place of the first one."""
     through = _asked.get()
     return receive() if through is None else through(receive)
+
+
+def nothing_kept() -> AbstractContextManager[None]:
+    """For what is computed within a pass and is no part of it."""
+    return _asking(None)
 
 
 class Received:
@@ -47,7 +52,7 @@ class Received:
 
 
 @contextmanager
-def _asking(through: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+def _asking(through: Callable[[Callable[[], Any]], Any] | None) -> Iterator[None]:
     before = _asked.set(through)
     try:
         yield

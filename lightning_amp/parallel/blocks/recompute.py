@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp._torch import has_no_values, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
+from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.parallel.autograd.received import Received
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.plan.specs import RecomputeBlock
@@ -45,27 +46,25 @@ def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Ch
 
 @dataclass
 class RecomputedForward:
-    """What a block runs in place of its class's forward; made by `recompute_block`.
+    """What runs a block's forward twice; made by `recompute_block`.
 
     Attributes:
         fqn: Name of the block, for messages; `install` sets it.
         changing: Buffers that the block changes, by its mode.
         compared: Whether a second pass has been compared with its first.
-        inside: What runs both times in place of the block's own forward; `install` sets it for blocks in chunks.
     """
 
+    position = Position.TWICE
     fqn: str = ""
     changing: dict[Any, frozenset[Place]] = field(default_factory=dict)
     compared: bool = False
-    inside: Callable[..., Any] | None = None
 
-    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's result.
+    def __call__(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` returns of the block.
 
         Raises:
             InstallError: The block changes what cannot be put back before its second pass.
         """
-        forward = self.inside or type(block).forward
         if not torch.is_grad_enabled():
             return forward(block, *args, **kwargs)
         name = f"{self.fqn or 'a block'} ({type(block).__name__})"

@@ -11,6 +11,8 @@ tried with and without.
 Known limit: what a likelihood does with other numbers than those of the examples is not seen.
 """
 
+import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from lightning_amp._torch import values_are_checked
+from lightning_amp.parallel.checks.same_function import failure
 
+ARGUMENTS = ("x", "log_mu", "log_theta", "zi_logits")
 RTOL = 1e-9
 CELLS = 3
 IMPOSSIBLE = 20.0, 8.0, -1000.0
@@ -49,7 +53,7 @@ EXAMPLES = (
 def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
     """What a likelihood adds to the probability of a zero, and which counts it refuses; of any other 0 and none."""
     try:
-        with checking_values(False):
+        with checking_values(False), warnings.catch_warnings(action="ignore"):
             least = float(_of_impossible(leaf, 0.0).exp())
         return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
     except Exception:
@@ -61,20 +65,33 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
     names = sorted(leaf.state_dict())
     if names:
         return f"has the state {names!r}"
+    if problem := _call_problem(leaf):
+        return problem
     tries = product((False, True), EXAMPLES, (1, CELLS))
     differences = (_difference(leaf, ours, one, rows, whole, checked) for checked, one, rows in tries)
     return next(filter(None, differences), "")
 
 
+def _call_problem(leaf: nn.Module) -> str:
+    """Whether a likelihood takes other arguments, such as that of a binarized stratum."""
+    parameters = inspect.signature(leaf.forward)
+    try:
+        parameters.bind(*ARGUMENTS)
+    except TypeError:
+        return f"takes {list(parameters.parameters)!r}, where counts with many zeros have {list(ARGUMENTS)!r}"
+    return ""
+
+
 def _difference(
     leaf: nn.Module, ours: nn.Module, example: _Example, rows: int, whole: Whole, checked: bool
 ) -> str:
-    with checking_values(checked):
+    # a library's warning says nothing of the leaf, also where warnings are errors
+    with checking_values(checked), warnings.catch_warnings(action="ignore"):
         expected = _values(ours, example, rows, whole=whole[checked])
         try:
             found = _values(leaf, example, rows, whole=whole[checked])
         except Exception as error:
-            return f"fails on a small example with {error!r}"
+            return f"fails on a small example with {failure(error)}"
     names = ("value", "gradient", "gradient", "gradient")
     for what, own, other in zip(names, found, expected, strict=True):
         if not torch.allclose(own, other, rtol=RTOL, atol=RTOL):
@@ -104,7 +121,7 @@ def _of_impossible(leaf: nn.Module, count: float) -> Tensor:
 
 def _refuses_halves(leaf: nn.Module, checked: bool) -> bool:
     try:
-        with checking_values(checked):
+        with checking_values(checked), warnings.catch_warnings(action="ignore"):
             _of_impossible(leaf, 0.5)
     except ValueError:
         return True

@@ -7,6 +7,7 @@ in any order of summation, or float64.
 Known limits: what a module does with other numbers than those of the example is not seen.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,21 +38,34 @@ def mismatch(
         rtol: Relative tolerance; 0 asks for equal numbers.
     """
     if not isinstance(candidate, nn.Module):
-        return f"is {candidate!r}"
+        return f"is {shown(candidate)} and no module"
     state = sorted(candidate.state_dict())
     if state:
         return f"has the state {state!r}"
-    expected = example(reference) if isinstance(reference, nn.Module) else reference
-    try:
-        found = example(candidate)
-    except InstallError:
-        raise
-    except Exception as error:
-        return f"fails on a small example with {error!r}"
+    # a library's warning says nothing of the candidate, also where warnings are errors
+    with warnings.catch_warnings(action="ignore"):
+        expected = example(reference) if isinstance(reference, nn.Module) else reference
+        try:
+            found = example(candidate)
+        except InstallError:
+            raise
+        except Exception as error:
+            return f"fails on a small example with {failure(error)}"
     for name, right in expected.items():
         if not _same(found[name], right, rtol):
             return f"returns {_difference(name, found[name], right)} for a small example"
     return ""
+
+
+def shown(value: object) -> str:
+    """A value in a message: a layer with its settings, a module of several by its class alone."""
+    composed = isinstance(value, nn.Module) and any(True for _ in value.children())
+    return repr(type(value).__name__) if composed else repr(value)
+
+
+def failure(error: Exception) -> str:
+    """An error in a message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _same(found: Any, right: Any, rtol: float) -> bool:

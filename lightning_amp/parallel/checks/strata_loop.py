@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.checks.same_function import mismatch
+from lightning_amp.parallel.checks.same_function import mismatch, shown
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 
 
@@ -55,7 +55,7 @@ def walk_of(
 
 def _problem(walk: object, *, stacked: bool) -> str:
     if not isinstance(walk, nn.Module):
-        return f"is {walk!r}"
+        return f"is {shown(walk)}"
     if getattr(walk, "is_technique", False):
         return "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
     # strata add 1 to v along the spine and return v + k

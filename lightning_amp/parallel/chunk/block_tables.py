@@ -5,27 +5,33 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.fake_copy import copy_of
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.parallel.chunk.lower import table_of
 from lightning_amp.parallel.chunk.module_chunks import plain
 from lightning_amp.parallel.chunk.planned import plan_graph
+from lightning_amp.parallel.contract.batch_norms import normalises_by_batch
 
 
-def block_tables(module: nn.Module, calls: Sequence[BlockCall]) -> list[Table | str]:
+def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
     """For every call the table that a rule of `chunk` would be planned by, or why there is none.
 
     Calls of one class and signature share one table, and so do blocks that differ in nothing that a table has, such as
     their number in a list.
+
+    Args:
+        module: Whose blocks they are.
+        calls: Of a step.
+        shared: Whether ranks exchange the statistics of batches, which is no operator of a table.
     """
     known: dict[Any, Table | str] = {}
     same: dict[Table | str, Table | str] = {}
     found: list[Table | str] = []
-    for capture in _captured(module, calls):
+    for capture in _captured(module, calls, shared=shared):
         if isinstance(capture, str):
             found.append(capture)
             continue
@@ -56,9 +62,9 @@ def block_code(module: nn.Module, calls: Sequence[BlockCall], budgets: Mapping[s
     return {", ".join(dict.fromkeys(names)): code[key] for key, names in groups.items()}
 
 
-def _captured(module: nn.Module, calls: Sequence[BlockCall]) -> list[Capture | str]:
+def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Capture | str]:
     """What became of every call, or why it was not looked at."""
-    captures, fake = Captures(), FakeTensorMode(allow_non_fake_inputs=True)
+    captures, fake = Captures(), QuickFakes()
     found: list[Capture | str] = []
     for call in calls:
         if call.sparse:
@@ -70,6 +76,9 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall]) -> list[Capture | s
             block = copy_of(block, fake)
         if call.before is not None:
             block = AfterBlocks(block, call.before)
+        if shared and any(map(normalises_by_batch, block.modules())):
+            found.append("ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)")
+            continue
         if any(getattr(child, "sparse", False) is True for child in block.modules()):
             found.append("an embedding in it has gradients that are not dense")
             continue

@@ -6,7 +6,7 @@ another way than in that run has no plan, and is an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,15 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensorMode, tree_map
+from lightning_amp._torch import tree_map
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.footprint.forward_overrides import (
+    Override,
+    Position,
+    add_override,
+    overrides_of,
+    remove_override,
+)
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.parallel.chunk.check import Checked
-from lightning_amp.parallel.chunk.module_chunks import ModuleChunks, Planned, plain
+from lightning_amp.parallel.chunk.module_chunks import CHUNKS, ModuleChunks, Planned, plain
 from lightning_amp.parallel.chunk.planned import lower_within
 from lightning_amp.planning.chunks.choose_chunks import CostModel, OverBudget
 from lightning_amp.planning.chunks.region import Region
@@ -126,20 +134,19 @@ def _run(
 @contextmanager
 def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
     """Blocks run what `choose` says, for as long as this lasts."""
-    blocks = find_blocks(module)
 
-    def run(fqn: str, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(fqn: str, inside: Any, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = choose(fqn, block, args, kwargs)
-        return type(block).forward(block, *args, **kwargs) if found is None else found(block, *args, **kwargs)
+        return inside(block, *args, **kwargs) if found is None else found(block, *args, **kwargs)
 
-    changed = {fqn: block for fqn, block in blocks.items() if "forward" not in vars(block)}
-    for fqn, block in changed.items():
-        block.forward = partial(run, fqn, block)
-    try:
+    with ExitStack() as stack:
+        # once, where a block has two names
+        for block, fqn in {block: fqn for fqn, block in find_blocks(module).items()}.items():
+            if overrides_of(block) is not None:
+                new = Override(CHUNKS[1], partial(run, fqn), Position.WITHIN)
+                add_override(fqn, block, new)
+                stack.callback(remove_override, block, new)
         yield
-    finally:
-        for block in changed.values():
-            vars(block).pop("forward")
 
 
 def _dry_run(
@@ -147,7 +154,7 @@ def _dry_run(
 ) -> tuple[list[_Call], int]:
     """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
     calls: list[tuple[str, Any, int]] = []
-    fake, live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
+    fake, live = QuickFakes(), LiveBytes()
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
 

@@ -8,16 +8,16 @@ what cannot be captured, or cannot be kept within the budget, is an error.
 """
 
 import copy
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.parallel.chunk.after_blocks_in_chunks import AfterBlocksInChunks
 from lightning_amp.parallel.chunk.in_chunks import InChunks
-from lightning_amp.parallel.chunk.module_chunks import ModuleChunks
+from lightning_amp.parallel.chunk.module_chunks import CHUNKS, ModuleChunks
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.time.device_rates import Rates
@@ -73,7 +73,7 @@ def chunk(
         )
     twin = _sharing_copy(module)
     runner = InChunks(parse_bytes(budget), policy=policy, rates=rates)
-    twin.forward = partial(runner, twin)
+    add_override("", twin, Override(CHUNKS[1], runner))
     with torch.no_grad():
         planned = runner.planned(twin, example_args, example_kwargs)
         # checked here, for what that takes is no part of a forward pass within the budget

@@ -33,6 +33,7 @@ class InChunks:
     Attributes:
         known: Plans by budget and signature; `install` lets all blocks of a model have the same.
         fqn: Name of the block, for messages; `install` sets it.
+        train: As given.
 
     Args:
         budget_bytes: For one forward pass without gradients.
@@ -45,7 +46,7 @@ class InChunks:
     def __init__(
         self, budget_bytes: int, *, train: bool = False, policy: str = "auto", rates: Rates | None = None
     ) -> None:
-        self._budget_bytes, self._train, self._policy, self._rates = budget_bytes, train, policy, rates
+        self._budget_bytes, self.train, self._policy, self._rates = budget_bytes, train, policy, rates
         self.known: dict[Any, Planned] = {}
         self.fqn = ""
 
@@ -70,14 +71,14 @@ class InChunks:
         """
         own = plain(module)
         call = signature(own, args, kwargs)
-        key = self._budget_bytes, self._train, call
+        key = self._budget_bytes, self.train, call
         if key not in self.known:
             self.known[key] = self._plan(own, args, kwargs, call)
         return self.known[key]
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with unseen(), no_part_of_the_step():
-            train, costs = self._train and torch.is_grad_enabled(), self._costs(module)
+            train, costs = self.train and torch.is_grad_enabled(), self._costs(module)
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
                 reason = f"it has {n_blocks!r} blocks, which are planned one by one"
@@ -108,7 +109,7 @@ class InChunks:
             try:
                 planned = plan_graph(found, n_bytes, train=train, costs=costs)
             except OverBudget as error:
-                if not self._train:
+                if not self.train:
                     raise
                 # the least is that of the search for this budget, and may be a little more for another
                 n_bytes = max(error.least_bytes, n_bytes + n_bytes // 100 + 1)

@@ -11,7 +11,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import own_class
+from lightning_amp.footprint.forward_overrides import Position, overrides_of, set_overrides
+from lightning_amp.parallel.autograd.received import nothing_kept
 from lightning_amp.planning.chunks.region import Region
+
+CHUNKS = ("chunk", "lightning_amp.chunk")
+"""Names of the technique: of a rule, and of the function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +53,10 @@ class Planned:
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module with its class's forward: the same children, parameters and settings.
+    """The module with its class's forward, or what a technique other than chunk computes in its place: the same
+    children, parameters and settings.
 
-    Hooks on the module itself are left out: they run around whatever the forward is.
+    What runs around a forward is left out, and so are hooks on the module itself.
     """
     kind, left_out = own_class(module)
     found = object.__new__(kind)
@@ -60,6 +66,8 @@ def plain(module: nn.Module) -> nn.Module:
         for name, value in vars(module).items()
         if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
+    inside = (one for one in overrides_of(module) or () if one.position < Position.TWICE)
+    set_overrides(found, (one for one in inside if one.strategy not in CHUNKS))
     return found
 
 
@@ -71,6 +79,7 @@ def no_part_of_the_step() -> Iterator[None]:
         # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
-        # a block that is computed again has hooks, which would count what is kept here
+        # a block that is computed again has hooks, which would count what is kept here, and keeps what is received
         stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        stack.enter_context(nothing_kept())
         yield

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensorMode, make_fx
+from lightning_amp._torch import make_fx
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.parallel.chunk.function import ChunkedRegion, Put
@@ -73,7 +74,7 @@ def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRe
         chunked.compute(found.__setitem__, size, *tensors)
         return [found[k] for k in range(len(chunked.outputs))]
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with QuickFakes():
         given = []
         for i, dim in zip(inputs, chunked.input_dims, strict=True):
             whole = values[table.rows[i].name]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import Table
@@ -159,7 +159,7 @@ def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
 
 def forward_bytes(lowered: Lowered) -> int:
     """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with QuickFakes(), torch.no_grad():
         tensors = _arguments(lowered)
         with LiveBytes() as live:
             lowered.forward(*tensors)
@@ -172,7 +172,7 @@ def step_bytes(lowered: Lowered) -> int:
     Results are held meanwhile. Gradients of arguments and parameters count, those of the results do not.
     """
     live = LiveBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with QuickFakes():
         tensors = _arguments(lowered)
         for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
             tensor.requires_grad_(needs_grad)

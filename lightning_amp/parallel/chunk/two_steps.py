@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 
-from lightning_amp._torch import FakeTensorMode, OpOverload, make_fx
+from lightning_amp._torch import OpOverload, make_fx
+from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.rewrites import WIDE
 
@@ -53,7 +54,7 @@ def in_two_steps(capture: Capture) -> Capture | None:
     if not any(node.args and _is_norm(node.target, values.get(node.args[0])) for node in values):
         return None
     arguments = [value for node, value in values.items() if node.op == "placeholder"]
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with QuickFakes():
         given = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in arguments]
     run = _TwoSteps(graph).run
     split = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)

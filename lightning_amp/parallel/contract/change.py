@@ -19,7 +19,8 @@ class Change:
             through `collectives.leave`, or another node that says on which side it is (ranks/check_region.py).
         sharded: Parameters that the new modules hold a shard of, in place of the whole.
         forwards: What modules that stay run instead of their class's `forward`, by their name as in `swaps`; called as
-            `forward(module, *args, **kwargs)`. It can be copied with the module, and pickled.
+            `forward(module, *args, **kwargs)`. One with a `position` runs around what others compute
+            (footprint/forward_overrides.py). It can be copied with the module, and pickled.
     """
 
     swaps: Mapping[str, nn.Module]

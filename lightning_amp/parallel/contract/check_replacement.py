@@ -1,10 +1,11 @@
-"""What every replacement of a module has to keep: the parameters, and that nobody looks into the module."""
+"""What every replacement of a module has to keep: the parameters, hooks, and what is set as a `forward`."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 
@@ -37,3 +38,17 @@ def check_hooks(fqn: str, old: nn.Module | None) -> None:
             f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"
             " register hooks on the decoder or its strata instead, or take the rule out of the plan"
         )
+
+
+def check_forwards(fqn: str, old: nn.Module | None, new: nn.Module, strategy: str) -> None:
+    """A `forward` set on an instance calls that instance: in a replacement it would run what was replaced."""
+    kept = set(new.modules())
+    for name, part in old.named_modules() if old is not None else ():
+        if "forward" in vars(part) and part not in kept:
+            where = f"{fqn}.{name}" if name else fqn
+            who = ", ".join(one.strategy for one in overrides_of(part) or ())
+            raise InstallError(
+                f"{strategy} is to replace {fqn!r}, and the `forward` of {where!r} is set on the instance"
+                f" by {who or repr(vars(part)['forward'])}, which the replacement would not run; leave it as its class"
+                f" has it, or leave {strategy} out"
+            )

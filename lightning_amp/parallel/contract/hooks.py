@@ -2,13 +2,15 @@
 
 from torch import nn
 
+from lightning_amp.footprint.hooked import hooked
+
 KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_within(module: nn.Module) -> list[str]:
     """Kinds of hooks on calls of a module or of one inside it."""
-    return [kind.strip("_") for kind in KINDS if any(getattr(part, kind) for part in module.modules())]
+    return hooked(module.modules(), KINDS)
 
 
 def hooks_of(parameter: nn.Parameter, name: str) -> list[str]:

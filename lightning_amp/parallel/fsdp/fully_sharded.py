@@ -40,14 +40,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_amp._torch import begin_gathered, end_gathered, make_root, start_backward, undo_fully_shard
+from lightning_amp._torch import (
+    begin_gathered,
+    end_gathered,
+    forget_step,
+    make_root,
+    start_backward,
+    undo_fully_shard,
+)
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.parallel.fsdp.agreement import Agreement
 from lightning_amp.parallel.fsdp.collectives import AddUp, Gather
 from lightning_amp.parallel.fsdp.parameters import ReachedParameters, split_parameters
-from lightning_amp.parallel.fsdp.refusals import refuse
+from lightning_amp.parallel.fsdp.refusals import SWAPPED, refuse
 from lightning_amp.parallel.fsdp.units import find_units
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.check_region import leaves_of
@@ -62,8 +69,8 @@ LOOKS = 2
 """Training steps in which it is looked at what costs time to see: parameters' values, and what a loss reads."""
 STRAY = (
     "a backward pass was begun by loss.backward() or torch.autograd.grad, and under fsdp the strategy has to begin it,"
-    " to weigh the loss and to average gradients: call self.manual_backward(loss) in a training step, or train with"
-    " strategies='S1'"
+    " to weigh the loss and to average gradients: call self.manual_backward(loss) in place of loss.backward(); with"
+    " torch.autograd.grad in a training step, as for a gradient penalty, train with strategies='S1'"
 )
 
 
@@ -175,7 +182,7 @@ class FullySharded:
             self._undo.pop()()
         if not self.parameters:
             return
-        self._module.reset_iter_state()
+        forget_step(self._module)
         self._shown = []
         for parameter in self.parameters:
             if parameter.dropped:
@@ -231,7 +238,7 @@ class FullySharded:
             output = step(*args, **kwargs)
         except BaseException as error:
             self._depth = 0
-            self._module.reset_iter_state()
+            forget_step(self._module)
             if MIXED in str(error):
                 raise ModelError(_read_elsewhere(str(error))) from error
             raise
@@ -283,9 +290,11 @@ class FullySharded:
             held.set_custom_all_gather(Gather(fqn, self._agreement))
             held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
             if fqn:
+                # before torch's, which puts parameters in the place of any others
+                own = unit.register_forward_pre_hook(partial(refuse_swapped, fqn), prepend=True)
                 before = unit.register_forward_pre_hook(watch.gathered)
                 after = unit.register_forward_hook(partial(self._look_at_output, watch))
-                self._undo += [before.remove, after.remove]
+                self._undo += [own.remove, before.remove, after.remove]
             else:
                 self._root = watch
 
@@ -344,6 +353,12 @@ class FullySharded:
     def _refuse_stray(self, grad: Tensor) -> None:
         if not self._begun:
             raise ModelError(STRAY)
+
+
+def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
+    """Refuse, with a ModelError, a call of a unit in which other tensors are in the place of its parameters."""
+    if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
+        raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
 
 
 def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:

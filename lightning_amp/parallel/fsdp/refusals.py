@@ -10,6 +10,10 @@ from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.contract.sharded_parameter import is_split
 
 LEAVE_OUT = "or leave fsdp out"
+SWAPPED = (
+    "the block {!r} is called with other parameters than its own (torch.func.functional_call), in whose place fsdp"
+    " would gather its own: train with strategies='S1'"
+)
 
 
 def refuse(

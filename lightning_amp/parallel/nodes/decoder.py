@@ -26,6 +26,7 @@ unless the graph's vertices are sharded too; random draws inside of the strata a
 """
 
 import copy
+import warnings
 from itertools import accumulate
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.key import rows_problem
+from lightning_amp.parallel.checks.same_function import failure
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
@@ -139,13 +141,13 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 5 * w, decoder.dim, generator=generator, dtype=torch.float64, device="cpu")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             alone = small.attend(small.prepare(*rows[:, w : 4 * w]), 1, 2)
             among = small.attend(small.prepare(*rows), 2, 3)
         local = alone.shape == rows[0, :w].shape and torch.allclose(alone, among, rtol=1e-8)
     except Exception as error:
         raise _refusal(
-            decoder, f"has {fqn!r} that fails on an example with {error!r}", "bucketed attention"
+            decoder, f"has {fqn!r} that fails on an example with {failure(error)}", "bucketed attention"
         ) from error
     if not local:
         raise _refusal(

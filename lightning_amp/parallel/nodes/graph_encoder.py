@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.checks.same_function import mismatch
+from lightning_amp.parallel.checks.same_function import mismatch, shown
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_of, hooks_within
 from lightning_amp.parallel.contract.protocol import VertexEncoder, is_vertex_encoder
@@ -97,7 +97,7 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
         layer = getattr(encoder, name)
         # not isinstance: a subclass may mix rows
         if type(layer) is not nn.Linear:
-            return f"has {name}={layer!r}"
+            return f"has {name}={shown(layer)}, and not nn.Linear"
     hooks = [*hooks_within(cast(nn.Module, encoder)), *hooks_of(encoder.embedding, "embedding")]
     if hooks:
         return f"has {', '.join(hooks)}, which would see a part of the vertices"

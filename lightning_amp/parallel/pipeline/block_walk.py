@@ -14,14 +14,15 @@ placeholder for as long as the step runs.
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_amp._torch import tree_leaves, tree_map
+from lightning_amp._torch import in_transform, tree_leaves, tree_map
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.parallel.pipeline.draws import packed_draws
 from lightning_amp.parallel.pipeline.placeholders import Placeholders, without_values
 
@@ -35,6 +36,9 @@ GONE = object()
 """Of an attribute that is not there."""
 WITHOUT_VALUES = ("FakeTensor", "meta tensor", "device meta", "_local_scalar_dense", "data-dependent")
 """What errors of torch say of tensors without values."""
+
+UNUSED = "Set allow_unused=True"
+"""What torch says of a gradient that does not reach what was asked for."""
 
 
 class Leave(BaseException):
@@ -129,6 +133,13 @@ class BlockWalk:
         except Leave:
             return now.result, None
         except Exception as error:
+            if UNUSED in str(error):
+                raise InstallError(
+                    "a step was to be run as stages of a pipeline, and takes gradients while it runs"
+                    " (torch.autograd.grad, as for a gradient penalty), which would have to go back through blocks of"
+                    f" {self.name!r} that other ranks hold: compute such a term without gradients of blocks, or leave"
+                    " 'pipeline' out"
+                ) from error
             if isinstance(error, InstallError) or not any(word in str(error) for word in WITHOUT_VALUES):
                 raise
             raise InstallError(
@@ -152,6 +163,12 @@ class BlockWalk:
         now = self._pass
         if now is None:
             return run(block, *args, **kwargs)
+        if in_transform():
+            raise InstallError(
+                f"a step was to be run as stages of a pipeline, and block {index!r} of {self.name!r} is called by a"
+                " function that torch.func (vmap, grad, jvp, ...) has transformed, which a stage would have to leave"
+                " half-way: call the blocks outside of it, or leave 'pipeline' out"
+            )
         if index != now.next:
             raise InstallError(
                 f"a step was to be run as stages of a pipeline, and called block {index!r} of {self.name!r} where block"
@@ -231,19 +248,15 @@ class BlockWalk:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockCall:
-    """What one block runs in place of its class's forward."""
+    """What decides whether a block runs."""
 
+    position = Position.STAGE
     walk: BlockWalk
     index: int
-    run: Run | None = None
 
-    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, run: Run, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See `BlockWalk.call`."""
-        return self.walk.call(self.index, block, self.run or type(block).forward, args, kwargs)
-
-    def around(self, run: Run) -> "BlockCall":
-        """The same, where another technique runs the block."""
-        return replace(self, run=run)
+        return self.walk.call(self.index, block, run, args, kwargs)
 
 
 def _set(table: dict[str, Any], name: str, value: Any) -> None:

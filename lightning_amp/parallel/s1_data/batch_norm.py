@@ -8,17 +8,18 @@ Exact up to rounding for any cells per rank, zero included. Gradients of weight 
 part: the reducer averages them over ranks like all others, while dx belongs to the sum of all ranks' losses.
 So an average of parameter gradients is the gradient of the average of the ranks' losses.
 
-Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode, and none in
-the forward pass of a block that runs again, which has the statistics of its first one. Each waits for all ranks, and
-there is nothing to be computed meanwhile. Passes over x, which are what a layer takes on a CPU, are few: the sums of dy
-and the part of dx without the sums of all ranks are torch's own kernel for given statistics, and what is taken off that
-part is one more normalisation of x.
+Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode, unless a
+layer without running statistics is trained through, and none in the forward pass of a block that runs again, which has
+the statistics of its first one. Each waits for all ranks, and there is nothing to be computed meanwhile. Passes over x,
+which are what a layer takes on a CPU, are few: the sums of dy and the part of dx without the sums of all ranks are
+torch's own kernel for given statistics, and what is taken off that part is one more normalisation of x.
 Legend: C channels, n_r values per channel on rank r (cells times positions).
 Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,48 +33,77 @@ from torch.nn.functional import batch_norm
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import (
+    Override,
+    Position,
+    add_override,
+    overrides_of,
+    remove_override,
+)
 from lightning_amp.parallel.autograd.received import once
+from lightning_amp.parallel.chunk.in_chunks import InChunks
+from lightning_amp.parallel.contract.batch_norms import normalises_by_batch
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.combine_moments import union_moments
 from lightning_amp.shapes import Scalar
 
+SHARE = "share_batch_statistics"
+"""Name of the option of AMPStrategy, for messages."""
+
 
 def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Replace every BatchNorm inside a module by one that computes the same over all ranks.
+    """Let every BatchNorm inside a module compute the same over all ranks.
 
     Args:
-        module: Changed in place; layers that are SyncBatchNorm already are left as they are.
+        module: Its layers stay where they are, with another forward; those that are SyncBatchNorm are left as they are.
+        mesh: One axis.
 
     Returns:
-        A function that puts the original layers back, with the values trained since; it may be called twice.
+        A function that undoes it; it may be called twice.
 
     Raises:
-        InstallError: A subclass of BatchNorm with another forward; nothing is changed.
+        InstallError: A subclass of BatchNorm that computes something else, a layer that a technique or something else
+            computes already, or one that trains in a block that runs in chunks; nothing is changed.
     """
-    names = {layer: name for name, layer in module.named_modules() if is_local(layer)}
-    own = [name for layer, name in names.items() if type(layer).forward is not AnyBatchNorm.forward]
+    layers = {layer: name for name, layer in module.named_modules() if is_local(layer)}
+    own = {
+        name: type(layer).__name__
+        for layer, name in layers.items()
+        if (type(layer).forward, type(layer).__call__) != (AnyBatchNorm.forward, nn.Module.__call__)
+    }
     if own:
         raise InstallError(
-            f"batch statistics are to be shared over ranks; {own!r} are BatchNorm layers with a forward of"
-            " their own, which cannot be replaced. Keep statistics per rank with share_batch_statistics=False"
+            f"batch statistics are to be shared over ranks; {own!r} are BatchNorm layers with a forward or a __call__"
+            " of their own, which would be lost. Keep statistics per rank with share_batch_statistics=False"
         )
-    shared = {layer: SharedBatchNorm(layer, mesh) for layer in names if isinstance(layer, AnyBatchNorm)}
-    # a list of places, for one layer may hang under two parents
-    places = [
-        (parent, name, layer)
-        for parent in module.modules()
-        for name, layer in parent._modules.items()
-        if isinstance(layer, AnyBatchNorm) and layer in shared
-    ]
-    for parent, name, layer in places:
-        parent._modules[name] = shared[layer]
+    if mesh.size() > 1:
+        for outer, block in module.named_modules():
+            _refuse_computed(outer, block, layers)
+    shared = Override(SHARE, SharedStatistics(mesh), Position.STATISTICS)
+    with ExitStack() as undo:
+        for layer, name in layers.items():
+            add_override(name, layer, shared)
+            undo.callback(remove_override, layer, shared)
+        return undo.pop_all().close
 
-    def undo() -> None:
-        for parent, name, layer in places:
-            parent._modules[name] = layer
-            layer.__dict__.pop("mesh", None)
 
-    return undo
+def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module]) -> None:
+    """Refuse layers that another technique computes: by itself, or in a block that it computes from its operators."""
+    for one in overrides_of(block) or ():
+        if one.position is not Position.INSTEAD:
+            continue
+        # what follows the blocks in chunks has a look of its own at what it captures
+        whole = type(one.run) is InChunks and one.run.train
+        inside = block.named_modules() if whole else [("", block)]
+        for name, layer in inside:
+            # a frozen layer is computed as its class does
+            if layer in layers and (normalises_by_batch(layer) or not whole):
+                where = f"{outer}.{name}" if name else outer
+                raise InstallError(
+                    f"{one.strategy} and {SHARE} were asked for on {outer!r}: {one.strategy} computes it, and ranks"
+                    f" exchange the statistics of {where!r} ({type(layer).__name__}), which {one.strategy} does not;"
+                    f" leave {one.strategy} out for it, or keep statistics per rank with {SHARE}=False"
+                )
 
 
 def has_batch_norms(module: nn.Module) -> bool:
@@ -96,56 +126,66 @@ def statistics_bytes(module: nn.Module) -> int:
 
 def is_local(layer: nn.Module) -> bool:
     """Whether a module is a BatchNorm over the cells of its rank."""
-    return isinstance(layer, AnyBatchNorm) and not isinstance(layer, SharedBatchNorm | nn.SyncBatchNorm)
+    return isinstance(layer, AnyBatchNorm) and not (isinstance(layer, nn.SyncBatchNorm) or is_shared(layer))
 
 
-class SharedBatchNorm(AnyBatchNorm):
-    """A BatchNorm whose training statistics are those of all ranks of a mesh axis."""
+def is_shared(layer: nn.Module) -> bool:
+    """Whether a module is a BatchNorm over the cells of all ranks, by `share_batch_statistics`."""
+    return any(isinstance(one.run, SharedStatistics) for one in overrides_of(layer) or ())
 
-    mesh: DeviceMesh
 
-    def __init__(self, local: AnyBatchNorm, mesh: DeviceMesh) -> None:
-        """Take over a layer.
+class SharedStatistics:
+    """What a BatchNorm computes where it trains: its statistics are those of all ranks of a mesh axis.
 
-        Args:
-            local: Its state is used, not copied: both have the same parameters, buffers, hooks and mode.
-            mesh: One axis; a mesh can be deep-copied with the module, a process group cannot.
-        """
-        object.__setattr__(self, "__dict__", local.__dict__)
-        self.mesh = mesh
+    Args:
+        mesh: The axis; None in what was pickled, which belongs to no ranks and is plain.
+    """
 
-    def forward(
-        self, input: Float[Tensor, "cell channel *position"]
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._mesh = mesh
+
+    def __call__(
+        self,
+        inside: Callable[..., Any],
+        layer: AnyBatchNorm,
+        input: Float[Tensor, "cell channel *position"],
     ) -> Float[Tensor, "cell channel *position"]:
-        """Normalise; in training mode a collective."""
-        if not self.training or self.mesh.size() == 1:
-            return super().forward(input)
-        self._check_input_dim(input)
-        mean, m2, count = once(lambda: _union_statistics(input, self.mesh))
-        self._track(mean, m2, count)
+        """Normalise; where it is by the statistics of a batch that is trained on, a collective."""
+        # outside of training ranks have unlike numbers of batches, and a layer without running statistics its own
+        by_batch = normalises_by_batch(layer) and (layer.training or torch.is_grad_enabled())
+        mesh = self._mesh
+        if mesh is None or mesh.size() == 1 or not by_batch:
+            plain: Tensor = inside(layer, input)
+            return plain
+        layer._check_input_dim(input)  # type: ignore[no-untyped-call]
+        mean, m2, count = once(lambda: _union_statistics(input, mesh))
+        if layer.training and layer.track_running_stats:
+            _track(layer, mean, m2, count)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, m2 / count, count, self.eps, self.mesh
+            input, layer.weight, layer.bias, mean, m2 / count, count, layer.eps, mesh
         )
         return output
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"expected input of 2 or more dimensions (cell, channel, ...), found {input.dim()}"
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedStatistics":
+        return self
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, m2: Tensor, count: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None:
-            return
-        momentum = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            # no momentum means the plain average over all batches so far
-            momentum = 1 / float(self.num_batches_tracked) if momentum is None else momentum
-        assert momentum is not None, "a layer that tracks statistics counts its batches"
-        for running, new in ((self.running_mean, mean), (self.running_var, m2 / (count - 1))):
-            running.lerp_(new.to(running.dtype), momentum)
+    def __reduce__(self) -> Any:
+        return SharedStatistics, (None,)
+
+
+@torch.no_grad()
+def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None:
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    momentum = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        # no momentum means the plain average over all batches so far
+        momentum = 1 / float(layer.num_batches_tracked) if momentum is None else momentum
+    assert momentum is not None, "a layer that tracks statistics counts its batches"
+    for running, new in ((layer.running_mean, mean), (layer.running_var, m2 / (count - 1))):
+        # no new version, as of torch's kernel: a call in eval mode, whose backward pass is to come, may have saved it
+        running.data.lerp_(new.to(running.dtype), momentum)
 
 
 @torch.no_grad()

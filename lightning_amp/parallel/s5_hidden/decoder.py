@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.parallel.checks.decode import decode_problem
+from lightning_amp.parallel.checks.same_function import shown
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder
 from lightning_amp.parallel.ranks import collectives
@@ -121,7 +122,7 @@ def _key(stratum: nn.Module, fqn: str) -> nn.Module | None:
     key = getattr(stratum, "key", "missing")
     if key is None or isinstance(key, nn.Module):
         return key
-    raise refusal(f"{fqn}.key", f"is {key!r}", "a module, or None where the anchors are the keys")
+    raise refusal(f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys")
 
 
 def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:
@@ -135,7 +136,7 @@ def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDec
     if problem or not isinstance(decode, nn.Module):
         raise refusal(
             f"{fqn}.decode",
-            f"is {decode!r}, {problem}",
+            f"is {shown(decode)}, {problem}",
             "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
         )
     return HiddenDecode(decode, channels.mesh)

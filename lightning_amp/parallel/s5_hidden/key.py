@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.key import channels_problem
+from lightning_amp.parallel.checks.same_function import shown
 from lightning_amp.parallel.contract.protocol import (
     ATTENTION_KEY,
     CONVOLUTION_KEY,
@@ -88,7 +89,7 @@ def _share_attention(
     if not found or not channels.paired:
         raise refusal(
             fqn,
-            f"is {attention!r} with D={channels.dim!r}",
+            f"is {shown(attention)} with D={channels.dim!r}",
             "attention with n_buckets, prepare, attend and shard(pairs, total), for an even D",
         )
     name, inner = found[0]
@@ -104,14 +105,14 @@ def _share_norm(norm: nn.Module, fqn: str, channels: Channels) -> dict[str, nn.M
         return {}
     # not isinstance: a subclass may compute something else
     if type(norm) is not nn.LayerNorm or norm.normalized_shape != (channels.dim,):
-        raise refusal(fqn, f"is {norm!r}", f"nn.LayerNorm({channels.dim}) or nn.Identity()")
+        raise refusal(fqn, f"is {shown(norm)}", f"nn.LayerNorm({channels.dim}) or nn.Identity()")
     return {fqn: ShardedLayerNorm(norm, channels)}
 
 
 def _share_linear(linear: nn.Module, fqn: str, channels: Channels, *, groups: int) -> ShardedLinear:
     shape = (channels.dim, groups * channels.dim)
     if type(linear) is not nn.Linear or (linear.in_features, linear.out_features) != shape:
-        raise refusal(fqn, f"is {linear!r}", f"nn.Linear{shape!r}")
+        raise refusal(fqn, f"is {shown(linear)}", f"nn.Linear{shape!r}")
     return ShardedLinear(linear, channels)
 
 
@@ -123,14 +124,14 @@ def _share_convolution(pairs: nn.Module, fqn: str, channels: Channels) -> Sharde
         or pairs.padding_mode != "zeros"
     ):
         raise refusal(
-            fqn, f"is {pairs!r}", f"a depthwise nn.Conv1d of {channels.dim} channels, padded with zeros"
+            fqn, f"is {shown(pairs)}", f"a depthwise nn.Conv1d of {channels.dim} channels, padded with zeros"
         )
     return ShardedConv1d(pairs, channels)
 
 
 def _check_activation(activation: nn.Module, fqn: str) -> None:
     if type(activation) not in CHANNELWISE:
-        raise refusal(fqn, f"is {activation!r}", f"one of {[kind.__name__ for kind in CHANNELWISE]!r}")
+        raise refusal(fqn, f"is {shown(activation)}", f"one of {[kind.__name__ for kind in CHANNELWISE]!r}")
 
 
 OwnChannels = Float[Tensor, "anchor own_dim"]

@@ -9,14 +9,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
-from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.peak import BlockBytes
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.planning.chunks.chunk_bytes import NARROW, piece_table, result_bytes
+from lightning_amp.planning.chunks.chunk_bytes import Pieces, result_bytes
 from lightning_amp.planning.chunks.find_regions import RegionSearch
 from lightning_amp.planning.chunks.over import written_over
 from lightning_amp.planning.chunks.region import Region, piece_length, pieces
 
 Cost = Callable[[Region], float]
+MOST_ROWS = 6_000
+"""Of all regions that are compared for one table, each row as often as it is in one; the examples have 945 at most.
+
+A search of as many takes about a second of one core. It is a bound of work, so that plans do not depend on the clock.
+"""
 STEP = 1.15
 """Ratio of two lengths of a piece that are worth telling apart."""
 
@@ -34,14 +39,16 @@ class Candidate:
     def __init__(self, table: Table, region: Region, cost: Cost, plain: BlockBytes, *, train: bool) -> None:
         self.region, self.outputs = region, region.outputs(table)
         self.output_bytes = sum(result_bytes(table.rows[i]) for i in self.outputs)
-        self._table, self._cost, self._train = table, cost, train
+        self._table, self._cost = table, cost
         self._work: dict[int, tuple[int, int]] = {}
         self._lengths = _lengths(region.units)
         self._costs: dict[int, tuple[Region, float]] = {}
-        rows = table.rows
-        sums = (rows[i] for i in region.sums if rows[i].dtype in NARROW)
-        self._wide_bytes = sum(2 * result_bytes(row) for row in sums)
-        self._plain, self.learns = plain, train and any(rows[i].needs_grad for i in self.outputs)
+        self._plain, self.learns = plain, train and any(table.rows[i].needs_grad for i in self.outputs)
+
+    @cached_property
+    def least_cost(self) -> float:
+        """Of all numbers of pieces: that of two."""
+        return self.with_pieces(min(2, self.region.units))[1]
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
@@ -96,18 +103,16 @@ class Candidate:
     def _peak(self, length: int, forward: int, backward: int) -> int:
         """Beside so many bytes, with pieces of so many units."""
         if length not in self._work:
-            self._work[length] = self._of_piece(
-                replace(self.region, n_chunks=-(-self.region.units // length))
-            )
+            n_chunks = -(-self.region.units // length)
+            there = self._pieces.once(n_chunks).peak_bytes + self._pieces.wide_bytes
+            back = self._pieces.again(n_chunks).peak_bytes if self.learns else 0
+            self._work[length] = there, back
         there, back = self._work[length]
         return max(forward + there, backward + back)
 
-    def _of_piece(self, region: Region) -> tuple[int, int]:
-        once = block_bytes(piece_table(self._table, region), train=False).peak_bytes + self._wide_bytes
-        if not self.learns:
-            return once, 0
-        piece = piece_table(self._table, region, train=True)
-        return once, block_bytes(piece, gradients_of_arguments=False).peak_bytes
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self._table, self.region)
 
 
 class Candidates:
@@ -132,8 +137,15 @@ class Candidates:
     def around(self, hot: frozenset[int]) -> list[Candidate]:
         """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
         if hot not in self._around:
-            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot)), hot))
+            self._around[hot] = list(
+                self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot)
+            )
         return self._around[hot]
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some regions were not looked at, for there were too many."""
+        return self._search.thinned
 
     def _of(self, region: Region) -> Candidate:
         # the search keeps its regions, so that no two have one identity

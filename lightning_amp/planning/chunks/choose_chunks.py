@@ -168,6 +168,7 @@ class _Search:
             seconds=self._seconds.of(label.regions),
             whole_bytes=self._line.whole_bytes,
             whole_seconds=self._seconds.whole,
+            thinned=self._candidates.thinned,
         )
 
 

@@ -18,10 +18,10 @@ reads it. Both are upper bounds; what else is counted is exact.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
-from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.peak import BlockBytes, PieceRow, PieceTable, block_bytes
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
 from lightning_amp.planning.chunks.over import within, written_over
 from lightning_amp.planning.chunks.region import Region, piece_length
@@ -49,128 +49,158 @@ def result_bytes(row: Row) -> int:
     return prod(row.shape) * WIDTHS.get(row.dtype, 4)
 
 
-def piece_table(table: Table, region: Region, *, train: bool = False) -> Table:
-    """A region's inputs and rows with the sizes of its longest piece, and the outputs of that piece.
+@dataclass(slots=True)
+class _Sizes:
+    """A row that pieces compute, and its bytes for the whole of what is cut.
 
-    In training the piece's outputs live until its backward pass; else they are copied at once, and let go of.
+    Attributes:
+        summed: Whether every piece has all of its result.
+        uncut: Of activations that it reads whole, of which a copy may not shrink.
+        copied: Of arguments that it copies, because a piece of them does not lie in one run.
+        passing: Of its result where it is made in two steps then; 0 where it is not.
+        handed: Of a copy that its backward makes of its result's gradient; 0 where it makes none.
+        last_use: In inference.
+        outlives: Whether something reads its result after the region.
     """
-    return _Piece(table, region).table(train=train)
+
+    row: Row
+    summed: bool
+    uncut: int
+    copied: tuple[int, ...]
+    passing: int
+    handed: int
+    inputs: tuple[int, ...]
+    storage: int
+    saved: tuple[int, ...]
+    over: int
+    cut: tuple[bool, ...]
+    last_use: int
+    outlives: bool
 
 
-class _Piece:
-    """One piece of a region: its rows in other places, and what is less of each."""
+class Pieces:
+    """What a piece of a region holds: the region's inputs, its rows with the sizes of a piece, and its outputs.
+
+    In training the outputs live until the piece's backward pass; else they are copied at once, and let go of.
+
+    Args:
+        table: A captured block.
+        region: In any number of pieces.
+    """
 
     def __init__(self, table: Table, region: Region) -> None:
-        self._old, self._region, self._block = table.rows, region, table
-        length = piece_length(region.units, region.n_chunks) + 2 * region.reach
-        self._length = min(length, region.units)
-        self._inputs, self._inside = region.inputs(table), region.inside(table)
-        self._place = {i: n for n, i in enumerate((*self._inputs, *self._inside))}
-        self._homes: dict[int, int] = {}
-        self._scattered: set[int] = set()
-        """Pieces of inputs, and views of them, with parts of other pieces between their own."""
-        self._handed: set[int] = set()
-        """Rows whose gradient is a piece of that of an output in that way, or a view of one."""
-
-    def table(self, *, train: bool) -> Table:
-        """All rows of the piece."""
-        last = {k: n for i in self._inside for n in (self._place[i],) for k in self._old[i].inputs}
-        outputs = self._region.outputs(self._block) if train else ()
-        last |= dict.fromkeys(outputs, len(self._place))
-        self._handed = self._handed_by(outputs)
-        rows = [self._input(i) for i in self._inputs] + [
-            self._row(i, last.get(i, self._place[i]), train=train) for i in self._inside
-        ]
-        return Table(
-            block=self._block.block, rows=tuple(rows), outputs=tuple(self._place[i] for i in outputs)
+        self._old, self._region = table.rows, region
+        self.inputs, self.inside, self.outputs = (
+            region.inputs(table),
+            region.inside(table),
+            region.outputs(table),
         )
+        self._place = {i: n for n, i in enumerate((*self.inputs, *self.inside))}
+        self._homes = {i: self._place[i] for i in self.inputs}
+        self._scattered = {i for i in self.inputs if self._is_scattered(i)}
+        """Pieces of inputs, and views of them, with parts of other pieces between their own."""
+        self._handed = self._handed_by()
+        """Rows whose gradient is a piece of that of an output in that way, or a view of one."""
+        given = (table.rows[i] for i in self.inputs)
+        self._given = [
+            PieceRow(PARAMETER if row.kind == PARAMETER else INPUT, (), 0, n, 0, row.needs_grad)
+            for n, row in enumerate(given)
+        ]
+        last = {k: self._place[i] for i in self.inside for k in self._old[i].inputs}
+        self._sizes = [self._sizes_of(i, last.get(i, self._place[i])) for i in self.inside]
+        sums = (table.rows[i] for i in region.sums)
+        self.wide_bytes = sum(2 * result_bytes(row) for row in sums if row.dtype in NARROW)
+        """Of sums over pieces, which are kept in 32 bits meanwhile."""
+        self.learns = any(table.rows[i].needs_grad for i in self.outputs)
+        """Whether a piece has a backward pass."""
 
-    def _input(self, i: int) -> Row:
-        """A row that the region reads; it costs nothing, but its gradient may."""
-        row = self._old[i]
-        if self._is_scattered(i):
+    def once(self, n_chunks: int) -> BlockBytes:
+        """Bytes of the longest of so many pieces in inference."""
+        return block_bytes(self._table(n_chunks, train=False), train=False)
+
+    def again(self, n_chunks: int) -> BlockBytes:
+        """Bytes of the longest of so many pieces when it is computed again, and in its backward pass."""
+        return block_bytes(self._table(n_chunks, train=True), gradients_of_arguments=False)
+
+    def _table(self, n_chunks: int, *, train: bool) -> PieceTable:
+        units = self._region.units
+        length = min(piece_length(units, n_chunks) + 2 * self._region.reach, units)
+
+        def part(whole: int) -> int:
+            return -(-whole * length // units)
+
+        def work(n_bytes: int, uncut: int) -> int:
+            return min(n_bytes, part(n_bytes) + uncut) if n_bytes > 0 else part(n_bytes)
+
+        rows, end = list(self._given), len(self._place)
+        for x in self._sizes:
+            row, copied = x.row, sum(map(part, x.copied))
+            passing = max(copied, part(x.passing))
+            # a copy that is made of an argument is saved in its place
+            kept = copied if train and (row.saved or row.hidden_bytes) else 0
+            found = PieceRow(
+                OPERATOR,
+                x.inputs,
+                row.n_bytes if x.summed else part(row.n_bytes),
+                x.storage,
+                end if train and x.outlives else x.last_use,
+                row.needs_grad,
+                over=x.over,
+                forward_bytes=work(row.forward_bytes, x.uncut) + passing - min(kept, passing),
+            )
+            if train:
+                found.saved = x.saved
+                found.hidden_bytes = work(row.hidden_bytes, x.uncut) + kept
+                grads = zip(row.grad_bytes, x.cut, strict=True)
+                found.grad_bytes = tuple(part(n) if cut else n for n, cut in grads)
+                found.backward_bytes = work(row.backward_bytes, x.uncut) + copied - kept + part(x.handed)
+            rows.append(found)
+        outputs = tuple(self._place[i] for i in self.outputs) if train else ()
+        return PieceTable(tuple(rows), outputs)
+
+    def _sizes_of(self, i: int, last_use: int) -> _Sizes:
+        row, dims = self._old[i], self._region.dims
+        if row.storage != i and self._scattered.intersection(row.inputs):
             self._scattered.add(i)
-        self._homes[i] = self._place[i]
-        kind = PARAMETER if row.kind == PARAMETER else INPUT
-        return Row(name=row.name, kind=kind, storage=self._place[i], needs_grad=row.needs_grad)
+        self._homes[i] = self._home(i, row.storage)
+        read = [(k, self._old[k]) for k in dict.fromkeys(row.inputs)]
+        product, result = row.op.startswith(COPYING), result_bytes(row)
+        # a product copies a piece that has more than two dims; a linear layer adds its bias in a step of its own then
+        copied = [result_bytes(x) for k, x in read if product and k in self._scattered and len(x.shape) > 2]
+        apart = copied and row.op.startswith("aten.linear.") and len(row.inputs) > 2
+        handed = product and i in self._handed and len(row.shape) > 2
+        return _Sizes(
+            row=row,
+            summed=i in self._region.sums,
+            uncut=sum(result_bytes(x) for k, x in read if k not in dims and x.kind != PARAMETER),
+            copied=tuple(copied),
+            passing=result if apart else 0,
+            handed=result if handed else 0,
+            inputs=tuple(self._place[k] for k in row.inputs),
+            storage=self._homes[i],
+            saved=tuple({self._home(i, s) for s in row.saved}),
+            over=self._place[row.over] if within(self._old, row, self.inside) else -1,
+            cut=tuple(k in dims for k, _ in zip(row.inputs, row.grad_bytes, strict=False)),
+            last_use=last_use,
+            outlives=i in self.outputs,
+        )
 
     def _is_scattered(self, i: int) -> bool:
         dim = self._region.dims.get(i)
         return dim is not None and prod(self._old[i].shape[:dim]) > 1
 
-    def _handed_by(self, outputs: Sequence[int]) -> set[int]:
-        found = {i for i in outputs if self._is_scattered(i)}
-        for i in reversed(self._inside):
+    def _handed_by(self) -> set[int]:
+        found = {i for i in self.outputs if self._is_scattered(i)}
+        for i in reversed(self.inside):
             if i in found and not any(self._old[i].grad_bytes):
                 found.update(self._old[i].inputs)
         return found
-
-    def _row(self, i: int, last_use: int, *, train: bool) -> Row:
-        """A row that the region computes."""
-        row, dims, part = self._old[i], self._region.dims, self._part
-        if row.storage != i and self._scattered.intersection(row.inputs):
-            self._scattered.add(i)
-        self._homes[i] = self._home(i, row.storage)
-        copied, passing = self._copied(row)
-        # a copy that is made of an argument is saved in its place
-        kept = copied if train and (row.saved or row.hidden_bytes) else 0
-        again = self._work(row, row.backward_bytes) if train else 0
-        grads = zip(row.inputs, row.grad_bytes, strict=False) if train else ()
-        return Row(
-            name=row.name,
-            kind=OPERATOR,
-            inputs=tuple(self._place[k] for k in row.inputs),
-            n_bytes=row.n_bytes if i in self._region.sums else part(row.n_bytes),
-            storage=self._homes[i],
-            last_use=last_use,
-            saved=tuple({self._home(i, s) for s in row.saved}),
-            hidden_bytes=self._work(row, row.hidden_bytes) + kept,
-            forward_bytes=self._work(row, row.forward_bytes) + passing - min(kept, passing),
-            grad_bytes=tuple(part(n) if k in dims else n for k, n in grads),
-            backward_bytes=again + copied - kept + self._gradient_copied(i),
-            needs_grad=row.needs_grad,
-            over=self._place[row.over] if within(self._old, row, self._inside) else -1,
-        )
 
     def _home(self, i: int, storage: int) -> int:
         """Where the memory lies that a row makes, or shares with one of its arguments."""
         if storage == i:
             return self._place[i]
         return next(self._homes[k] for k in self._old[i].inputs if self._old[k].storage == storage)
-
-    def _part(self, whole: int) -> int:
-        return -(-whole * self._length // self._region.units)
-
-    def _work(self, row: Row, n_bytes: int) -> int:
-        """Of what a row needs while it runs, that of a piece."""
-        if not n_bytes:
-            return 0
-        if n_bytes < 0:
-            return self._part(n_bytes)
-        whole = [k for k in dict.fromkeys(row.inputs) if k not in self._region.dims]
-        uncut = sum(result_bytes(self._old[k]) for k in whole if self._old[k].kind != PARAMETER)
-        return min(n_bytes, self._part(n_bytes) + uncut)
-
-    def _gradient_copied(self, i: int) -> int:
-        """Bytes of a copy that the backward of a product makes of its result's gradient."""
-        if i not in self._handed:
-            return 0
-        row = self._old[i]
-        copies = row.op.startswith(COPYING) and len(row.shape) > 2
-        return self._part(result_bytes(row)) if copies else 0
-
-    def _copied(self, row: Row) -> tuple[int, int]:
-        """Bytes of copies, and of all that a product takes in passing, because a piece does not lie in one run.
-
-        It copies the piece where that has more than two dims; a linear layer adds its bias in a step of its own then.
-        """
-        if not self._scattered or not row.op.startswith(COPYING):
-            return 0, 0
-        scattered = self._scattered.intersection(row.inputs)
-        pieces = [k for k in scattered if len(self._old[k].shape) > 2]
-        copied = sum(self._part(result_bytes(self._old[k])) for k in pieces)
-        apart = pieces and row.op.startswith("aten.linear.") and len(row.inputs) > 2
-        return copied, max(copied, self._part(result_bytes(row))) if apart else copied
 
 
 class _Outer:
@@ -257,14 +287,9 @@ class _Outer:
         self._pieces(region)
 
     def _pieces(self, region: Region) -> None:
-        inputs, outputs = region.inputs(self._table), region.outputs(self._table)
-        learns = self._train and any(self._old[i].needs_grad for i in outputs)
-        once = block_bytes(piece_table(self._table, region), train=False)
-        again = block_bytes(
-            piece_table(self._table, region, train=True), train=True, gradients_of_arguments=False
-        )
-        sums = [self._old[i] for i in region.sums if self._old[i].dtype in NARROW]
-        wide = sum(2 * result_bytes(row) for row in sums)
+        pieces = Pieces(self._table, region)
+        inputs, outputs, learns = pieces.inputs, pieces.outputs, self._train and pieces.learns
+        once, again = pieces.once(region.n_chunks), pieces.again(region.n_chunks)
         grads = [result_bytes(self._old[i]) if self._old[i].needs_grad else 0 for i in inputs]
         read = (*(self._place[i] for i in inputs), *(self._place[i] for i in outputs))
         n = len(self._rows)
@@ -275,13 +300,13 @@ class _Outer:
                 inputs=read,
                 storage=n,
                 saved=tuple(sorted({self._rows[self._place[i]].storage for i in inputs})) if learns else (),
-                forward_bytes=max(once.forward) + wide,
+                forward_bytes=max(once.forward) + pieces.wide_bytes,
                 grad_bytes=(*grads, *(0 for _ in outputs)),
                 backward_bytes=again.peak_bytes if learns else 0,
                 needs_grad=learns,
             )
         )
-        for k, i in enumerate(region.inside(self._table), start=len(inputs)):
+        for k, i in enumerate(pieces.inside, start=len(inputs)):
             beside = (
                 max(once.forward) - once.forward[k],
                 again.peak_bytes - max(again.forward[k], again.backward[k]),

@@ -92,6 +92,7 @@ class ChunkPlan:
         seconds: Predicted, of all that the block computes.
         whole_bytes: Peak without any region.
         whole_seconds: Predicted without any region.
+        thinned: Whether the block has too many regions to compare all of them.
     """
 
     regions: tuple[Region, ...] = field(default=())
@@ -99,6 +100,7 @@ class ChunkPlan:
     seconds: float
     whole_bytes: int
     whole_seconds: float
+    thinned: bool = False
 
 
 def piece_length(units: int, n_chunks: int) -> int:

@@ -149,6 +149,14 @@ class ChunkForms:
             moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
         return replace(self.chain, moments=tuple(moments))
 
+    @property
+    def thinned(self) -> tuple[str, ...]:
+        """Blocks with forms in chunks that were chosen among some of their regions, for there are too many."""
+        found = self._found[1]
+        many = {key for key, (levels, _) in found.items() if any(level.plan.thinned for level in levels)}
+        calls = zip(self._plain.blocks, self._found[0], strict=True)
+        return tuple(dict.fromkeys(block.fqn for block, table in calls if id(table) in many))
+
     @cached_property
     def _found(self) -> tuple[list[Table | str], dict[int, tuple[list[_Level], BlockBytes]]]:
         """Tables by call, and the plans of each."""

@@ -10,6 +10,9 @@ the peak away. Of those that do not, what stands in the way is said: the part of
 """
 
 from lightning_amp.footprint.module_profile import ACTIVATIONS, PHASES, ModuleProfile
+from lightning_amp.planning.modules.candidates import advice
+from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.quantities import format_bytes
 
 SHARE = 1 / 3
@@ -22,6 +25,32 @@ SIGNALS = {
     "saved": "MANY_SAVED_TENSORS",
     "head": "LARGE_HEAD",
 }
+
+
+def diagnose_module(
+    seen: Seen,
+    *,
+    ranks: int = 1,
+    budget: int | None = None,
+    stages: Draft | None = None,
+    compared: bool = False,
+) -> ModuleDiagnosis:
+    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only, but
+    for `stages` that are drafted already, or may be faster than plans that are `compared`.
+    """
+    profile = seen.profile
+    helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages, compared=compared)
+    return ModuleDiagnosis(
+        largest=profile.largest,
+        evidence=(*evidence(profile), *where(profile)),
+        helps=helps,
+        does_not_help=does_not_help,
+        peak_bytes=profile.peak_bytes,
+        parts=dict(profile.parts),
+        modules={row.fqn: row.n_bytes for row in profile.modules[:SHOWN]},
+        measured=profile.measured,
+        reason=profile.reason,
+    )
 
 
 def signals(profile: ModuleProfile) -> tuple[str, ...]:

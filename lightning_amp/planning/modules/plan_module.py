@@ -13,21 +13,19 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import (
     Compared,
-    advice,
     as_it_is,
     asked_for,
     compare,
     draft,
     replaced_peak,
 )
-from lightning_amp.planning.modules.diagnosis import SHOWN, evidence, signals, where
+from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
 from lightning_amp.planning.modules.leanest import LEAST, missing
 from lightning_amp.planning.modules.seen import OPEN, Asked, Draft, Seen
 from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.planning.plan.specs import ChunkBlock, DataParallel, PipelineStages, RecomputeBlock
@@ -40,32 +38,6 @@ INSIDE_STAGES = ("recompute", "chunk")
 
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
-
-
-def diagnose_module(
-    seen: Seen,
-    *,
-    ranks: int = 1,
-    budget: int | None = None,
-    stages: Draft | None = None,
-    compared: bool = False,
-) -> ModuleDiagnosis:
-    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only, but
-    for `stages` that are drafted already, or may be faster than plans that are `compared`.
-    """
-    profile = seen.profile
-    helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages, compared=compared)
-    return ModuleDiagnosis(
-        largest=profile.largest,
-        evidence=(*evidence(profile), *where(profile)),
-        helps=helps,
-        does_not_help=does_not_help,
-        peak_bytes=profile.peak_bytes,
-        parts=dict(profile.parts),
-        modules={row.fqn: row.n_bytes for row in profile.modules[:SHOWN]},
-        measured=profile.measured,
-        reason=profile.reason,
-    )
 
 
 def told_apart(
@@ -117,7 +89,7 @@ def plan_module(
     Raises:
         PlanError: A technique that was named cannot be had.
     """
-    if (spec := _pipeline_of(base)) is not None:
+    if (spec := _pipeline_of(base, seen)) is not None:
         asked = replace(asked, model=base.mesh.model, schedule=spec.schedule)
         made = _with_stages(base, seen, _beside_stages(asked, named or (), budget_named=budget_named))
         if not named or {rule.strategy for rule in made.rules} & {*named}:
@@ -176,7 +148,7 @@ def _why(error: AmpError) -> str:
 
 def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
     """A plan that was given, with the prediction for this step."""
-    if (spec := _pipeline_of(given)) is not None:
+    if (spec := _pipeline_of(given, seen)) is not None:
         return _staged_again(given, seen, spec)
     rules = tuple(rule for rule in given.rules if rule.strategy in TECHNIQUES)
     made, ranks = _drafted(seen, rules, ranks=given.mesh.data, count=count), given.mesh.data
@@ -187,19 +159,27 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
         predicted_peak_bytes=made.peak_bytes,
         diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
         notes=(
-            *(note for note in given.notes if not note.startswith(LEAST)),
+            *_kept(given, seen),
             *_missing(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
         ),
     )
 
 
-def _pipeline_of(plan: Plan) -> PipelineStages | None:
-    return next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
+def _pipeline_of(plan: Plan, seen: Seen) -> PipelineStages | None:
+    """The stages that were asked for.
+
+    Raises:
+        PlanError: The step has shown that there can be none.
+    """
+    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
+    if spec is not None and "pipeline" in seen.refused:
+        raise PlanError(f"pipeline cannot run this step: {seen.refused['pipeline']}; or leave 'pipeline' out")
+    return spec
 
 
 def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) -> Plan:
-    """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly, or it must
-    be known and is refused.
+    """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly and its peak
+    is not known, or it must be known and is refused.
     """
     assert asked.model is not None, "a pipeline that is asked for has ranks"
     found = staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
@@ -208,23 +188,31 @@ def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) ->
             f"model_parallel_size={asked.model!r} was asked for, for which a module without a decomposed decoder"
             f" needs a pipeline, and that cannot be: {found}; leave it out"
         )
-    if isinstance(found, str) and asked.chunks is None:
-        raise PlanError(
-            f"pipeline was asked for together with chunk, and no block of its stages can run in chunks: {found}; leave"
-            " 'chunk' out"
-        )
     if isinstance(found, str):
-        note = f"the stages are cut evenly, and what they hold was not counted: {found}"
+        inside = "chunk" if asked.chunks is None else "recompute" if asked.again != () else ""
+        if inside:
+            raise PlanError(
+                f"pipeline was asked for together with {inside}, whose blocks are chosen by what the stages hold, and"
+                f" that was not counted: {found}; leave {inside!r} out"
+            )
         ranks = base.mesh.data * base.mesh.model
-        return replace(
-            base,
-            diagnosis=diagnose_module(seen, ranks=ranks, budget=base.budget_bytes),
-            notes=(*base.notes, note),
-        )
+        diagnosis = diagnose_module(seen, ranks=ranks, budget=base.budget_bytes)
+        return replace(_uncounted(base, seen, found), diagnosis=diagnosis)
     kept = tuple(rule for rule in base.rules if not isinstance(rule.spec, PipelineStages))
     without = replace(base, rules=kept, strategies=in_order({rule.strategy for rule in kept}))
     compared = Compared(best=found, candidates=(), dropped={})
     return _made(without, seen, compared, _rules(found, named=base.policy == "strategies"))
+
+
+def _uncounted(plan: Plan, seen: Seen, why: str) -> Plan:
+    """A pipeline of whose ranks it is known only that the fullest one has its share of what is kept between steps."""
+    least = -(-seen.held_bytes // plan.mesh.model)
+    return replace(
+        plan,
+        predicted_base_bytes=least,
+        predicted_peak_bytes=least,
+        uncounted=f"what the stages hold was not counted: {why}",
+    )
 
 
 def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) -> Asked:
@@ -264,9 +252,10 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
     diagnosis = diagnose_module(seen, ranks=ranks, budget=given.budget_bytes, stages=stages)
     given = replace(given, diagnosis=diagnosis, stages=())
     if isinstance(found, str):
-        return replace(given, notes=(*given.notes, f"what the stages hold was not counted: {found}"))
+        return _uncounted(given, seen, found)
     return replace(
         given,
+        uncounted="",
         predicted_base_bytes=found.held_bytes or 0,
         predicted_stratum_bytes=0,
         predicted_peak_bytes=found.peak_bytes,
@@ -274,7 +263,7 @@ def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
         rates_device=seen.rates.device,
         stages=found.stages,
         notes=(
-            *(note for note in given.notes if not note.startswith(LEAST)),
+            *_kept(given, seen),
             *_missing(seen, found, given.budget_bytes),
         ),
     )
@@ -328,6 +317,12 @@ def _compared(
     )
 
 
+def _kept(given: Plan, seen: Seen) -> list[str]:
+    """What was said of a plan that was given, with what is to be said of this step."""
+    before = [note for note in given.notes if not note.startswith(LEAST)]
+    return [*before, *(note for note in seen.notes if note not in before)]
+
+
 def _held(seen: Seen, made: Draft) -> int:
     return seen.held_bytes if made.held_bytes is None else made.held_bytes
 
@@ -365,12 +360,17 @@ def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     best, order = compared.best, list(STRATEGIES)
-    notes = _counted_on(seen.profile)
+    notes = [*seen.notes]
     if best.model not in (1, base.mesh.model):
         notes.append(_shared(base.mesh.data, best.model))
         base = _on_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
+    if "chunk" in best.strategies and seen.chunks is not None and seen.chunks.known and seen.chunks.thinned:
+        notes.append(
+            f"{seen.chunks.thinned[0]!r} has more regions that could run in chunks than are compared: those with the"
+            " fewest bytes alive before and behind them were"
+        )
     notes += _missing(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(
@@ -396,11 +396,3 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         stages=best.stages,
         notes=(*base.notes, *notes),
     )
-
-
-def _counted_on(profile: ModuleProfile) -> list[str]:
-    if not profile.reason:
-        return []
-    return [
-        f"the step was measured with real values, for it cannot run without ({profile.reason.splitlines()[0]:.120})"
-    ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lightning_amp.errors import AmpError
 from lightning_amp.planning.modules.candidates import as_it_is, on_ranks
 from lightning_amp.planning.modules.leanest import fewest_ranks, over_data, over_stages, spelled
 from lightning_amp.planning.modules.seen import Draft, Seen
@@ -28,11 +29,16 @@ def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int) -> list[str
             known[n] = seen_at(n)
         return known[n]
 
-    plain = largest_batch(lambda n: as_it_is(at(n), ranks).peak_bytes, budget, start)
-    lean = largest_batch(lambda n: over_data(at(n), ranks).peak_bytes, budget, start)
-    # as of policy auto, where the batch fits in no other way
-    stages = over_stages(seen, ranks) if lean < start else []
-    shared = largest_batch(lambda n: over_stages(at(n), ranks)[0].peak_bytes, budget, start) if stages else 0
+    try:
+        plain = largest_batch(lambda n: as_it_is(at(n), ranks).peak_bytes, budget, start)
+        lean = largest_batch(lambda n: over_data(at(n), ranks).peak_bytes, budget, start)
+        # as of policy auto, where the batch fits in no other way
+        stages = over_stages(seen, ranks) if lean < start else []
+        shared = (
+            largest_batch(lambda n: over_stages(at(n), ranks)[0].peak_bytes, budget, start) if stages else 0
+        )
+    except AmpError as error:
+        return [*found, f"the largest batch is not known: one of another length cannot be counted: {error}"]
     within = f"the largest batch of a rank that fits {format_bytes(budget)}"
     if not lean and not shared:
         return [*found, f"{within}: none, not even one of 1"]

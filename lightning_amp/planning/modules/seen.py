@@ -64,6 +64,7 @@ class Seen:
         fsdp: How fsdp is to split, if it does; None leaves it to the policy.
         refused: Techniques that this module was found to refuse, and why.
         statistics_bytes: What batch norms make beside their results where several ranks share statistics.
+        notes: What else a person should know of the count, one sentence each.
     """
 
     profile: ModuleProfile
@@ -77,6 +78,7 @@ class Seen:
     fsdp: FullyShard | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

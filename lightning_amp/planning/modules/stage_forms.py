@@ -59,6 +59,8 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     total = len(passes.segment) + int(added[-1])
     segment, optimises, seconds = np.full(total, -1), np.zeros(total, dtype=bool), np.zeros(total)
     segment[places], optimises[places], seconds[places] = passes.segment, passes.optimises, passes.seconds
+    maker = np.full(total, -1)
+    maker[places] = passes.maker
     uses, gradients = passes.uses.copy(), passes.gradients.copy()
     uses[:, 2], gradients[:, [0, 3]] = later(uses[:, 2]), later(gradients[:, [0, 3]])
     births, ends, sizes = [later(passes.birth)], [later(passes.held)], [passes.n_bytes]
@@ -74,7 +76,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         ends.append(until[own])
         sizes.append(passes.n_bytes[own])
         last = int(places[back[i][-1]])
-        given = np.array([(n, i, last) for n in passes.inputs[i]], dtype=np.int64).reshape(-1, 3)
+        given = np.array([(n, i, last, -1) for n in passes.inputs[i]], dtype=np.int64).reshape(-1, 4)
         uses = np.concatenate([uses[~of_own], given])
     copies = sum(map(len, sizes[1:]))
     return replace(
@@ -86,6 +88,8 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         held=np.concatenate(ends),
         n_bytes=np.concatenate(sizes),
         computed=np.concatenate([passes.computed, np.ones(copies, dtype=bool)]),
+        of_blocks=np.concatenate([passes.of_blocks, np.ones(copies, dtype=bool)]),
+        maker=maker,
         uses=uses,
         gradients=gradients,
     )

@@ -160,11 +160,10 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
             made += _drafts(shape, run, asked)
     if not made:
         return refused
-    if asked.chunks is None and not asked.all_chunks and budget is not None:
-        for shape, part in zip(shapes, parts, strict=True):
-            if _fits(made, budget):
-                break
-            made += _drafts_in_chunks(shape, part, asked)
+    if asked.chunks is None and not asked.all_chunks and budget is not None and not _fits(made, budget):
+        # the fewest samples at once that can run in chunks at all: more of them need no less
+        in_chunks = (list(_drafts_in_chunks(*one, asked)) for one in zip(shapes, parts, strict=True))
+        made += next(filter(None, in_chunks), [])
     return _best(made, budget)
 
 

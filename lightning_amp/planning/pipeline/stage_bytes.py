@@ -2,13 +2,15 @@
 
     always          parameters and optimiser state of the rank's blocks, and of what it reads beside them; buffers;
                     the whole batch; gradients of the last step, which are put aside until this one has its loss
-    forward pass    what it makes; what is received, twice (the leaf, and the copy that blocks may write into)
+    forward pass    what it makes, after what the rank makes before its blocks; what is received, twice (the leaf, and
+                    the copy that blocks may write into)
     in flight       what autograd keeps of the segments, what was received, what the last block has returned
     backward pass   what is in flight less what was read for the last time, temporaries, the gradient that is received;
                     gradients of parameters, of the second micro-batch on once more until they are added
     sent            what has been sent stays until the step ends: results of a stage, gradients of what it received
-    last stage      results of all micro-batches; under gpipe what follows the blocks, forward and backward, for the
-                    whole batch, and the gradients of its inputs; else what follows them once more without gradients
+    last stage      results of all micro-batches, and what the step returns of each; under gpipe what follows the
+                    blocks, forward and backward, for the whole batch, and the gradients of its inputs; else what
+                    follows them once more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
     draws           states of random numbers: of the run and of the last micro-batch's begin (and end, on the last
                     stage), and one that is sent with every result
@@ -19,19 +21,17 @@ Known limits: metrics are left out; micro-batches count as the largest of them;
 a step that draws random numbers after the blocks runs these several times, one after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.pipeline.schedules import Order
+from lightning_amp.planning.pipeline.stage_window import Window, most_at_once
 
-NEVER = -1
-"""Before the first operator."""
 DRAWS, PRINT = 10_100, 8
 """Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent beside it for comparison."""
 
@@ -46,6 +46,7 @@ class StageBytes:
         first_backward: Most bytes at once in the backward pass with gradients as they come, instead of `kept`.
         backward: The same of later micro-batches, beside gradients that are there already.
         result, received: Of what the last block returns, and of what the stage receives.
+        returned: Of what the step returns, for the last stage.
         gradients: Of all parameters that it reads.
     """
 
@@ -55,30 +56,39 @@ class StageBytes:
     backward: int
     result: int
     received: int
+    returned: int
     gradients: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestBytes:
-    """Of what follows the blocks, for the whole batch: with gradients, without them, and of its inputs."""
+    """Of what follows the blocks, for the whole batch: with gradients, without them, its inputs, what it returns."""
 
     forward: int
     backward: int
     silent: int
     inputs: int
+    returned: int
     gradients: int
 
 
-def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool) -> StageBytes:
-    """Bytes of the blocks start <= i < end as a stage; with `to_the_end`, of what follows them too."""
+def stage_bytes(
+    passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()
+) -> StageBytes:
+    """Bytes of the blocks start <= i < end as a stage; with `to_the_end`, of what follows them too.
+
+    Args:
+        rank: Segments that its rank runs, if it runs others too.
+    """
     blocks = len(passes.names)
     assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
     segments = end + (to_the_end and end == blocks)
     begin, stop = passes.first[start], passes.first[segments]
-    returned = list(passes.outputs[end - 1])
+    leaves = list(passes.returned) if segments > blocks else []
+    returned = [*passes.outputs[end - 1], *leaves]
     inputs = list(passes.outputs[start - 1]) if start else []
     received = passes.sent_bytes[start - 1] if start else 0
-    window = _Window(passes, begin, stop, start, segments, returned=returned, inputs=inputs)
+    window = Window(passes, begin, stop, start, segments, returned=returned, inputs=inputs, rank=rank)
     gradients = sum(p.gradient_bytes for p in parameters_of(passes, start, end))
     result = passes.sent_bytes[end - 1]
     # what comes back from the next stage, and what was received
@@ -91,22 +101,29 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool) -> St
         backward=later + beside,
         result=result,
         received=received,
+        returned=int(passes.n_bytes[leaves].sum()),
         gradients=gradients,
     )
 
 
-def rest_bytes(passes: Passes) -> RestBytes:
+def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
     """Bytes of what follows the blocks, of the whole batch; `inputs` are what the last block returns."""
     blocks = len(passes.names)
     inputs = list(passes.outputs[-1])
     begin, stop = passes.first[blocks], passes.first[blocks + 1]
-    window = _Window(passes, begin, stop, blocks, blocks + 1, returned=[], inputs=inputs)
+    leaves = list(passes.returned)
+    window = Window(passes, begin, stop, blocks, blocks + 1, returned=leaves, inputs=inputs, rank=rank)
     first, _ = window.backward()
     joined = passes.sent_bytes[-1]
     gradients = sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments)
     held = window.forward(silent=True)
     return RestBytes(
-        forward=window.forward(), backward=first, silent=held, inputs=joined, gradients=gradients
+        forward=window.forward(),
+        backward=first,
+        silent=held,
+        inputs=joined,
+        returned=int(passes.n_bytes[leaves].sum()),
+        gradients=gradients,
     )
 
 
@@ -123,90 +140,6 @@ def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
             else not (p.segments and p.gradient_bytes) or own & {*p.segments}
         )
     ]
-
-
-class _Window:
-    """The storages of some segments over the operators of their passes."""
-
-    def __init__(
-        self,
-        passes: Passes,
-        begin: int,
-        stop: int,
-        start: int,
-        segments: int,
-        *,
-        returned: Sequence[int],
-        inputs: Sequence[int],
-    ) -> None:
-        self._passes, self._begin, self._stop = passes, int(begin), int(stop)
-        self._start, self._segments = start, segments
-        n = len(passes.n_bytes)
-        # until when autograd keeps a storage for these segments
-        self._until = np.full(n, NEVER)
-        uses = passes.uses[(passes.uses[:, 1] >= start) & (passes.uses[:, 1] < segments)]
-        uses = uses[uses[:, 2] >= stop]
-        np.maximum.at(self._until, uses[:, 0], uses[:, 2])
-        shared = ~passes.computed & (passes.birth < begin) & ((passes.held >= begin) | (self._until > NEVER))
-        own = (passes.birth >= begin) & (passes.birth < stop)
-        self._here = own | shared
-        self._here[list(inputs)] = True
-        end = len(passes.segment)
-        self._until[list(returned)] = end
-        self._kept = self._here & (self._until > NEVER)
-
-    def kept(self) -> int:
-        """Bytes that autograd and the schedule keep after the forward pass."""
-        return int(self._passes.n_bytes[self._kept].sum())
-
-    def forward(self, *, silent: bool = False) -> int:
-        """Most bytes at once in the forward pass; silently: with nothing kept for a backward pass."""
-        passes, length = self._passes, self._stop - self._begin
-        until = passes.held if silent else np.where(self._kept, self._stop, passes.held)
-        here = self._here
-        return _most(
-            passes.birth[here] - self._begin, until[here] - self._begin, passes.n_bytes[here], length
-        )
-
-    def backward(self) -> tuple[int, int]:
-        """Most bytes at once in the backward pass: with gradients as they come, and with each until it is added."""
-        passes = self._passes
-        times = np.flatnonzero((passes.segment >= self._start) & (passes.segment < self._segments))
-        if not len(times):
-            return self.kept(), self.kept()
-        begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
-        made = np.zeros(len(passes.n_bytes), dtype=bool)
-        inside = (passes.birth >= begin) & (passes.birth < begin + length)
-        made[inside] = (passes.segment[passes.birth[inside]] >= self._start) & (
-            passes.segment[passes.birth[inside]] < self._segments
-        )
-        birth = np.where(made, passes.birth, begin) - begin
-        until = np.where(made, passes.held, self._until) - begin
-        here = made | self._kept
-        others = _over_time(birth[here], until[here], passes.n_bytes[here], length)
-        own = passes.gradients[
-            (passes.gradients[:, 2] >= self._start) & (passes.gradients[:, 2] < self._segments)
-        ]
-        if not len(own):
-            return int(others.max()), int(others.max())
-        born = np.clip(own[:, 0] - begin, 0, length - 1)
-        come = _over_time(born, np.full(len(own), length), own[:, 1], length)
-        # a node hands out all its gradients together, before any is added
-        brief = _over_time(born, own[:, 3] - begin, own[:, 1], length)
-        return int((others + come).max()), int((others + brief).max())
-
-
-def _over_time(birth: Any, until: Any, n_bytes: Any, length: int) -> Any:
-    """Bytes alive at every operator of a window, of storages from `birth` to `until`, inclusive."""
-    change = np.zeros(length + 1, dtype=np.int64)
-    alive = until >= 0
-    np.add.at(change, np.clip(birth[alive], 0, length), n_bytes[alive])
-    np.add.at(change, np.clip(until[alive] + 1, 0, length), -n_bytes[alive])
-    return change.cumsum()[:length]
-
-
-def _most(birth: Any, until: Any, n_bytes: Any, length: int) -> int:
-    return int(_over_time(birth, until, n_bytes, length).max()) if length > 0 else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -282,6 +215,8 @@ class _Walk:
         kept = sum(p.n_bytes + p.state_bytes for p in self._held)
         self._always = kept + self._gradients + whole.buffer_bytes + whole.batch_bytes
         ends_here = self._last % len(pipeline.orders) == rank
+        self._segments = [i for run in pipeline.runs_of(rank) for i in range(*run)]
+        self._segments += [len(whole.names)] * ends_here
         self._always += (3 if ends_here else 2) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()
@@ -318,16 +253,16 @@ class _Walk:
         else:
             self._sent += stays
             self._results += own.result
-        self._now += stays + own.result
+        self._now += stays + own.result + own.returned
 
     def _rest(self) -> None:
-        rest = rest_bytes(self._pipeline.whole)
+        rest = rest_bytes(self._pipeline.whole, rank=self._segments)
         self._rest_done = True
         self._reach(rest.forward)
         self._reach(rest.backward)
         self._came += rest.gradients
         # the gradients of its inputs are parts of one tensor
-        self._now += rest.gradients + rest.inputs
+        self._now += rest.gradients + rest.inputs + rest.returned
 
     def after(self) -> None:
         """What follows the passes of a step."""
@@ -336,7 +271,7 @@ class _Walk:
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
         if last and pipeline.micro_batches > 1 and not pipeline.at_once:
-            self._reach(rest_bytes(whole).silent)
+            self._reach(rest_bytes(whole, rank=self._segments).silent)
         # old gradients are dropped before new ones are handed out
         self._now = self._always
         self._reach(self._optimiser())
@@ -363,11 +298,12 @@ class _Walk:
             return 0
         begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
         here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
-        return _most(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length)
+        return most_at_once(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length)
 
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]
-        return stage_bytes(self._pipeline.part, start, end, to_the_end=not self._pipeline.at_once)
+        to_the_end = not self._pipeline.at_once
+        return stage_bytes(self._pipeline.part, start, end, to_the_end=to_the_end, rank=self._segments)
 
     def _reach(self, more: int) -> None:
         self.most = max(self.most, self._now + more)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan import sharding
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
-from lightning_amp.planning.plan.specs import BalanceCells, Spec, StreamStrata
+from lightning_amp.planning.plan.specs import BalanceCells, FullyShard, Spec, StreamStrata
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name, without_blocks
 
@@ -95,6 +94,7 @@ class Plan:
         stages: What is predicted of the stages of a pipeline; empty without one, or where the step was not profiled.
         evaluates: The method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit,
             and where it was not counted.
+        uncounted: Why the peak is not known, and `predicted_peak_bytes` only the least that it can be; "" where it is.
     """
 
     policy: str
@@ -120,6 +120,7 @@ class Plan:
     diagnosis: ModuleDiagnosis | None = None
     stages: tuple[Stage, ...] = ()
     evaluates: str = ""
+    uncounted: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -132,13 +133,15 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the predicted peak is within the budget; None when the budget is unknown, or when activations are
-        and the rest is within it.
+        """Whether the predicted peak is within the budget; None when the budget is unknown, or when the peak is and
+        what is known of it is within the budget.
         """
         if self.budget_bytes is None:
             return None
         if self.predicted_peak_bytes > self.budget_bytes:
             return False
+        if self.uncounted:
+            return None
         return True if self.strata_bytes or self.diagnosis is not None or self.evaluates else None
 
     @property
@@ -256,7 +259,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         )
         return
     yield from conflicts(without_blocks(plan.strategies, (rule.spec for rule in plan.rules)))
-    yield from sharding.contradictions(plan.rules, plan.mesh.data)
+    yield from _contradictions_of_fsdp(plan)
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):
         yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
@@ -280,3 +283,14 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             yield f"workers={rule.spec.workers!r}, where {why}, in one order: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"
+
+
+def _contradictions_of_fsdp(plan: Plan) -> Iterator[str]:
+    specs = list(dict.fromkeys(rule.spec for rule in plan.rules if isinstance(rule.spec, FullyShard)))
+    if len(specs) > 1:
+        yield f"rules of fsdp ask for {specs[0]!r} and for {specs[1]!r}, which all of them do alike"
+    for spec in specs:
+        if type(spec.offload) is not bool:
+            yield f"offload={spec.offload!r} of fsdp is neither true nor false"
+        if why := spec.no_groups_of(plan.mesh.data):
+            yield f"shard_ranks={spec.shard_ranks!r} of fsdp, {why}"

@@ -38,6 +38,18 @@ class FullyShard:
     offload: bool = False
     shard_ranks: int | None = None
 
+    def no_groups_of(self, data: int) -> str:
+        """Why a data axis of so many ranks cannot be divided into such groups; "" where it can be."""
+        ranks = self.shard_ranks
+        if ranks is None or (type(ranks) is int and ranks > 1 and data % ranks == 0):
+            return ""
+        found = "1 rank" if data == 1 else f"{data} ranks"
+        allowed = [n for n in range(2, data + 1) if data % n == 0]
+        return (
+            f"found {found} on the data axis, which is divided into groups of as many ranks, 2 or more; choose one of"
+            f" {allowed!r}, or None for one group of all"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureParallel:

@@ -205,9 +205,10 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
             " strategies out"
         )
     if sharding and model < 2:
+        why, remedy = _one_model_rank(sharding, request)
         raise PlanError(
-            f"{', '.join(sharding)} split a module over the model axis, which has {model} rank with devices={devices};"
-            " use two devices or more, or leave these strategies out"
+            f"{', '.join(sharding)} split a module over the model axis, and {why}; {remedy}, or leave these strategies"
+            " out"
         )
     if model > 1 and not sharding:
         raise PlanError(
@@ -221,18 +222,44 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
     shared = [s for s in chosen if STRATEGIES[s].data_axis]
     if shared and mesh.data < 2:
         raise PlanError(
-            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has {mesh.data}"
-            f" rank with devices={devices}; use two devices or more, or leave {', '.join(shared)} out"
+            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has one rank:"
+            f" devices={devices}, of which the model axis has {model}; use more devices, a smaller"
+            f" model_parallel_size, or leave {', '.join(shared)} out"
         )
     return mesh
 
 
+def _one_model_rank(sharding: list[str], request: Request) -> tuple[str, str]:
+    """Why the model axis has one rank only, and what gives it more."""
+    decoder, node = request.shape.decoder, request.node_devices or request.devices
+    if request.devices == 1 or request.model_parallel_size != "auto" or decoder is None:
+        asked = "" if request.model_parallel_size == "auto" else ", model_parallel_size=1"
+        return f"that has one rank with devices={request.devices}{asked}", "use two ranks or more"
+    limiting = min(sharding, key=lambda strategy: decoder.parts.get(strategy, node))
+    most, whole = decoder.parts[limiting], _wholes(decoder)[limiting]
+    remedy = "choose a smaller window" if limiting == "nodes" else "use another number of devices"
+    if most == 1:
+        return f"{whole} cannot be split", remedy
+    return (
+        f"no number of ranks that {whole} can be split over, up to {most!r}, divides {node!r} devices",
+        remedy,
+    )
+
+
+def _wholes(decoder: DecoderShape) -> dict[str, str]:
+    """What is split over the model axis, by strategy."""
+    return {
+        "S5": f"D={decoder.dim!r}",
+        "nodes": f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}",
+        "strata": f"K={len(decoder.features)!r} strata",
+    }
+
+
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
     """Whether there is a part for every rank of the model axis; of strata, time/fill_settings.py asks."""
-    wholes = {"S5": f"D={decoder.dim!r}"}
-    if decoder.attention:
-        wholes["nodes"] = f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}"
-    for strategy, whole in wholes.items():
+    wholes = _wholes(decoder)
+    for strategy in ("S5", "nodes") if decoder.attention else ("S5",):
+        whole = wholes[strategy]
         most = decoder.parts[strategy]
         if strategy in chosen and model > most:
             raise PlanError(

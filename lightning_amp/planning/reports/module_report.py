@@ -49,6 +49,10 @@ def module_report(profile: ModuleProfile) -> str:
     return "\n\n".join([head, *tables, fill(f"counted on {profile.measured}{_because(profile)}", WIDTH)])
 
 
+# a profile prints as its report; it lies in a room that knows none
+ModuleProfile.__str__ = module_report  # type: ignore[method-assign, assignment]
+
+
 def _called(tensor: TensorBytes) -> str:
     """A parameter's name has its module's in it."""
     return (

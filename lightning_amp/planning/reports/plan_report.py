@@ -73,8 +73,18 @@ def plan_report(plan: Plan) -> str:
     said = [note for note in plan.notes if not note.startswith(LEAST)]
     notes = [*said, *([shortfall(plan)] if plan.fits is False else [])]
     sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
-    names = ", ".join(map(label, plan.strategies)) or "single-device execution"
-    return "\n".join(wrap(f"Plan (policy {plan.policy}): {names}", WIDTH)) + "\n\n" + "\n\n".join(sections)
+    heading = "\n".join(wrap(f"Plan (policy {plan.policy}): {labels(plan)}", WIDTH))
+    return "\n\n".join([heading, *sections])
+
+
+def labels(plan: Plan) -> str:
+    """The plan's techniques in words."""
+    return ", ".join(map(label, plan.strategies)) or "single-device execution"
+
+
+# they print as their reports; they lie in rooms that know none
+Profile.__str__ = profile_report  # type: ignore[method-assign, assignment]
+Plan.__str__ = plan_report  # type: ignore[method-assign, assignment]
 
 
 def _alike(plan: Plan) -> list[tuple[Rule, str]]:
@@ -135,7 +145,7 @@ def shortfall(plan: Plan) -> str:
     stratum = plan.fails_at_stratum
     whole = plan.strata_bytes or plan.diagnosis is not None
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
-    known = known if whole else "without the activations, which are not known,"
+    known = known if whole else "without the activations, which are not known"
     where = known if stratum is None else f"at stratum {stratum}"
     return (
         f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
@@ -146,7 +156,10 @@ def shortfall(plan: Plan) -> str:
 def _way_out(plan: Plan) -> str:
     """The sentence of a module's plan that says what is missing, else what helps any."""
     said = [note for note in plan.notes if note.startswith(LEAST)] if plan.diagnosis is not None else []
-    return said[0] if said else "use smaller batches, more or larger devices, or other strategies"
+    if said:
+        return said[0]
+    others = "use smaller batches, more or larger devices, or other strategies"
+    return f"{plan.uncounted}; {others}" if plan.uncounted else others
 
 
 def _mark(evidence: str, plan: Plan) -> str:
@@ -158,7 +171,9 @@ def _prediction(plan: Plan) -> list[str]:
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
     size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
     if plan.diagnosis is not None:
-        rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
+        known = f"{size} of {budget} ({verdict})"
+        known = f"unknown, at least {size} of {budget}: {plan.uncounted}" if plan.uncounted else known
+        rows = [("predicted peak per rank", known)]
         held = f"{format_bytes(plan.predicted_base_bytes)} of parameters, gradients and optimiser state"
         rows += [("kept between steps", held)]
     elif plan.evaluates:

@@ -181,7 +181,11 @@ def _gpu(
 ) -> Rates:
     """A GPU of a data sheet; bandwidths in gigabytes per second, one way."""
     links = Links(
-        intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8
+        intra_bandwidth=link * 1e9,
+        inter_bandwidth=8 * network * 1e9,
+        latency=1e-5,
+        ranks_per_node=8,
+        adapters=8,
     )
     return Rates(
         matmul_flops=teraflops * 1e12,

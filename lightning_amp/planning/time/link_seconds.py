@@ -11,10 +11,14 @@ These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN), with the latency that their t
 many small messages. Bandwidth is placement-aware (their Eq. 10). Groups of an axis nest inside those of the next; with
 I ranks in the axes nested inside this one, and P ranks per node:
 
-    beta = beta_intra                     where I G <= P: the group lies in a node
-    beta = beta_inter / min(P, I)         elsewhere: that many rings cross the same link at once
+    beta = beta_intra                                       where I G <= P: the group lies in a node
+    beta = min(beta_intra, beta_inter / max(min(P, I), A))  elsewhere
 
-A group of one rank sends nothing. Known limits: rings only, no overlap with computation, all links alike.
+In the second case min(P, I) rings leave a node at once and share its A network adapters. A ring uses one adapter, and
+is no faster than its slowest link, which may lie inside of a node.
+
+A group of one rank sends nothing. Known limits: rings only, no overlap with computation, equal links; libraries that
+spread a ring over several adapters are faster between nodes than predicted.
 """
 
 from dataclasses import dataclass
@@ -32,14 +36,16 @@ class Links:
 
     Attributes:
         intra_bandwidth: Bytes per second between two ranks of a node, one way.
-        inter_bandwidth: Bytes per second between two nodes, one way.
+        inter_bandwidth: Bytes per second between two nodes, one way, by all adapters of a node.
         latency: Seconds to start a message.
+        adapters: Network adapters of a node.
     """
 
     intra_bandwidth: float
     inter_bandwidth: float
     latency: float
     ranks_per_node: int
+    adapters: int = 1
 
     def __post_init__(self) -> None:
         """Refuse links that cannot be.
@@ -52,8 +58,8 @@ class Links:
             raise PlanError(
                 f"{self!r} was asked for; bandwidths are above 0 bytes per second, the latency is 0 seconds or more"
             )
-        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
-            raise PlanError(f"{self!r} was asked for; ranks_per_node is a whole number of 1 or more")
+        if not all(type(n) is int and n >= 1 for n in (self.ranks_per_node, self.adapters)):
+            raise PlanError(f"{self!r}: ranks_per_node and adapters have to be whole numbers of 1 or more")
 
     def bandwidth(self, ranks: int, *, inner: int = 1) -> float:
         """Bytes per second between neighbours in a ring.
@@ -63,7 +69,8 @@ class Links:
         """
         if inner * ranks <= self.ranks_per_node:
             return self.intra_bandwidth
-        return self.inter_bandwidth / min(self.ranks_per_node, inner)
+        rings = min(self.ranks_per_node, inner)
+        return min(self.intra_bandwidth, self.inter_bandwidth / max(rings, self.adapters))
 
 
 def collective_seconds(kind: Kind, n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:

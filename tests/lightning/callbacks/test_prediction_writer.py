@@ -24,7 +24,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks import collect_predictions as gathering
 from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
-from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter, project
+from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter, _agreement, project
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -242,6 +242,9 @@ def test_the_share_of_neighbours_of_the_same_type() -> None:
     assert same_type_share(lost, names)[0] == pytest.approx(1.0, abs=0.01), (
         "cells that were not embedded do not count"
     )
+    tables = {name: pd.DataFrame({"celltype": t}) for name, t in names.items()}
+    assert _agreement(apart, tables)[0].endswith("25% by chance")
+    assert _agreement(mixed, tables)[0].endswith("the modalities do not meet: train for more epochs")
     assert same_type_share({"rna": apart["rna"]}, names) is None
     assert same_type_share(apart, {"hic": names["hic"], "rna": np.full(100, "x")}) is None
 

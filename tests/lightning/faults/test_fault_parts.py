@@ -12,6 +12,7 @@ import platform
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -37,6 +39,7 @@ from lightning_amp.lightning.faults.activity import Doing, doing_of_thread
 from lightning_amp.lightning.faults.detector import Detector, Limits
 from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
 from lightning_amp.lightning.faults.fault import Fault
+from lightning_amp.lightning.faults.interrupt import STARTED_BY, InterruptibleLauncher
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
 from lightning_amp.lightning.same_on_ranks import all_ranks_save as save_guard
 from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
@@ -449,3 +452,80 @@ def test_a_checkpoint_on_one_rank_s_exception_does_not_hide_it(tmp_path: Path) -
         assert "rank 1 " in text
         assert "failed in training_step (epoch 0, batch 5), at fault_cases.py" in text
         assert "ValueError: boom" in text
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of no rank."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def watch_of(**launcher: Any) -> FailureWatch:
+    strategy: Any = SimpleNamespace(
+        global_rank=1, launcher=SimpleNamespace(**launcher), lightning_module=None, _start_method="popen"
+    )
+    return FailureWatch(strategy, lost_after=60, stuck_after=60)
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_rank_that_starts_ends_with_the_process_that_has_started_it(
+    reaped: bool,
+    sleeper: "subprocess.Popen[bytes]",
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It was alive 15 minutes later, waiting for rank 0."""
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setenv(STARTED_BY, str(sleeper.pid))
+    with watch_of().starting():
+        time.sleep(0.1)
+        assert not ended
+        sleeper.kill()
+        if reaped:
+            sleeper.wait()
+        until(lambda: ended)
+    assert ended == [1]
+    said = f"rank 1 ends: process {sleeper.pid}, which has started it, ended before the ranks were connected"
+    assert said in capfd.readouterr().err
+
+
+def test_a_rank_that_is_connected_outlives_the_process_that_has_started_it(
+    sleeper: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os._exit", lambda status: pytest.fail("it is connected"))
+    monkeypatch.setenv(STARTED_BY, str(sleeper.pid))
+    before = threading.active_count()
+    with watch_of().starting():
+        assert threading.active_count() == before + 1
+    sleeper.kill()
+    until(lambda: threading.active_count() == before)
+
+
+@pytest.mark.parametrize("deaf", [True, False])
+def test_a_rank_that_fails_before_the_others_are_connected_ends_those_that_it_has_started(
+    deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_amp.lightning.faults.failure_watch.GRACE_S", 0.3)
+    command = "trap '' TERM; echo; while true; do sleep 0.1; done" if deaf else "echo; exec sleep 60"
+    started = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    started.stdout.readline()
+    observed = [started]
+    watch_of(procs=observed).tell(ValueError("boom"))
+    started.stdout.close()
+    assert started.wait(timeout=5) == -(signal.SIGKILL if deaf else signal.SIGTERM)
+    # else Lightning's observer would end this process too
+    assert observed == []
+
+
+def test_ranks_know_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: found.append(env[STARTED_BY]))
+    launcher = InterruptibleLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
+    launcher._call_children_scripts()
+    assert found == [str(os.getpid())] * 2
+    assert STARTED_BY not in os.environ

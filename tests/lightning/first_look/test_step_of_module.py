@@ -1,20 +1,33 @@
-"""Claim: of a technique that refuses a module the diagnosis says why, not that it helps; how a stream gives a batch."""
+"""Claim: of a technique that refuses a module, or that its step has shown to be impossible, the plan says why, not that
+it helps, and a plan that asks for it is refused; of a pipeline that was not counted it is not said that it fits; how a
+stream gives a batch.
+"""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_amp.errors import DataError
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.errors import DataError, PlanError
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look import step_of_module
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.planning.modules.plan_module import diagnose_module
-from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.lightning.strategy.refusals import announce
+from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, told_apart
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.planning.time.device_rates import CPU_CORE
 from tests.lightning.strategy.any_module_cases import Small
 
@@ -91,3 +104,135 @@ def test_a_stream_is_profiled_by_a_batch_that_its_loader_gives() -> None:
         example_batch(loader)
     loader.amp_example_batch = lambda: torch.ones(4, 3)
     assert torch.equal(example_batch(loader), torch.ones(4, 3))
+
+
+class Skipping(Blocks):
+    """As a U-Net: what the first block returns is read by the loss."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        first = self.net[0](batch)
+        return (self.net[2](self.net[1](first)) + first).square().mean()
+
+
+class Penalty(Blocks):
+    """Of the gradients by the inputs, as a critic's."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        x = batch.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return (slopes.norm(dim=1) - 1).square().mean()
+
+
+class ByRow(Blocks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return vmap(self.net)(batch).square().mean()
+
+
+class Swapped(Blocks):
+    """Calls a block with parameters that are none of its own."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        other = {name: 2 * p for name, p in self.net[1].named_parameters()}
+        return functional_call(self.net[0], other, (self.net(batch),)).square().mean()
+
+
+REFUSED: dict[tuple[type[Blocks], str], str] = {
+    (
+        Penalty,
+        "pipeline",
+    ): r"takes gradients while it runs \(torch.autograd.grad.*goes back through the block 'net.0'",
+    (
+        Penalty,
+        "fsdp",
+    ): "takes gradients while it runs .*as for a gradient penalty.*train with strategies='S1'",
+    (
+        ByRow,
+        "pipeline",
+    ): r"torch.func \(vmap, grad, jvp, ...\) transforms a function that calls the block 'net.0'",
+    (Swapped, "fsdp"): "'net.0' is called with other parameters than its own .*train with strategies='S1'",
+}
+
+
+def planned(kind: type[Blocks], strategies: str, memory: str | None = None) -> Plan:
+    module = kind()
+    step = StepOfModule(module, lambda: torch.randn(64, 40), around=Around())
+    seen = step.seen(CPU_CORE)
+    shape = replace(describe(module, batch_size=64), profiled=True)
+    asked, named = told_apart(f"S1,{strategies}", policy="auto")
+    request = {"devices": 2, "strategies": asked, "device_memory": memory, "shape": shape, "rates": CPU_CORE}
+    base = plan(profile_of_module(shape), **request)
+    return plan_module(base, seen, named=named, budget_named=memory is not None, count=step.count)
+
+
+def test_a_step_that_shows_that_a_technique_cannot_be_is_refused_by_its_name() -> None:
+    for (kind, strategies), words in REFUSED.items():
+        with pytest.raises(PlanError, match=f"{strategies} cannot .*: .*{words}"):
+            planned(kind, strategies)
+    # where it is no hindrance
+    assert "fsdp" in planned(ByRow, "fsdp").strategies
+    assert "pipeline" in planned(Swapped, "pipeline").strategies
+
+
+class Graphs(Small):
+    """Layers on nodes and the edges between them, of several graphs end to end."""
+
+    def __init__(self, *, reads_values: bool) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.reads_values = reads_values
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        x, (source, target), graph = batch["x"], batch["edge_index"], batch["graph"]
+        for layer in self.net:
+            x = x.index_add(0, target, torch.tanh(layer(x))[source])
+        n = int(graph.max()) + 1 if self.reads_values else len(batch["y"])
+        return (x.new_zeros(n, 8).index_add(0, graph, x).mean(1) - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("reads_values", [False, True])
+def test_collated_graphs_have_no_micro_batches_and_are_planned(reads_values: bool) -> None:
+    torch.manual_seed(0)
+    batch = {
+        "x": torch.randn(9, 8),
+        "edge_index": torch.randint(9, (2, 30)),
+        "graph": torch.arange(9) // 3,
+        "y": torch.randn(3),
+    }
+    step = StepOfModule(Graphs(reads_values=reads_values), lambda: batch, around=Around())
+    found = diagnose_module(step.seen(CPU_CORE), ranks=2)
+    assert "tensors have [2, 3, 9] rows" in found.does_not_help["pipeline"]
+
+
+def test_a_micro_batch_that_fails_is_a_pipeline_that_cannot_be() -> None:
+    """Rows of a batch that point to other rows of it."""
+
+    class Pointing(Blocks):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            x, others = batch[:, :40], batch[:, 40].long()
+            assert int(others.max()) < len(x), "of the whole batch"
+            return self.net(x)[others].square().mean()
+
+    batch = torch.cat([torch.randn(8, 40), torch.arange(8.0).flip(0)[:, None]], 1)
+    found = StepOfModule(Pointing(), lambda: batch, around=Around()).seen(CPU_CORE)
+    assert "cannot be counted" in diagnose_module(found, ranks=2, budget=1).does_not_help["pipeline"]
+
+
+def test_a_pipeline_that_was_not_counted_does_not_fit() -> None:
+    counted, unknown = planned(Blocks, "pipeline", "1GiB"), planned(Skipping, "pipeline", "1GiB")
+    assert (counted.fits, counted.uncounted) == (True, "")
+    assert unknown.fits is None
+    assert "the block before it does not return" in unknown.uncounted
+    said = " ".join(plan_report(unknown).split())
+    assert "predicted peak per rank unknown, at least" in said
+    assert "(fits)" not in said
+    assert Plan.from_json(unknown.to_json()) == unknown
+    for held, memory in ((False, "1GiB"), (True, None)):
+        asked = Request(strategies="pipeline", device_memory=memory)
+        with pytest.raises(PlanError, match="whether a step fits is not known") if memory else nullcontext():
+            announce(unknown, asked, held=held)
+    announce(unknown, Request(strategies="pipeline", device_memory="1GiB", unfit="train"), held=False)
+    # of what is chosen by what stages hold nothing is left out in silence
+    with pytest.raises(
+        PlanError, match="together with recompute, .*was not counted: .*leave 'recompute' out"
+    ):
+        planned(Skipping, "pipeline,recompute", "1GiB")

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from tests.lightning.strategy.model_axis_cases import Batch, Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 from tests.verification.verify_cases import RunningScale, Scaled, SharedScale, cells
@@ -79,6 +81,7 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
         "nan on one": [(torch.nan, 2, "a")],
         "finite on one": [(-torch.inf, 2, "infinite")],
         "buffers": [],
+        "shared": [],
     }
     found = {}
     for case, changes in cases.items():
@@ -95,6 +98,9 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
         for name, parameter in held.items():
             module.register_parameter(name, parameter)
         module.add_module("within", holder(by=float(rank) if case == "buffers" else 0.0))
+        if case == "shared":
+            share_batch_statistics(module, mesh["data"])
+            module.within.norm.running_mean += 1 + rank
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             warn_of_differences(module, [held["shard"]], mesh, step=7)
@@ -121,6 +127,9 @@ def test_what_differs_is_named_with_its_ranks(tmp_path: Path) -> None:
     )
     assert "sum what it is made of and its number of cells over the ranks" in first["buffers"]
     assert "parameters" not in first["buffers"]
+    assert "batch statistics differ" in first["shared"]
+    assert "a fault of lightning_amp" in first["shared"]
+    assert "sum what it is made of" not in first["shared"]
 
 
 ALSO = ("validates", "saves", "nothing")
@@ -191,7 +200,7 @@ def scaled(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
             trainer = trainer_of(
                 rank,
                 ranks,
-                AMPStrategy(),
+                AMPStrategy(strategies="S1"),
                 max_epochs=2,
                 default_root_dir=folder,
                 enable_checkpointing=also == "saves",
@@ -233,3 +242,32 @@ def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is
 
 def distance(found: dict[str, Tensor], one: dict[str, Tensor]) -> float:
     return max(float((found[name].double() - value.double()).norm()) for name, value in one.items())
+
+
+def chosen(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """What a fit whose plan the policy chooses says of a running scale, and the buffer after that."""
+    found = {}
+    for kind, scaler in (SCALERS | {"late": partial(RunningScale, late=True)}).items():
+        module = Scaled(scaler()).double()
+        loader = DataLoader([cells(6, seed=s + 9 * rank) for s in range(3)], batch_size=None)
+        trainer = trainer_of(rank, ranks, AMPStrategy(), max_epochs=1, default_root_dir=folder)
+        try:
+            trainer.fit(
+                module, DataLoader([{n: v.double() for n, v in b.items()} for b in loader], batch_size=None)
+            )
+            found[kind] = f"trained {trainer.global_step} steps"
+        except PlanError as error:
+            found[kind] = str(error)
+    return found
+
+
+def test_a_policy_that_chooses_refuses_a_running_scale_of_the_rank_s_own_cells(tmp_path: Path) -> None:
+    (one,) = run_ranks(chosen, 1, tmp_path, tmp_path)
+    assert set(one.values()) == {"trained 3 steps"}
+    results = run_ranks(chosen, 2, tmp_path, tmp_path)
+    for found in results:
+        assert found["shared"] == "trained 3 steps"
+        for kind in ("own", "late"):
+            assert found[kind].startswith("after the first step, buffers differ between ranks")
+            assert "'encoder.0.mean'" in found[kind]
+            assert "With strategies='S1' by name the run goes on" in found[kind]

@@ -32,14 +32,15 @@ pytestmark = pytest.mark.ranks
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 LARGEST = {"wide_mlp": "parameters"}
+MORE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "gene_transformer",
-        pytest.param("unet", marks=pytest.mark.exhaustive),
-        pytest.param("evoformer", marks=pytest.mark.exhaustive),
+        pytest.param("unet", marks=MORE),
+        pytest.param("evoformer", marks=MORE),
         "wide_mlp",
         "cnn",
     ],
@@ -456,13 +457,8 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
     ("name", "shares", "strategies"),
     [
         ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
-        ("gene_transformer", (0.6,), (("S1", "recompute"),)),
-        pytest.param(
-            "gene_transformer",
-            (1.1, 0.32),
-            (("S1",), ("S1", "recompute", "fsdp", "chunk")),
-            marks=pytest.mark.exhaustive,
-        ),
+        ("gene_transformer", (0.32,), (("S1", "recompute", "fsdp", "chunk"),)),
+        pytest.param("gene_transformer", (1.1, 0.6), (("S1",), ("S1", "recompute")), marks=MORE),
     ],
 )
 def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:

@@ -102,8 +102,9 @@ def refused(rank: int, ranks: int, name: str) -> str:
     return str(found.value)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["wide_mlp", "cnn"])
+@pytest.mark.parametrize(
+    "name", ["wide_mlp", pytest.param("cnn", marks=[pytest.mark.exhaustive, pytest.mark.release])]
+)
 def test_examples_of_single_layers_say_that_chunks_are_of_no_use(name: str, tmp_path: Path) -> None:
     (text,) = run_ranks(refused, 1, tmp_path, name, timeout=200)
     assert "takes less in chunks: its largest tensors are its arguments and results" in text

@@ -1,10 +1,12 @@
-"""Claim: under the Trainer every combination of S2 to S5 trains as one process, automatic and manual optimisation.
+"""Claim: under the Trainer combinations of S2 to S5 train as one process, by automatic and manual optimisation.
 
-Three ranks on the model axis, which divide nothing of the sizes; double precision. Three steps each: the loss of every
+Three ranks on the model axis, which divide nothing of the sizes; double precision. An array that has every pair of
+choices, before a release all combinations. Three steps each: the loss of every
 step and all parameters, whole again after the run, to 1e-10. test_exactness_matrix.py has the gradients, and the other
 numbers of ranks and forms of the decoder.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.each import all_pairs
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.sharded_cases import Results, decoder, differences
-from tests.parallel.test_exactness_matrix import SHARDED, UNEVEN
+from tests.parallel.test_exactness_matrix import BEFORE_A_RELEASE, UNEVEN
 from tests.ranks import run_ranks
 
 RANKS, STEPS, CELLS = 3, 3, 5
@@ -25,6 +28,8 @@ QUIET = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
 Batch = dict[str, Tensor]
+Row = tuple[type[LightningModule], tuple[str, ...], str, str]
+"""How it is optimised, what shares the decoder over ranks, and S3 and S4 or ""."""
 
 
 class Automatic(LightningModule):
@@ -90,24 +95,32 @@ def fit(kind: type[Automatic], strategy: Any, **options: Any) -> Results:
     return losses | {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def compare_all(rank: int, world_size: int) -> tuple[int, list[str]]:
+ROWS: list[Row] = list(product((Automatic, Manual), (("S2",), ("S5",), ("S2", "S5")), ("", "S3"), ("", "S4")))
+
+
+def compare_all(rank: int, world_size: int, rows: list[Row]) -> tuple[int, list[str]]:
     """How many combinations this rank has compared, and what differs."""
+    expected = {kind: fit(kind, "auto", devices=1) for kind in (Automatic, Manual)}
     compared, wrong = 0, []
-    for kind in (Automatic, Manual):
-        expected = fit(kind, "auto", devices=1)
-        for subset in SHARDED:
-            strategy = AMPStrategy(strategies=["S1", *subset])
-            found = fit(kind, strategy, devices=world_size, plugins=[RunningRanks(rank, world_size)])
-            assert strategy.plan is not None, "there is a plan after a fit"
-            compared += strategy.plan.strategies == ("S1", *subset) and strategy.plan.mesh.model == world_size
-            wrong += [f"{kind.__name__} {'+'.join(subset)}: {line}" for line in differences(found, expected)]
+    for kind, placement, *others in rows:
+        strategies = tuple(sorted({"S1", *placement, *others} - {""}))
+        strategy = AMPStrategy(strategies=list(strategies))
+        found = fit(kind, strategy, devices=world_size, plugins=[RunningRanks(rank, world_size)])
+        assert strategy.plan is not None, "there is a plan after a fit"
+        compared += strategy.plan.strategies == strategies and strategy.plan.mesh.model == world_size
+        wrong += [
+            f"{kind.__name__} {'+'.join(strategies)}: {line}" for line in differences(found, expected[kind])
+        ]
     return compared, wrong
 
 
-@pytest.mark.exhaustive
-def test_every_combination_under_both_kinds_of_optimisation(tmp_path) -> None:
-    results = run_ranks(compare_all, RANKS, tmp_path, timeout=280)
-    assert all(compared == 2 * len(SHARDED) for compared, _ in results), "every plan was carried out"
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("which", [all_pairs, pytest.param(list, marks=BEFORE_A_RELEASE)])
+def test_combinations_under_both_kinds_of_optimisation(which, tmp_path) -> None:
+    rows = which(ROWS)
+    results = run_ranks(compare_all, RANKS, tmp_path, rows, timeout=280)
+    assert all(compared == len(rows) >= 6 for compared, _ in results), "every plan was carried out"
     wrong = [f"rank {rank}, {line}" for rank, (_, lines) in enumerate(results) for line in lines]
     assert not wrong, "\n".join(wrong)
 

@@ -19,10 +19,11 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.steps import race_of_plans
-from lightning_amp.lightning.strategy import plan_run
+from lightning_amp.lightning.strategy import hardware, measured_rates, plan_run
 from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import labels
 from tests.lightning.conformance.cases import STEPS, Batch, Outcome, Site, Tiny, fit, trained
 from tests.ranks import run_ranks
 
@@ -195,6 +196,30 @@ def compare(raced: Outcome, plain: Outcome) -> None:
             torch.testing.assert_close(raced[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+class Default(Site):
+    """A place where nothing is asked of the strategy."""
+
+    def strategy(self) -> Any:
+        return AMPStrategy()
+
+
+def test_two_fits_have_the_same_plan_and_the_same_bits_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    site, rates, found = Default(strategies="amp", folder=tmp_path), measured_rates.measured_rates(1), []
+    for scale, seconds in ((1, SECONDS), (10, {("stream",): 0.1})):
+        slower = replace(rates, memory_bytes=rates.memory_bytes / scale)
+        monkeypatch.setattr(hardware, "measured_rates", lambda threads, slower=slower: slower)
+        monkeypatch.setitem(globals(), "SECONDS", seconds)
+        found.append(run(site, max_epochs=3))
+    one, other = found
+    assert one["plans"] == other["plans"]
+    assert len(set(one["plans"])) == 1
+    assert one["plan"] == other["plan"]
+    assert all(torch.equal(other[name], value) for name, value in one.items() if isinstance(value, Tensor))
+    assert f"training with this plan: {labels(Plan.from_json(one['plan']))}" in caplog.text
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_device_trains_what_one_plan_trains(name: str, tmp_path: Path) -> None:
     compare(*both(0, 1, name, tmp_path))
@@ -326,7 +351,7 @@ def test_plans_that_leave_no_memory_to_spare_do_not_run(tmp_path: Path) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Tight(Racing):
         def strategy(self) -> Any:
-            return AMPStrategy(device_memory=f"{budget}B")
+            return AMPStrategy(device_memory=f"{budget}B", race=True)
 
     found = run(Tight(strategies="amp", folder=tmp_path))
     most = max(peak[found["plans"][0]], budget / 2)

@@ -41,7 +41,9 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
     ("share", "before", "after"),
     [
         (0.75, "S1", "recompute"),
-        pytest.param(0.35, "S1,recompute", "recompute,chunk", marks=pytest.mark.exhaustive),
+        pytest.param(
+            0.35, "S1,recompute", "recompute,chunk", marks=[pytest.mark.exhaustive, pytest.mark.release]
+        ),
     ],
 )
 def test_a_budget_on_a_cpu_is_held_by_counting(share: float, before: str, after: str) -> None:
@@ -87,7 +89,7 @@ def test_without_rescue_the_error_is_raised() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0,), "backward"), ((0, 1), "forward")])
+@pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0, 1), "backward")])
 def test_ranks_run_a_batch_again_together(ends_on: tuple[int, ...], where: str, tmp_path: Path) -> None:
     for name in ("plain", "found"):
         (tmp_path / name).mkdir()

@@ -22,7 +22,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm
+from lightning_amp.parallel.s1_data.batch_norm import is_shared
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
@@ -101,7 +101,7 @@ class Watch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.keys = list(pl_module.state_dict())
-        self.shared = sum(isinstance(m, SharedBatchNorm) for m in pl_module.modules())
+        self.shared = sum(is_shared(m) for m in pl_module.modules())
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # between the forward pass and the optimiser: nothing of Lightning's own communicates there

@@ -276,7 +276,7 @@ def test_values_that_could_only_fail_later_are_refused_at_once(options: Any, mes
 
 @pytest.mark.parametrize("procs", [None, [], ["rank 1"]])
 @pytest.mark.parametrize(
-    ("options", "measured"), [({}, [True]), ({"race": False}, [False]), ({"rates": "r.json"}, [])]
+    ("options", "measured"), [({"race": True}, [True]), ({}, [False]), ({"rates": "r.json"}, [])]
 )
 def test_the_process_that_has_started_others_looks_at_its_device_meanwhile(
     procs: list[str] | None, options: dict[str, Any], measured: list[bool], monkeypatch: pytest.MonkeyPatch

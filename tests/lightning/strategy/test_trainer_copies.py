@@ -1,16 +1,21 @@
-"""Claim: a Trainer can be deep-copied while it fits, and can save once the ranks of a fit are gone."""
+"""Claim: a Trainer can be deep-copied and saved while it fits, and can save once the ranks of a fit are gone."""
 
 import subprocess
 import sys
 from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.lightning.conformance.cases import QUIET
 from tests.lightning.strategy.model_axis_cases import Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 
@@ -76,6 +81,33 @@ def trained(rank: int, ranks: int) -> dict[bool, Any]:
 def test_a_trainer_can_be_copied_during_a_fit_which_does_not_notice(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(trained, ranks, tmp_path):
         assert all(torch.equal(found[True][name], value) for name, value in found[False].items())
+
+
+class Saves(Callback):
+    """Saves the Trainer itself."""
+
+    def __init__(self) -> None:
+        self.saved: list[Trainer] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        file = BytesIO()
+        torch.save(trainer, file)
+        file.seek(0)
+        self.saved.append(torch.load(file, weights_only=False))
+
+
+def test_a_trainer_can_be_saved_during_a_fit_and_after_it() -> None:
+    saves, module = Saves(), BoringModel()
+    options = {**QUIET, "enable_checkpointing": False}
+    trainer = Trainer(strategy="amp", accelerator="cpu", devices=1, max_steps=1, callbacks=[saves], **options)
+    trainer.fit(module, DataLoader(torch.ones(2, 32)))  # type: ignore[arg-type]
+    saves.on_train_batch_end(trainer)
+    assert len(saves.saved) == 2
+    for found in saves.saved:
+        assert isinstance(found.strategy, AMPStrategy)
+        assert found.global_step == 1
+        assert torch.equal(found.lightning_module.layer.weight, module.layer.weight)
+        assert isinstance(found.strategy._lightning_optimizers[0], LightningOptimizer)
 
 
 @pytest.mark.exhaustive

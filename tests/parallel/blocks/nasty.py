@@ -298,7 +298,7 @@ class OwnForward(Plain):
 REFUSED_AT_ONCE = {
     Hooked: "its submodule 'a' has forward_hooks, which would run twice",
     Compiled: "its submodule 'a' is compiled",
-    OwnForward: "its `forward` was set by somebody else",
+    OwnForward: "its `forward` is set on the instance",
 }
 REFUSED_IN_FIRST_PASS = {
     InPlaceInput: "it changes its argument 0 in place",

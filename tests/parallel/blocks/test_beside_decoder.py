@@ -158,6 +158,7 @@ def by_name(rank: int, ranks: int, asked: str) -> dict[str, Any]:
 
 
 ENCODERS = [f"model.encoders.{k}" for k in range(4)]
+MORE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
 @pytest.mark.ranks
@@ -165,7 +166,7 @@ ENCODERS = [f"model.encoders.{k}" for k in range(4)]
     ("asked", "ranks"),
     [
         ("S3,S4,recompute", 1),
-        pytest.param("S4,stream,recompute", 1, marks=pytest.mark.exhaustive),
+        pytest.param("S4,stream,recompute", 1, marks=MORE),
         ("S4,stream,strata,recompute", 2),
     ],
 )
@@ -182,7 +183,7 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("asked", "ranks"),
-    [pytest.param("S3,S4,chunk", 1, marks=pytest.mark.exhaustive), ("S4,stream,strata,chunk", 2)],
+    [pytest.param("S3,S4,chunk", 1, marks=MORE), ("S4,stream,strata,chunk", 2)],
 )
 def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path, asked: str, ranks: int) -> None:
     for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_amp.parallel.chunk.chunk_module import chunk
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from tests.parallel.blocks import nasty
 from tests.parallel.blocks.test_recompute import Net, mean, recompute, train
@@ -44,11 +46,14 @@ def test_blocks_of_sharded_parameters(tmp_path: Any) -> None:
         assert max(found) < 1e-12
 
 
-def shared_statistics(rank: int, world: int) -> tuple[bool, list[int]]:
+def shared_statistics(rank: int, world: int, by_hand: bool) -> tuple[bool, list[int]]:
     """Whether every bit is that of blocks that do not run again, and the collectives of a forward pass, of a backward
-    pass, and of another backward pass through the same graph."""
+    pass, and of another backward pass through the same graph; `by_hand` a block was given to `lightning_amp.chunk`."""
     torch.manual_seed(rank)
-    net = Net(nasty.BatchNorm(), nasty.Plain(), nasty.BatchNorm()).double()
+    last = nasty.BatchNorm()
+    if by_hand:
+        last = chunk(nn.Sequential(nasty.Plain(), last), torch.zeros(5, nasty.DIM), budget="1MiB")
+    net = Net(nasty.BatchNorm(), nasty.Plain(), last).double()
     share_batch_statistics(net, init_device_mesh("cpu", (world,)))
     kept = copy.deepcopy(net)
     recompute(net)
@@ -64,8 +69,13 @@ def shared_statistics(rank: int, world: int) -> tuple[bool, list[int]]:
     return same, counts
 
 
+def both(rank: int, world: int) -> list[tuple[bool, list[int]]]:
+    return [shared_statistics(rank, world, by_hand) for by_hand in (False, True)]
+
+
 @pytest.mark.ranks
 def test_statistics_of_all_ranks_are_sent_once(tmp_path: Any) -> None:
-    for same, counts in run_ranks(shared_statistics, 2, tmp_path, timeout=120):
+    one, other = run_ranks(both, 2, tmp_path, timeout=120)
+    for same, counts in (*one, *other):
         assert same
         assert counts == [2, 2, 2]

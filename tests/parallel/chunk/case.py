@@ -1,11 +1,12 @@
 """A block captured once in float64, to be compared with itself with regions in chunks."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -74,3 +75,26 @@ def numbers(region: Region) -> Iterator[Region]:
     uneven = next((n for n in range(2, region.units) if region.units % n), 2)
     for n in sorted({min(k, region.units) for k in (2, 3, uneven, region.units)}):
         yield replace(region, n_chunks=n)
+
+
+def every(regions: Sequence[Region]) -> list[Region]:
+    """All regions in all numbers of chunks."""
+    return [some for region in regions for some in numbers(region)]
+
+
+def some_of(regions: Sequence[Region]) -> list[Region]:
+    """In all numbers of chunks the longest region of every last row and dim, which uses every rule that others use.
+
+    Of the others every fifth in one number.
+    """
+    longest = {(r.last, r.dims.get(r.last)): i for i, r in enumerate(regions)}
+    others = [r for i, r in enumerate(regions) if i not in longest.values()][::5]
+    return every([regions[i] for i in longest.values()]) + [
+        [*numbers(r)][i % len([*numbers(r)])] for i, r in enumerate(others)
+    ]
+
+
+def which(names: Iterable[str], *large: str) -> list[Any]:
+    """Of every block all regions; of large ones some, and all of them before a release."""
+    more = [pytest.param(name, every, marks=[pytest.mark.exhaustive, pytest.mark.release]) for name in large]
+    return [(name, some_of if name in large else every) for name in names] + more

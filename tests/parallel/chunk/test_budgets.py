@@ -22,13 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 @pytest.mark.full
 @pytest.mark.long
-def test_fifty_random_budgets_are_held() -> None:
+def test_random_budgets_are_held() -> None:
     """Prediction and meter agree to 2 %, and neither is above the budget."""
     random.seed(0)
     examples = [net(), (Attention(8, 2).eval(), torch.randn(2, 96, 8)), (FeedForward(8), torch.randn(512, 8))]
     wholes = [bytes_of(module, x)[0] for module, x in examples]
     met = 0
-    for k in range(50):
+    for k in range(18):
         (module, x), whole = examples[k % 3], wholes[k % 3]
         budget = int(whole * random.uniform(0.05, 1.1))
         try:
@@ -40,7 +40,7 @@ def test_fifty_random_budgets_are_held() -> None:
         assert abs(found - small.plan.peak_bytes) <= 0.02 * found
         torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-5)
         met += 1
-    assert met > 30
+    assert met > 10
 
 
 def test_the_least_bytes_need_no_pieces_that_save_nothing() -> None:

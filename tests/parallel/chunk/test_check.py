@@ -2,6 +2,7 @@
 trained with it; what is right passes in a few bytes, and the check leaves nothing behind."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -95,6 +96,20 @@ def test_what_is_right_passes_once_and_leaves_nothing() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+class Deprecated(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("a library's", UserWarning, stacklevel=1)
+        return super().forward(x)
+
+
+def test_a_warning_where_warnings_are_errors_does_not_end_a_check() -> None:
+    torch.manual_seed(0)
+    block, x = Deprecated(), x_of(2, 64, 8)
+    with warnings.catch_warnings(action="ignore"):
+        run, expected = in_chunks(block, x), block(x)
+    torch.testing.assert_close(run(block, x), expected)
+
+
 def test_a_check_takes_few_bytes() -> None:
     torch.manual_seed(0)
     block, x = Attention(), x_of(2, 512, 8)
@@ -128,9 +143,9 @@ def test_a_call_that_cannot_be_smaller_is_checked_as_it_is_or_told() -> None:
     kept: list[Any] = []
     mine = check._outcome
 
-    def outcome(block: nn.Module, call: Any, made: Any, *, own: bool) -> Any:
+    def outcome(block: nn.Module, call: Any, made: Any, **options: Any) -> Any:
         kept.append(call[0][0].shape)
-        return mine(block, call, made, own=own)
+        return mine(block, call, made, **options)
 
     run.planned(block, (x, rows), {})
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,6 @@
 """Claim: in inference results are written over memory that nothing reads later, and over no other."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from lightning_amp.parallel.chunk.planned import forward_bytes
 from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.over import written_over
+from tests.parallel.chunk.case import which
 from tests.parallel.chunk.small_blocks import BLOCKS
 from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
 
@@ -117,9 +117,10 @@ TRAPS = {run.__name__: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*TRAPS, *(pytest.param(name, marks=pytest.mark.long) for name in BLOCKS)])
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "regions_of"), which(TRAPS | BLOCKS, "attention"))
 @torch.no_grad()
-def test_every_region_writes_over_nothing_that_is_read(name: str) -> None:
+def test_every_region_writes_over_nothing_that_is_read(name: str, regions_of: Any) -> None:
     """Results in float64 to 1e-10, arguments and parameters bit for bit; and bytes are never above the prediction."""
     torch.manual_seed(0)
     make, args = (TRAPS | BLOCKS)[name]
@@ -129,15 +130,13 @@ def test_every_region_writes_over_nothing_that_is_read(name: str) -> None:
     right = block(*given)
     capture = Captures().of(block, given, {})
     table = table_of(capture)
-    for i, region in enumerate((None, *find_regions(table))):
-        for n in (2, region.units) if region else (1,):
-            regions = (replace(region, n_chunks=n),) if region else ()
-            run = lower(capture, table, regions)
-            close(run(block, *given), right)
-            for now, before in zip((*given, *block.parameters()), kept, strict=True):
-                assert torch.equal(now, before), regions
+    for i, regions in enumerate([(), *((some,) for some in regions_of(find_regions(table)))]):
+        run = lower(capture, table, regions)
+        close(run(block, *given), right)
+        for now, before in zip((*given, *block.parameters()), kept, strict=True):
+            assert torch.equal(now, before), regions
         # counting takes ten times as long as running, and most regions of a block are alike
-        if name in TRAPS or i % 4 == 0:
+        if name in TRAPS or i % 8 == 0:
             assert forward_bytes(run) <= chunk_bytes(table, regions).peak_bytes
 
 

@@ -16,7 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.footprint.profile_module import Around, profile_module
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.fsdp.units import units_of
@@ -104,7 +105,7 @@ def measured_both(rank: int, ranks: int) -> dict[int, dict[str, int]]:
     return {n: measured(rank, ranks, names, added_up=n) for n, names in ADDED_UP.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])])
 def test_the_predicted_peak_is_the_measured_one(tmp_path: Path, ranks: int) -> None:
     peaks = run_ranks(measured_both, ranks, tmp_path, timeout=240)
     for added_up, name in ((n, name) for n, names in ADDED_UP.items() for name in names):

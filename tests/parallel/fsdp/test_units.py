@@ -1,7 +1,16 @@
-"""Claim: what is gathered together is every parameter once, and a block by itself only where nothing else uses it."""
+"""Claim: what is gathered together is every parameter once, and a block by itself only where nothing else uses it; a
+block that is called with other parameters than those that are gathered is refused.
+"""
 
+from functools import partial
+
+import pytest
+import torch
 from torch import nn
+from torch.func import functional_call
 
+from lightning_amp.errors import ModelError
+from lightning_amp.parallel.fsdp.fully_sharded import refuse_swapped
 from lightning_amp.parallel.fsdp.units import find_units, units_of
 
 
@@ -17,3 +26,11 @@ def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
         "blocks.3": ["blocks.3.weight", "blocks.3.bias"],
         "": ["blocks.1.weight", "blocks.1.bias", "head.bias"],
     }
+
+
+def test_a_block_that_is_called_with_other_parameters_is_refused() -> None:
+    block, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3)
+    block.register_forward_pre_hook(partial(refuse_swapped, "blocks.0"), prepend=True)
+    block(x)
+    with pytest.raises(ModelError, match=r"'blocks.0' is called with other parameters than its own"):
+        functional_call(block, {name: 2 * p for name, p in block.named_parameters()}, (x,))

@@ -458,7 +458,7 @@ class Failing(LocalAttention):
         (
             "strata.1.key.attention",
             Failing(4, 3),
-            "attention' that fails on an example with ValueError.'not here'",
+            "attention' that fails on an example with ValueError: not here",
         ),
     ],
 )

@@ -345,7 +345,7 @@ class Broken(vertices.AllVertices):
     [
         (hooked, "has embedding.backward_hooks, which would see a part"),
         (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
-        (mixing, r"has loc=Sequential\("),
+        (mixing, "has loc='Sequential', and not nn.Linear"),
         (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
         (lambda e: setattr(e, "vertices", Broken()), "that fails on a small example with ValueError"),
         (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, BlockWalk, Span, spans
 from lightning_amp.parallel.pipeline.placeholders import Placeholders
 from lightning_amp.parallel.pipeline.run_stages import joined
@@ -45,7 +46,7 @@ def plain(net: Net, x: Tensor) -> Tensor:
 def staged(net: Net) -> BlockWalk:
     walk = BlockWalk("blocks", len(net.blocks))
     for i, block in enumerate(net.blocks):
-        block.forward = lambda *args, i=i, block=block, **kwargs: BlockCall(walk, i)(block, *args, **kwargs)
+        add_override(str(i), block, Override("pipeline", BlockCall(walk, i), BlockCall.position))
     return walk
 
 
@@ -137,9 +138,20 @@ def asks(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def by_row(net: Net, x: Tensor) -> Any:
+    return torch.vmap(lambda row: plain(net, row[None]))(x)
+
+
+def penalty(net: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(plain(net, x).sum(), x, create_graph=True)[0]
+
+
 @pytest.mark.parametrize(
     ("walk", "told"),
     [
+        (by_row, r"block 0 of 'blocks' is called by a function that torch.func \(vmap"),
+        (penalty, r"takes gradients while it runs \(torch.autograd.grad, as for a gradient penalty\)"),
         (reads_other, "not what the block before it returns"),
         (backwards, "block 3 of 'blocks' where block 0 was next"),
         (twice, "block 0 of 'blocks' where block 1 was next"),

@@ -1,12 +1,14 @@
-"""Claim: SharedBatchNorm on several ranks computes what BatchNorm computes on the union of their batches.
+"""Claim: a BatchNorm that shares its statistics over ranks computes what it does on the union of their batches.
 
 Float64, two ranks with unequal numbers of cells. Losses are sums, so that the union's loss is the sum of the ranks'
 losses and gradients of inputs must agree one by one, those of parameters after a sum over ranks.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.s1_data.batch_norm import SharedBatchNorm, share_batch_statistics
+from lightning_amp.parallel.s1_data.batch_norm import is_shared, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 
+ALONE: Any = SimpleNamespace(size=lambda: 1)
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 STEPS = 3
 
@@ -30,6 +34,33 @@ class Layer:
     cells: tuple[int, int] = (5, 3)
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class BothModes(nn.Module):
+    """Its running statistics change between a call that reads them and the backward pass of that call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm.eval()(x)
+        return read + self.norm.train(self.training)(x)
+
+
+def parametrized() -> nn.Module:
+    return parametrize.register_parametrization(nn.BatchNorm1d(4), "weight", Doubled())
+
+
+def not_tracked_any_more() -> nn.Module:
+    layer = nn.BatchNorm1d(4)
+    layer.track_running_stats = False
+    return layer
+
+
 LAYERS = {
     "1d": Layer(lambda: nn.BatchNorm1d(4)),
     "1d_long": Layer(lambda: nn.BatchNorm1d(4), position=(6,)),
@@ -38,6 +69,11 @@ LAYERS = {
     "not_affine": Layer(lambda: nn.BatchNorm1d(4, affine=False)),
     "plain_average": Layer(lambda: nn.BatchNorm1d(4, momentum=None)),
     "untracked": Layer(lambda: nn.BatchNorm1d(4, track_running_stats=False)),
+    "untracked_in_eval_mode": Layer(lambda: nn.BatchNorm1d(4, track_running_stats=False).eval()),
+    "not_tracked_any_more": Layer(not_tracked_any_more),
+    "parametrized": Layer(parametrized),
+    "both_modes": Layer(BothModes),
+    "compiled": Layer(lambda: torch.compile(nn.BatchNorm1d(4), backend="eager")),
     "one_cell": Layer(lambda: nn.BatchNorm1d(4), cells=(1, 2)),
     "no_cells_on_one_rank": Layer(lambda: nn.BatchNorm1d(4), cells=(0, 6)),
 }
@@ -72,9 +108,8 @@ def steps(model: nn.Module, name: str, pick: Callable[[list[Tensor]], Tensor]) -
     seen["grads"] = [p.grad for p in model.parameters()]
     model.eval()
     x = pick(batches(name, 0)[0])
-    if not LAYERS[name].make().track_running_stats and not len(x):
-        return seen
-    seen["eval"] = model(x).detach()
+    with torch.no_grad():
+        seen["eval"] = model(x)
     seen["state"] = {key: value.clone() for key, value in model.state_dict().items()}
     return seen
 
@@ -82,7 +117,7 @@ def steps(model: nn.Module, name: str, pick: Callable[[list[Tensor]], Tensor]) -
 def on_rank(name: str, rank: int, mesh: Any) -> dict[str, Any]:
     model = make(name)
     undo = share_batch_statistics(model, mesh)
-    assert type(model[0]) is SharedBatchNorm, "the layer is replaced"
+    assert sum(map(is_shared, model.modules())) == 1
     seen = steps(model, name, lambda parts: parts[rank])
     for grad in seen["grads"]:
         dist.all_reduce(grad)
@@ -98,16 +133,18 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
     keys, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     calls = []
     layer.register_forward_hook(lambda *args: calls.append("hook"))
+    own = dict(vars(layer))
     undo = share_batch_statistics(model, mesh)
     found = {
-        "one for both parents": model["a"][0] is model["b"][1] and model["a"][0] is not model["c"],
+        "layers stay": model["a"][0] is model["b"][1] is layer,
         "same names": list(model.state_dict()) == keys,
         "same objects": all(
             s is t for s, t in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
         ),
     }
-    twin = copy.deepcopy(model)
+    twin, alone = copy.deepcopy(model), pickle.loads(pickle.dumps(model["c"]))
     x = torch.randn(3, 4)
+    found["a pickle is plain"] = torch.equal(alone(x), nn.BatchNorm1d(4)(x))
     found["copy computes the same"] = torch.equal(twin["a"](x), model["a"](x))
     found["copy owns its tensors"] = twin["a"][0].weight is not model["a"][0].weight
     found["hooks run"] = "hook" in calls
@@ -122,11 +159,8 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
     running = model["a"][0].running_mean
     undo()
     undo()
-    found["restored"] = (
-        model["a"][0] is layer and model["b"][1] is layer and type(model["c"]) is nn.BatchNorm1d
-    )
+    found["restored"] = [*vars(layer).items()] == [*(own | {"training": False}).items()]
     found["trained values stay"] = layer.running_mean is running and int(layer.num_batches_tracked) == 2
-    found["no mesh stays"] = "mesh" not in vars(layer)
     found["mode stays"] = not layer.training
     with CountCollectives() as after:
         layer.train()(x)
@@ -172,7 +206,8 @@ def test_ranks_compute_what_one_process_computes_on_the_union(ranks: list[Any], 
     for part in parts:
         torch.testing.assert_close(part["grads"], union["grads"], **EXACT)
         torch.testing.assert_close(part["state"], union["state"], **EXACT)
-    if name != "untracked":
+    # outside of training a layer without running statistics has those of its own cells
+    if name not in ("untracked", "untracked_in_eval_mode"):
         torch.testing.assert_close(torch.cat([p["eval"] for p in parts]), union["eval"], **EXACT)
 
 
@@ -225,19 +260,28 @@ class OwnForward(nn.BatchNorm1d):
         return 2 * super().forward(input)
 
 
-def test_a_layer_with_its_own_forward_is_refused_and_nothing_changes() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), OwnForward(2))
-    with pytest.raises(InstallError, match=r"\['1'\] are BatchNorm layers with a forward of their own"):
-        share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
-    assert type(model[0]) is nn.BatchNorm1d
+class OwnCall(nn.BatchNorm1d):
+    def __call__(self, *args: Tensor) -> Tensor:
+        return 2 * super().__call__(*args)
+
+
+@pytest.mark.parametrize("kind", [OwnForward, OwnCall])
+def test_a_layer_that_computes_something_else_is_refused_and_nothing_changes(kind: type) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), kind(2))
+    with pytest.raises(
+        InstallError, match=rf"\{{'1': '{kind.__name__}'\}} are BatchNorm layers with a forward"
+    ):
+        share_batch_statistics(model, ALONE)
+    model[1] = nn.BatchNorm1d(2)
+    model[1].forward = model[0].forward
+    with pytest.raises(
+        InstallError, match="share_batch_statistics is to change how '1' runs, whose `forward` is"
+    ):
+        share_batch_statistics(model, ALONE)
+    assert "forward" not in vars(model[0])
 
 
 def test_synchronised_layers_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.InstanceNorm1d(2))
-    share_batch_statistics(model, mesh=None)  # type: ignore[arg-type]
-    assert [type(layer) for layer in model] == [nn.SyncBatchNorm, nn.InstanceNorm1d]
-
-
-def test_too_few_dimensions_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected input of 2 or more dimensions"):
-        SharedBatchNorm(nn.BatchNorm1d(2), mesh=None)._check_input_dim(torch.ones(2))  # type: ignore[arg-type]
+    share_batch_statistics(model, ALONE)
+    assert not any("forward" in vars(layer) for layer in model)

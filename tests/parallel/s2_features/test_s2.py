@@ -282,7 +282,7 @@ class Scaling(Region):
         (
             "strata.0.features",
             Failing(),
-            "whose stratum 0 has a leaf `features` that fails .* ValueError.'not here'",
+            "whose stratum 0 has a leaf `features` that fails .* ValueError: not here",
         ),
         ("strata.0.features", nn.Identity(), r"whose stratum 0 has features=Identity\(\)"),
         ("strata.0.features", None, "whose stratum 0 has features=None"),

@@ -119,7 +119,9 @@ def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.release]) for n in (2, 4))]
+)
 def test_trains_as_one_device_does(world_size: int, tmp_path) -> None:
     run_ranks(train_all, world_size, tmp_path, timeout=200)
 

@@ -110,6 +110,12 @@ REFUSALS = [
         "which is PReLU.*; allowed is one of .*'LeakyReLU'",
     ),
     (
+        "strata.1.key.prenorm",
+        nn.Sequential(nn.LayerNorm(8), nn.Identity()),
+        "attention",
+        r"which is 'Sequential'; allowed is nn.LayerNorm\(8\)",
+    ),
+    (
         "strata.0.key",
         nn.Linear(8, 8),
         "attention",
@@ -169,7 +175,8 @@ def test_refuses_an_odd_dimension_with_attention() -> None:
     key.attention = OddAttention()  # type: ignore[union-attr]
     decoder.dim = 7
     with pytest.raises(
-        InstallError, match="'strata.0.key.attention', .* with D=7; allowed is .* for an even D"
+        InstallError,
+        match="'strata.0.key.attention', which is OddAttention.* with D=7; allowed is .* an even D",
     ):
         change_of(decoder, HiddenParallel(), faked(2), strategy="S5")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.strata import compile as technique
 from lightning_amp.parallel.strata.compile import AsItIs, Compiled, compile_strata
@@ -155,9 +156,10 @@ def test_copies(compiler: None) -> None:
     model = installed(TWO, ("fused", "sparse"))
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     key = again.decoder.strata[0].key
-    assert isinstance(key.forward.func, Compiled)
-    assert isinstance(key.attention.forward.func, AsItIs)
-    assert not key.forward.func.whole
+    (of_key,), (of_attention,) = overrides_of(key), overrides_of(key.attention)
+    assert isinstance(of_key.run, Compiled)
+    assert isinstance(of_attention.run, AsItIs)
+    assert not of_key.run.whole
     assert again.decoder.strata[0].likelihood.forward.args == (again.decoder.strata[0].likelihood,)
 
 

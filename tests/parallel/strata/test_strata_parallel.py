@@ -51,7 +51,9 @@ def compare_all(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])]
+)
 def test_equals_one_device(world_size: int, tmp_path) -> None:
     for rank, wrong in enumerate(run_ranks(compare_all, world_size, tmp_path, timeout=150)):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)

@@ -2,6 +2,7 @@
 what is another function, or has hooks, stays as it is.
 """
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 
 from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey
+from lightning_amp.graph.capture import capture
+from lightning_amp.models.decoders.stratum import ZINB, Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
+from lightning_amp.parallel.checks.decode import decode_problem
+from lightning_amp.parallel.checks.key import rows_problem
+from lightning_amp.parallel.checks.likelihood import likelihood_problem
 from lightning_amp.parallel.strata.streamed_key import StreamedKey, streamed_key
 
 N, D, W = 11, 4, 3
@@ -74,6 +80,27 @@ class Scaled(AttentionKey):
     def forward(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key, val = super().forward(v)
         return 1.01 * key, val
+
+
+def deprecated(kind: Any) -> Any:
+    """A class whose forward calls a library that warns."""
+
+    def forward(self: Any, *args: Any) -> Any:
+        warnings.warn("`torch.jit.script` is deprecated", FutureWarning, stacklevel=1)
+        return kind.forward(self, *args)
+
+    return type("Deprecated", (kind,), {"forward": forward})
+
+
+def test_a_warning_hides_no_part_of_a_decoder_where_warnings_are_errors() -> None:
+    key = streamed_key(deprecated(AttentionKey)(D, W).double())
+    assert key == streamed_key(AttentionKey(D, W).double())
+    assert key is not None
+    assert rows_problem(deprecated(AttentionKey)(D, W), D) == ""
+    assert decode_problem(deprecated(Decode)()) == ""
+    assert likelihood_problem(deprecated(ZINB)(), ZINB(), whole=(False, False)) == ""
+    block = deprecated(nn.Linear)(2, 2)
+    assert capture(block, (torch.randn(3, 2),), {}, key=None).reason == ""
 
 
 def test_another_function_stays() -> None:

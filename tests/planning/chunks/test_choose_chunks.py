@@ -17,6 +17,7 @@ from lightning_amp.planning.chunks.line import Line
 from lightning_amp.planning.chunks.piece_seconds import Seconds
 from lightning_amp.planning.chunks.region import Region, pieces, problem
 from lightning_amp.planning.time.device_rates import CPU_CORE
+from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
 
 
@@ -58,13 +59,15 @@ def small(seed: int, *, odd: bool = False) -> bool:
 MOST = 400
 
 
-CASES = [(seed, False) for seed in range(200) if small(seed)]
-CASES += [(seed, True) for seed in range(60) if small(seed, odd=True)]
+def cases() -> list[tuple[int, bool]]:
+    every = [(seed, False) for seed in range(200)] + [(seed, True) for seed in range(60)]
+    return [(seed, odd) for seed, odd in every if small(seed, odd=odd)]
 
 
-@pytest.mark.parametrize(("seed", "odd"), CASES)
-def test_against_all_plans_of_random_tables(seed: int, odd: bool) -> None:
+@each(case=cases)
+def test_against_all_plans_of_random_tables(case: tuple[int, bool]) -> None:
     """Also with views that are results, whose memory is apart once a region writes them."""
+    seed, odd = case
     table = random_table(seed, 4, odd=odd)
     plans = measured(table, train=False)
     least = min(peak for peak, _ in plans)
@@ -82,7 +85,7 @@ def test_against_all_plans_of_random_tables(seed: int, odd: bool) -> None:
             choose_chunks(table, least - 1)
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(200) if small(seed)])
+@each(seed=lambda: [seed for seed in range(200) if small(seed)])
 def test_training_against_all_plans_of_random_tables(seed: int) -> None:
     """Gradients that share memory with others are counted apart by the search: it may miss the last few bytes."""
     table = random_table(seed, 4)
@@ -99,7 +102,7 @@ def test_training_against_all_plans_of_random_tables(seed: int) -> None:
         before = plan.seconds
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each(seed=range(30))
 def test_the_bytes_of_the_search_are_those_of_chunk_bytes(seed: int) -> None:
     """In inference; else a plan would be found in a second search only."""
     table = random_table(seed, 6, odd=True)

@@ -3,13 +3,46 @@
 from collections.abc import Iterator
 from itertools import product
 from math import gcd
-
-import pytest
+from typing import Any
 
 from lightning_amp.graph.table import OPERATOR, Table
+from lightning_amp.planning.chunks import find_regions as find_regions_file
 from lightning_amp.planning.chunks.find_regions import find_regions
 from lightning_amp.planning.chunks.region import Region, problem
+from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
+
+
+def scan(n_steps: int) -> Table:
+    """A loop over time: each step reads the state and one argument."""
+    new = Rows()
+    state, inputs = new.given(4, 6), new.given(4, 6)
+    for _ in range(n_steps):
+        state = new.pointwise(new.pointwise(state, inputs), op="exp")
+    return new.table(state)
+
+
+def test_a_loop_over_time_is_searched_in_work_that_grows_with_its_length(monkeypatch: Any) -> None:
+    """Of every stretch one end is left, so that no more rows than are allowed are in regions, and it is said."""
+    passed = 0
+    take = find_regions_file._Flow._take
+
+    def counted(self: Any, i: int) -> bool:
+        nonlocal passed
+        passed += 1
+        return take(self, i)
+
+    monkeypatch.setattr(find_regions_file._Flow, "_take", counted)
+    work = {}
+    for n_steps in (20, 40, 80):
+        table, passed = scan(n_steps), 0
+        search = find_regions_file.RegionSearch(table, held=[0] * len(table.rows))
+        found = search.around(range(len(table.rows)), most_rows=2_000)
+        work[n_steps] = passed
+        assert 0 < sum(region.last - region.first + 1 for region in found) <= 2_000
+        assert all(not problem(table, region) for region in found)
+        assert search.thinned
+    assert work[80] < 3 * work[40] < 9 * work[20]
 
 
 def every_region(table: Table, first: int, last: int) -> Iterator[Region]:
@@ -78,8 +111,7 @@ def alike(found: Region, other: Region) -> bool:
     return found.dims.get(found.last) == other.dims.get(other.last)
 
 
-@pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@each(seed=range(40), odd=(False, True))
 def test_all_legal_regions_of_random_tables(seed: int, odd: bool) -> None:
     """What is found is legal; what is legal is found, or a region of the same run in which more rows are cut.
 

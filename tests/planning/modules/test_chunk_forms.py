@@ -64,15 +64,15 @@ def test_the_peak_of_every_form_is_nearly_that_which_is_counted() -> None:
     assert again == sorted(again)
     assert 0 < sum(again) < len(again)
     # the least and the most of those that are recomputed, and of the others
-    for number in (0, len(again) - sum(again) - 1, len(again) - sum(again), len(again) - 1):
-        number += CHUNKED
-        for names in (["blocks.0", "blocks.1", "blocks.2"], ["blocks.1"]):
-            chosen = dict.fromkeys(names, number)
-            installed = install_rules(module, rules(forms, chosen))
-            counted = profile_module(module, batch)
-            installed.undo()
-            assert counted.measured == "fake tensors", counted.reason
-            assert peak_bytes(forms.chain, chosen) == pytest.approx(counted.peak_bytes, rel=0.1)
+    every, one = ("blocks.0", "blocks.1", "blocks.2"), ("blocks.1",)
+    kept = len(again) - sum(again)
+    for number, names in ((0, every), (kept - 1, one), (kept, every), (len(again) - 1, one)):
+        chosen = dict.fromkeys(names, CHUNKED + number)
+        installed = install_rules(module, rules(forms, chosen))
+        counted = profile_module(module, batch)
+        installed.undo()
+        assert counted.measured == "fake tensors", counted.reason
+        assert peak_bytes(forms.chain, chosen) == pytest.approx(counted.peak_bytes, rel=0.1)
 
 
 @pytest.mark.long
@@ -87,7 +87,7 @@ def test_a_mixture_of_all_forms_trains_to_the_same_numbers() -> None:
     installed = install_rules(module, rules(forms, chosen))
     loss = module.training_step(batch, 0)
     found = [loss, *torch.autograd.grad(loss, list(module.parameters()))]
-    assert {"blocks.0", "blocks.1", "blocks.2"} == set(installed.forwards)
+    assert {"blocks.0", "blocks.1", "blocks.2"} == {one.fqn for one in installed.overridden}
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
     installed.undo()
@@ -105,6 +105,17 @@ def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
     )
     # one block that can is enough
     assert forms_of(Blocks(nn.Dropout(0.1), FeedForward()), torch.randn(64, 6)).reason == ""
+
+
+def test_a_block_whose_batch_statistics_ranks_exchange_has_no_chunks() -> None:
+    blocks = [nn.Sequential(FeedForward(), nn.BatchNorm1d(6)) for _ in range(2)]
+    blocks[1][1].eval()
+    module = Blocks(*blocks)
+    calls = count_step(module, torch.randn(64, 6), ()).calls
+    assert not any(isinstance(table, str) for table in block_tables(module, calls))
+    trains, frozen = block_tables(module, calls, shared=True)
+    assert trains == "ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)"
+    assert not isinstance(frozen, str)
 
 
 def test_blocks_that_run_the_same_code_are_shown_once() -> None:

@@ -58,11 +58,15 @@ def test_groups_send_rows_between_nodes_and_the_rest_within_one() -> None:
     # eight rings of two ranks cross the link between the nodes at once
     expected += 2 * (GIB / 8 / 2 / (between / 8) + latency)
     expected -= 30 * (GIB / 16 / between + 1e-5)
-    assert fsdp_seconds(heavy(), FullyShard(shard_ranks=8), 16) == pytest.approx(expected)
-    over_all = fsdp_seconds(heavy(), FullyShard(), 16)
+    # of nodes whose one adapter has all of the bandwidth
+    step = heavy(rates=replace(A100, links=replace(A100.links, adapters=1)))
+    assert fsdp_seconds(step, FullyShard(shard_ranks=8), 16) == pytest.approx(expected)
+    over_all = fsdp_seconds(step, FullyShard(), 16)
     assert over_all == pytest.approx(45 * (GIB / 16 / between + latency) - 30 * (GIB / 16 / between + 1e-5))
     assert expected < over_all, "links inside of a node are faster"
-    assert fsdp_seconds(heavy(), FullyShard(shard_ranks=16), 16) == over_all
+    assert fsdp_seconds(step, FullyShard(shard_ranks=16), 16) == over_all
+    # of eight adapters a ring of all ranks has one, and the eight rings of the groups have them all
+    assert fsdp_seconds(heavy(), FullyShard(shard_ranks=8), 16) == 0.0
 
 
 def test_on_a_cpu_every_message_is_handled_by_the_core_that_computes() -> None:

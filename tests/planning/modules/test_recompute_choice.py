@@ -22,6 +22,7 @@ from lightning_amp.planning.modules.chain import (
     peak_bytes,
 )
 from lightning_amp.planning.modules.recompute_choice import CLOSE, choose, leanest
+from tests.each import each
 
 
 def cost(fqn: str, seconds: float = 1.0, saved: int = 0, **more: object) -> BlockCost:
@@ -62,7 +63,7 @@ def every_choice(chain: Chain) -> list[tuple[str, ...]]:
     return [c for n in range(len(chain.names) + 1) for c in combinations(chain.names, n)]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each(seed=range(100))
 def test_the_choice_is_that_of_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     chain = random_chain(draw, draw.randint(1, 9 if seed % 10 else 12))
@@ -98,8 +99,7 @@ def with_chunks(chain: Chain, draw: random.Random) -> Chain:
     return replace(chain, blocks=tuple(blocks), moments=tuple(moments))
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("recompute", [False, True])
+@each(seed=range(40), recompute=(False, True))
 def test_forms_in_chunks_are_chosen_as_by_brute_force(seed: int, recompute: bool) -> None:
     draw = random.Random(2000 + seed)
     chain = with_chunks(random_chain(draw, draw.randint(1, 5)), draw)
@@ -123,11 +123,11 @@ def test_forms_in_chunks_are_chosen_as_by_brute_force(seed: int, recompute: bool
     assert least <= lean.peak_bytes <= least * (1 + CLOSE) + 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each(seed=range(8))
 def test_more_bytes_are_never_slower(seed: int) -> None:
     chain = random_chain(random.Random(1000 + seed), 10)
     seconds = [
-        found.extra_seconds for budget in range(0, 400, 3) if (found := choose(chain, budget)) is not None
+        found.extra_seconds for budget in range(0, 400, 9) if (found := choose(chain, budget)) is not None
     ]
     assert seconds == sorted(seconds, reverse=True)
 

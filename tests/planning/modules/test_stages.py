@@ -53,10 +53,14 @@ def passes(
         held=np.array([*forward[:-1], *(t + 1 for t in forward[:-1])]),
         n_bytes=np.array([rows * saved] * blocks + [rows * SENT] * blocks),
         computed=np.ones(2 * blocks, dtype=bool),
+        of_blocks=np.ones(2 * blocks, dtype=bool),
+        needs=(np.array([], dtype=int),) * (blocks + 1),
+        maker=np.full(2 * blocks + 4, -1),
+        returned=(),
         inputs=tuple((blocks + i - 1,) if i else () for i in range(blocks)),
         outputs=tuple((blocks + i,) for i in range(blocks)),
         sent_bytes=(rows * SENT,) * blocks,
-        uses=np.array([(i, i, backward_of[i]) for i in range(blocks)]),
+        uses=np.array([(i, i, backward_of[i], -1) for i in range(blocks)]),
         gradients=np.array([(backward_of[i], weight, i, backward_of[i] + 1) for i in range(blocks)]),
         parameters=tuple(
             Parameter(

@@ -103,16 +103,11 @@ def compare(seed: int) -> None:
         )
 
 
-@pytest.mark.parametrize("first", range(0, 400, 50))
-def test_it_finds_what_trying_all_cuts_finds(first: int) -> None:
-    for seed in range(first, first + 50):
-        compare(seed)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_it_finds_what_trying_all_cuts_finds_ten_thousand_times(first: int) -> None:
-    for seed in range(first, first + 1000):
+@pytest.mark.parametrize(
+    "n", [400, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.release])]
+)
+def test_it_finds_what_trying_all_cuts_finds(n: int) -> None:
+    for seed in range(n):
         compare(seed)
 
 

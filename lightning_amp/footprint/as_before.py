@@ -1,0 +1,180 @@
+"""Put back what a step changes beside its copy: globals of its files, class attributes, what its functions close over.
+
+The module that trains would read a counter of all instances, a list of features or a cache, and tensors in these may
+have no values. Containers, random generators and objects of the user's classes are put back with what they hold.
+
+Known limits: files of which no class or function takes part in the step; containers of more than `DATA` entries, what
+those of more than `LONG` hold, and objects beyond `DEPTH` others; values of tensors.
+"""
+
+import copy
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from functools import cache, partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
+"""Packages whose functions, classes and files are left as they are."""
+CONTAINERS = (dict, list, set, deque, defaultdict, OrderedDict, Counter)
+CACHED = type(cache(len))
+LONG, DATA, DEPTH = 64, 100_000, 3
+
+
+def is_of_user(owner: Any) -> bool:
+    """Whether a class or function is of none of these libraries."""
+    return (getattr(owner, "__module__", None) or "").partition(".")[0] not in LIBRARIES
+
+
+@contextmanager
+def as_before(*owners: Any) -> Iterator[None]:
+    """Put back, at the end, what is of the classes, functions and files of some objects.
+
+    Args:
+        *owners: Modules, with all their submodules, other objects, or functions.
+    """
+    parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
+    parts += [part.__func__ for part in parts if isinstance(part, MethodType)]
+    found = {
+        kind
+        for part in parts
+        for kind in ([part] if isinstance(part, FunctionType) else type(part).__mro__)
+        if is_of_user(kind)
+    }
+    files = {kind.__module__ for kind in found}
+    before = _Before(files)
+    for name in sorted(files & sys.modules.keys()):
+        before.keep_names(sys.modules[name], DEPTH)
+    for owner in found:
+        before.keep(owner, DEPTH)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+class _Before:
+    """What objects hold, to be put back.
+
+    Args:
+        files: Names of the files whose functions and classes are looked into.
+    """
+
+    def __init__(self, files: Set[str]) -> None:
+        self._files = files
+        self._seen: set[int] = set()
+        self._undo: list[Callable[[], Any]] = []
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def keep(self, value: Any, depth: int) -> None:
+        """Of a value, and of `depth` objects within it."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        # by its type, for a lazy object would be made if it was asked for its class
+        kind = type(value)
+        if issubclass(kind, staticmethod | classmethod):
+            self.keep(value.__func__, depth)
+        elif issubclass(kind, property):
+            self.keep(value.fget, depth)
+        elif issubclass(kind, tuple):
+            self._keep_entries(value, depth)
+        elif kind in CONTAINERS:
+            if len(value) <= DATA:
+                self._undo.append(partial(_refill, value, copy.copy(value)))
+                self._keep_entries(value, depth)
+        elif issubclass(kind, CACHED):
+            self._undo.append(partial(_clear_if_grown, value, value.cache_info().currsize))
+        elif issubclass(kind, torch.Generator):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif issubclass(kind, np.random.Generator):
+            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif issubclass(kind, np.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif issubclass(kind, random.Random):
+            self._undo.append(partial(value.setstate, value.getstate()))
+        elif issubclass(kind, CellType):
+            self._keep_cell(value, depth)
+        elif depth and self._is_looked_into(value):
+            if issubclass(kind, FunctionType):
+                for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
+                    self.keep(part, depth)
+            self.keep_names(value, depth - 1)
+
+    def keep_names(self, owner: Any, depth: int) -> None:
+        """Of the attributes of an object."""
+        state = _names(owner)
+        self._undo.append(partial(_set_names, owner, state))
+        for value in state.values():
+            self.keep(value, depth)
+
+    def _is_looked_into(self, value: Any) -> bool:
+        """Whether it is a class or function of the files, or an object of the user's; of modules there are copies."""
+        kind = type(value)
+        if issubclass(kind, type | FunctionType):
+            return value.__module__ in self._files
+        return is_of_user(kind) and not issubclass(kind, nn.Module | Tensor | ModuleType) and _has_names(kind)
+
+    def _keep_entries(self, values: Any, depth: int) -> None:
+        if len(values) <= LONG:
+            for value in values.values() if isinstance(values, dict) else values:
+                self.keep(value, depth)
+
+    def _keep_cell(self, cell: CellType, depth: int) -> None:
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            # nothing was put there yet
+            return
+        self._undo.append(partial(setattr, cell, "cell_contents", content))
+        self.keep(content, depth)
+
+
+def _has_names(kind: type) -> bool:
+    return any("__dict__" in vars(base) for base in kind.__mro__)
+
+
+def _names(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+
+
+def _set_names(owner: Any, state: dict[str, Any]) -> None:
+    now, is_class = _names(owner), isinstance(owner, type)
+    for name in now.keys() - state.keys():
+        if is_class:
+            delattr(owner, name)
+        else:
+            del vars(owner)[name]
+    for name, value in state.items():
+        if name not in now or now[name] is not value:
+            if is_class:
+                setattr(owner, name, value)
+            else:
+                vars(owner)[name] = value
+
+
+def _refill(value: Any, entries: Any) -> None:
+    """Give a container the entries again that it had, where it has others now."""
+    if _ids(value) != _ids(entries):
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(entries)
+
+
+def _ids(values: Any) -> list[int]:
+    both = [*values, *values.values()] if isinstance(values, dict) else values
+    return [id(value) for value in both]
+
+
+def _clear_if_grown(cached: Any, size: int) -> None:
+    if cached.cache_info().currsize != size:
+        cached.cache_clear()

@@ -1,0 +1,147 @@
+"""Fake tensors on which the second of equal operators costs little: its result is made by what was found of the first.
+
+A training step has the same operators on the same shapes once per layer, and again in its second run. torch's own cache
+of results takes several times as long to describe an operator's arguments, for it serves symbolic shapes too.
+
+An operator is looked up only where its result follows from its arguments' layouts, dtypes and devices: one of aten,
+without tensors that have values, and whose result is an argument, a view of one or new memory that it fills. All else
+is left to torch.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_amp._torch import FakeTensor, FakeTensorMode, as_meta, tree_leaves
+
+_OF_VALUES = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+"""Tags of operators whose results follow from values, or that change the layout of an argument."""
+
+
+class _Made(NamedTuple):
+    """How a result is made anew: of new memory, or as a view of the argument at a place."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    view_of: int | None = None
+    offset: int = 0
+
+
+_Found = int | _Made | list[_Made] | None
+"""The place of the argument that is the result, how one or several are made, or None: left to torch."""
+
+
+_known: dict[Any, _Found] = {}
+"""Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
+MOST = 100_000
+"""Entries before it is emptied."""
+
+
+class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._looked_up: dict[Any, bool] = {}
+        if len(_known) > MOST:
+            _known.clear()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operator."""
+        kwargs = kwargs or {}
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if not self._may_look_up(func) or not self._describe((*args, *kwargs, *kwargs.values()), key):
+            return super().dispatch(func, types, args, kwargs)
+        try:
+            known = _known.get(tuple(key), key)
+        except TypeError:
+            # an argument that cannot be compared
+            known = None
+        if known is key:
+            result = super().dispatch(func, types, args, kwargs)
+            _known[tuple(key)] = self._found(result, args, kwargs)
+            return result
+        if isinstance(known, _Made):
+            return self._make(known, args)
+        if isinstance(known, list):
+            return tuple(self._make(made, args) for made in known)
+        return super().dispatch(func, types, args, kwargs) if known is None else args[known]
+
+    def _may_look_up(self, func: Any) -> bool:
+        if func not in self._looked_up:
+            self._looked_up[func] = (
+                getattr(func, "namespace", "") == "aten"
+                and _OF_VALUES.isdisjoint(func.tags)
+                and func not in self.lift_fns
+            )
+        return self._looked_up[func]
+
+    def _describe(self, values: Iterable[Any], key: list[Any]) -> bool:
+        """Add all that a result may depend on to a key; False where that is more than layouts."""
+        for value in values:
+            if type(value) is FakeTensor:
+                if value.fake_mode is not self or value.constant is not None:
+                    return False
+                if not _is_plain(value):
+                    return False
+                key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+                key.append(value.requires_grad)
+            elif isinstance(value, Tensor):
+                return False
+            elif type(value) in (list, tuple):
+                key += (type(value), len(value))
+                if not self._describe(value, key):
+                    return False
+            else:
+                key += (type(value), value)
+        return True
+
+    def _make(self, made: _Made, args: Any) -> Tensor:
+        storage = None if made.view_of is None else args[made.view_of].untyped_storage()
+        with as_meta(self):
+            found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if storage is not None:
+                found.set_(storage, made.offset, made.shape, made.stride)
+        return FakeTensor(self, found, made.device)
+
+    def _found(self, result: Any, args: Any, kwargs: Any) -> _Found:
+        """How the result of an operator is made once more."""
+        place = next((i for i, value in enumerate(args) if value is result), None)
+        if place is not None:
+            return place
+        if isinstance(result, tuple):
+            parts = [self._made(part, args, kwargs) for part in result]
+            return [part for part in parts if part is not None] if None not in parts else None
+        return self._made(result, args, kwargs)
+
+    def _made(self, result: Any, args: Any, kwargs: Any) -> _Made | None:
+        if type(result) is not FakeTensor or result.constant is not None or result.requires_grad:
+            return None
+        if not _is_plain(result):
+            return None
+        shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
+        made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
+        for i, value in enumerate(args):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory._cdata:
+                return made._replace(view_of=i, offset=offset)
+        others = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        if any(value.untyped_storage()._cdata == memory._cdata for value in others):
+            return None
+        with as_meta(self):
+            new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
+        return made if offset == 0 and new.nbytes() == memory.nbytes() else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its layout; forward derivatives are zeros without memory, for one."""
+    if tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())

@@ -1,0 +1,81 @@
+"""A counted step of a module -> its plan: that without a profile first, then what the techniques of a step add."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.modules.plan_module import Count, plan_module, told_apart, told_model_ranks
+from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.sharding import with_sharding
+from lightning_amp.planning.policies.build_rules import with_schedule
+from lightning_amp.planning.policies.make_plan import plan as make_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """What a plan of a module is made of.
+
+    Attributes:
+        seen: Its step.
+        shape: Its structure, with the length of the batch.
+    """
+
+    seen: Seen
+    shape: ModelShape
+
+
+def plan_step(
+    counted: Counted,
+    *,
+    devices: int = 1,
+    device_memory: str | int | None = None,
+    policy: str = "auto",
+    strategies: str | Sequence[str] | None = None,
+    model_parallel_size: int | str = "auto",
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    count: Count | None = None,
+) -> Plan:
+    """Decide what to install.
+
+    Args:
+        counted: The module's step.
+        devices, device_memory, policy, strategies, model_parallel_size: As of `lightning_amp.plan`.
+        micro_batches, schedule: Of a pipeline.
+        count: Counts the step again with rules installed.
+
+    Raises:
+        PlanError: A request outside what is allowed, or a technique that was named cannot be had.
+    """
+    seen, shape = counted.seen, counted.shape
+    if shape.decoder is not None:
+        raise PlanError(
+            f"a plan of a module's step was asked for, and {shape.decoder.fqn!r} is a decoder of strata, which is"
+            " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
+        )
+    asked, named = told_apart(strategies, policy=policy)
+    size, stages = told_model_ranks(model_parallel_size, asked, shape, seen)
+    base = make_plan(
+        profile_of_module(shape),
+        devices=devices,
+        device_memory=device_memory,
+        policy=policy,
+        strategies=asked,
+        batch_size=shape.batch_size,
+        model_parallel_size=size,
+        shape=shape,
+        rates=seen.rates,
+    )
+    base = with_schedule(base, shape, micro_batches=micro_batches, schedule=schedule)
+    base = with_sharding(base, seen.fsdp, launches=seen.rates.launches)
+    return plan_module(
+        base,
+        seen,
+        named=named,
+        budget_named=device_memory is not None,
+        count=count,
+        asked=replace(stages, micro_batches=micro_batches),
+    )

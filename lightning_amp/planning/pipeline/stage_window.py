@@ -1,0 +1,128 @@
+"""Which storages a rank has while it runs some segments of a step, and how many bytes they are at every operator."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_amp.footprint.chain.passes import Passes
+
+NEVER = -1
+"""Before the first operator."""
+
+
+class Window:
+    """The storages of some segments over the operators of their passes.
+
+    Args:
+        passes: Of a micro-batch, or of the batch.
+        begin, stop: The first operator of their forward passes, and one past the last.
+        start, segments: The first of them, and one past the last.
+        returned: Storages that stay after the forward pass, whatever autograd keeps.
+        inputs: Those that come from the segment before.
+        rank: Segments that the rank runs, if it runs others too.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        begin: int,
+        stop: int,
+        start: int,
+        segments: int,
+        *,
+        returned: Sequence[int],
+        inputs: Sequence[int],
+        rank: Collection[int],
+    ) -> None:
+        self._passes, self._begin, self._stop = passes, int(begin), int(stop)
+        self._start, self._segments = start, segments
+        n = len(passes.n_bytes)
+        # what earlier segments do without a block, and this rank does too
+        needed = np.concatenate(passes.needs[start:segments])
+        self._needed = needed[needed < begin]
+        # until when autograd keeps a storage for these segments
+        self._until = np.full(n, NEVER)
+        uses = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) & (passes.uses[:, 2] >= stop)]
+        np.maximum.at(self._until, uses[:, 0], uses[:, 2])
+        # what the rank makes before, for any of its segments; it has no values of what other parameters make
+        segments_here = sorted({*range(start, segments), *rank})
+        present = np.concatenate([passes.needs[i] for i in segments_here])
+        of_own = np.isin(np.searchsorted(passes.first[1:], passes.birth, side="right"), segments_here)
+        made_here = ~passes.computed | np.isin(passes.birth, present) | of_own
+        self._before = made_here & ~passes.of_blocks & (passes.birth < begin)
+        shared = self._before & ((passes.held >= begin) | (self._until > NEVER))
+        # a variable of the step's has its graph with it
+        graph = passes.uses[np.isin(passes.uses[:, 3], present), 0]
+        self._graph = np.zeros(n, dtype=bool)
+        self._graph[graph] = True
+        own = (passes.birth >= begin) & (passes.birth < stop)
+        self._here = own | shared
+        self._here[list(inputs)] = True
+        end = len(passes.segment)
+        self._until[list(returned)] = end
+        self._kept = self._here & (self._until > NEVER)
+
+    def _is_own(self, segment: Any, maker: Any) -> Any:
+        """Whether something belongs to these segments, or to a node that was made by what they need."""
+        return ((segment >= self._start) & (segment < self._segments)) | np.isin(maker, self._needed)
+
+    def kept(self) -> int:
+        """Bytes that autograd and the schedule keep after the forward pass."""
+        return int(self._passes.n_bytes[self._kept].sum())
+
+    def forward(self, *, silent: bool = False) -> int:
+        """Most bytes at once in the forward pass, from what comes before it; silently: with nothing kept for a backward
+        pass.
+        """
+        passes, before = self._passes, self._before
+        here = self._here | before
+        until = passes.held
+        if not silent:
+            gone = passes.held[before & passes.computed].max(initial=NEVER)
+            until = np.where(before & self._graph, np.maximum(until, gone), until)
+            until = np.where(self._kept, self._stop, until)
+        times = np.concatenate([np.unique(passes.birth[before]), np.arange(self._begin, self._stop)])
+        # what is received comes with the first operator
+        birth = np.where(before, passes.birth, np.maximum(passes.birth, self._begin))
+        first, last = (np.searchsorted(times, t, side="right") - 1 for t in (birth[here], until[here]))
+        return int(over_time(first, last, passes.n_bytes[here], len(times)).max(initial=0))
+
+    def backward(self) -> tuple[int, int]:
+        """Most bytes at once in the backward pass: with gradients as they come, and with each until it is added."""
+        passes = self._passes
+        own = self._is_own(passes.segment, passes.maker)
+        times = np.flatnonzero(own)
+        if not len(times):
+            return self.kept(), self.kept()
+
+        def place(t: Any) -> Any:
+            return np.searchsorted(times, t, side="right") - 1
+
+        length = len(times)
+        made = own[passes.birth]
+        birth, until = place(passes.birth), np.where(made, passes.held, self._until)
+        here = made | self._kept
+        others = over_time(birth[here], place(until[here]), passes.n_bytes[here], length)
+        gradients = passes.gradients[own[passes.gradients[:, 0]]]
+        if not len(gradients):
+            return int(others.max()), int(others.max())
+        born = place(gradients[:, 0])
+        come = over_time(born, np.full(len(gradients), length), gradients[:, 1], length)
+        # a node hands out all its gradients together, before any is added
+        brief = over_time(born, place(gradients[:, 3]), gradients[:, 1], length)
+        return int((others + come).max()), int((others + brief).max())
+
+
+def over_time(birth: Any, until: Any, n_bytes: Any, length: int) -> Any:
+    """Bytes alive at every operator of a window, of storages from `birth` to `until`, inclusive."""
+    change = np.zeros(length + 1, dtype=np.int64)
+    alive = until >= 0
+    np.add.at(change, np.clip(birth[alive], 0, length), n_bytes[alive])
+    np.add.at(change, np.clip(until[alive] + 1, 0, length), -n_bytes[alive])
+    return change.cumsum()[:length]
+
+
+def most_at_once(birth: Any, until: Any, n_bytes: Any, length: int) -> int:
+    """The most of `over_time`."""
+    return int(over_time(birth, until, n_bytes, length).max()) if length > 0 else 0

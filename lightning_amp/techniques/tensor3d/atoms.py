@@ -1,0 +1,109 @@
+"""Find which entries of parameters have to be on one rank: sets of atoms, united by what needs them together.
+
+Every entry of a dim that may be split is an atom, for each mesh axis. A tensor has, for each axis, a grid: an integer
+array that broadcasts against its shape and says which atom an entry belongs to. An operator that needs several entries
+on one rank, as a head of attention does, unites their atoms. In the end sets of atoms go to ranks in runs.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+Grid = NDArray[np.int64]
+MOST = 4096
+"""Atoms of a dim; a longer one has blocks of entries as atoms."""
+
+
+class Atoms:
+    """The sets of atoms of all axes.
+
+    Args:
+        sizes: Ranks of each axis that splits anything.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self._set = {axis: np.zeros(0, np.int64) for axis in sizes}
+        self._family = {axis: np.zeros(0, np.int64) for axis in sizes}
+        self._weight = {axis: np.zeros(0, np.int64) for axis in sizes}
+        self._families = 0
+
+    def fresh(self, axis: str, n: int) -> Grid:
+        """New atoms for a dim of n entries."""
+        block = -(-n // MOST)
+        first, count = len(self._set[axis]), -(-n // block)
+        ids = np.arange(first, first + count)
+        self._set[axis] = np.concatenate([self._set[axis], ids])
+        self._family[axis] = np.concatenate([self._family[axis], np.full(count, self._families)])
+        weights = np.full(count, block)
+        weights[-1] = n - block * (count - 1)
+        self._weight[axis] = np.concatenate([self._weight[axis], weights])
+        self._families += 1
+        return ids.repeat(block)[:n]
+
+    def now(self, axis: str, grid: Grid) -> Grid:
+        """A grid by the sets as they are now, with size 1 along dims where it does not vary."""
+        return collapsed(self._set[axis][grid])
+
+    def unite(self, axis: str, a: Grid, b: Grid) -> bool:
+        """Put entries of two grids together; False, and nothing done, if a dim were left with fewer sets than ranks."""
+        sets = self._set[axis]
+        left, right = (sets[grid].ravel() for grid in np.broadcast_arrays(a, b))
+        apart = left != right
+        left, right = left[apart], right[apart]
+        if not len(left):
+            return True
+        known = np.unique(np.concatenate([left, right]))
+        edges = np.searchsorted(known, left), np.searchsorted(known, right)
+        n, part = connected_components(
+            coo_array((np.ones(len(left)), edges), shape=(len(known), len(known))), directed=False
+        )
+        first = np.full(n, np.iinfo(np.int64).max)
+        np.minimum.at(first, part, known)
+        touched = np.isin(sets, known)
+        new = sets.copy()
+        new[touched] = first[part[np.searchsorted(known, sets[touched])]]
+        for family in np.unique(self._family[axis][touched]):
+            if len(np.unique(new[self._family[axis] == family])) < self.sizes[axis]:
+                return False
+        self._set[axis] = new
+        return True
+
+    def owners(self, axis: str) -> Grid:
+        """The rank of every atom.
+
+        Dims that share sets are dealt with together: their sets go to ranks in the order of their first atoms, by
+        weight, so that ranks have runs as even as sets allow.
+        """
+        sets, family, size = self._set[axis], self._family[axis], self.sizes[axis]
+        n = len(sets)
+        shape = (n + self._families, n + self._families)
+        _, group = connected_components(
+            coo_array((np.ones(n), (sets, family + n)), shape=shape), directed=False
+        )
+        rank = np.zeros(n, np.int64)
+        # atoms of one set, and sets of one family, are in one group
+        for one in np.unique(group[sets]) if n else ():
+            at = np.nonzero(group[sets] == one)[0]
+            _, inverse = np.unique(sets[at], return_inverse=True)
+            weight = np.bincount(inverse, self._weight[axis][at])
+            middle = np.cumsum(weight) - weight / 2
+            rank[at] = np.minimum((middle * size / weight.sum()).astype(np.int64), size - 1)[inverse]
+        return rank
+
+
+def collapsed(grid: Grid) -> Grid:
+    """A grid with size 1 along dims where it does not vary."""
+    for dim, n in enumerate(grid.shape):
+        first = grid.take([0], dim)
+        if n > 1 and (grid == first).all():
+            grid = first
+    return grid
+
+
+def varying(grid: Grid) -> list[int]:
+    """The dims along which a grid varies."""
+    return [dim for dim, n in enumerate(grid.shape) if n > 1]

@@ -1,0 +1,66 @@
+"""The grid of ranks: axes x and y split features, z splits rows of the batch and what is stored of parameters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_amp.dist.splits import MeshAxis
+
+AXES = ("x", "y", "z")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Grid:
+    """The axes of one rank, and what is common to all of them.
+
+    Attributes:
+        x, y, z: The axes, x innermost: ranks next to each other share most.
+        replicas: The ranks that hold the same part, whose gradients are averaged; None where there is one.
+        block: All ranks of the grid, whose parts make up the parameters; None in a dry run.
+        device_type: Of the ranks' devices.
+    """
+
+    x: MeshAxis
+    y: MeshAxis
+    z: MeshAxis
+    replicas: MeshAxis | None = None
+    block: Any = None
+    device_type: str = "cpu"
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """x, y and z."""
+        return self.x, self.y, self.z
+
+    @property
+    def size(self) -> int:
+        """Ranks of the grid."""
+        return self.x.size * self.y.size * self.z.size
+
+    @staticmethod
+    def dry(sizes: tuple[int, int, int], *, sent: Any = None) -> "Grid":
+        """The first rank of a grid whose collectives send nothing."""
+        x, y, z = (MeshAxis(name, n, 0, None, "gather", sent) for name, n in zip(AXES, sizes, strict=True))
+        return Grid(x=x, y=y, z=z)
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> "Grid":
+        """The grid of a mesh with the axes "data", "z", "y" and "x"; all ranks call it."""
+        made = {}
+        for name in AXES:
+            axis = mesh[name]
+            made[name] = MeshAxis(name, axis.size(), axis.get_local_rank(), axis.get_group(), "gather")
+        data = mesh["data"]
+        replicas = None
+        if data.size() > 1:
+            replicas = MeshAxis("data", data.size(), data.get_local_rank(), data.get_group(), "gather")
+        block = mesh["z", "y", "x"]._flatten("block")
+        return Grid(**made, replicas=replicas, block=block, device_type=mesh.device_type)
+
+
+def grid_mesh(device_type: str, sizes: tuple[int, int, int], ranks: int) -> DeviceMesh:
+    """The mesh of a grid, with data-parallel copies of it as the outermost axis."""
+    x, y, z = sizes
+    shape = (ranks // (x * y * z), z, y, x)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "z", "y", "x"))

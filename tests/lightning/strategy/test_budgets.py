@@ -1,0 +1,249 @@
+"""Claim: a budget that was named is held, or the run is refused, or the plan says that the peak is not known: for steps
+of torch.func, for streams, where a step needs values, where parameters are unfrozen and where batches grow.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.lightning.strategy.install_plan import InstalledPlan
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import Meter
+from tests.lightning.strategy.any_module_cases import Batches, fitted, same
+
+WIDTH, ROWS = 32, 64
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:predicted to run out",
+    "ignore:.torch.jit.script. is deprecated",
+)
+
+
+class Net(pl.LightningModule):
+    """Four blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.backbone, self.head = nn.Sequential(*blocks), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+class Equation(Net):
+    """As a physics-informed network: derivatives of the output by the input, for every row."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def value(parameters: Any, x: Tensor) -> Tensor:
+            return functional_call(self, parameters, (x[None],)).sum()
+
+        slopes = vmap(grad(value, argnums=1), (None, 0))(dict(self.named_parameters()), batch)
+        return slopes.square().mean() + self(batch).square().mean()
+
+
+class ByRow(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return vmap(lambda x: self(x[None]).sum())(batch).square().mean()
+
+
+class Forward(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        value, slope = jvp(self, (batch,), (torch.ones_like(batch),))
+        return value.square().mean() + slope.square().mean()
+
+
+class Checked(Net):
+    """A distribution that looks at its arguments."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        made = torch.distributions.Normal(self(batch), 1.0, validate_args=True)
+        return -made.log_prob(batch[:, :1]).mean()
+
+
+class Depth(Net):
+    """Leaves blocks out at random."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.backbone:
+            x = x if self.draw() < 0.2 else block(x)
+        return self.head(x)
+
+
+class Dropping(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.head(F.dropout(self.backbone(x)))
+
+
+class Unfreezing(Net):
+    """Unfreezes its blocks by itself, in the fourth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            self.backbone.requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.backbone.parameters())})  # type: ignore[union-attr]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(batches(4))
+
+
+def batches(n: int, rows: int = ROWS) -> list[Tensor]:
+    return [torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(k)) for k in range(n)]
+
+
+class MeterOfStep(Meter):
+    """Of any epoch's."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, trainer.global_step - 1)
+
+
+def run(module: Net, strategy: Any = "auto", data: Any = None, **options: Any) -> tuple[dict[str, Any], int]:
+    """What a run leaves, and the most bytes of its last batch."""
+    meter = MeterOfStep()
+    meter.at = options.get("max_steps", 3) - 1
+    loader = DataLoader(Batches(batches(1)[0]), batch_size=None) if data is None else data
+    options["callbacks"] = [*options.get("callbacks", ()), meter]
+    return fitted(module, loader, strategy, **options), meter.live.peak
+
+
+def within(n_bytes: int, **options: Any) -> AMPStrategy:
+    return AMPStrategy(device_memory=f"{n_bytes}B", **options)
+
+
+@pytest.mark.parametrize("kind", [Equation, ByRow, Forward])
+def test_steps_of_torch_func_are_profiled_and_their_budget_is_held(kind: type[Net]) -> None:
+    plain, peak = run(kind())
+    found, measured = run(kind(), within(peak))
+    assert found["plan"].predicted_peak_bytes == measured == peak
+    assert found["plan"].fits is True
+    assert same(found["parameters"], plain["parameters"])
+    refused = found["plan"].diagnosis.does_not_help
+    assert kind is not Equation or "torch.func.grad" in refused["recompute"]
+    with pytest.raises(PlanError, match="predicted to run out of memory in the step"):
+        run(kind(), within(int(0.9 * peak), strategies="S1"))
+
+
+def test_a_stream_is_counted_while_it_runs_and_refused_where_it_is_not(monkeypatch: Any) -> None:
+    def stream() -> Any:
+        return DataLoader(Stream(), batch_size=None)
+
+    _, peak = run(Net(), data=stream())
+    found, measured = run(Net(), within(peak), stream())
+    assert measured == peak
+    assert found["plan"].fits is None
+    assert "amp_example_batch" in found["plan"].uncounted
+    with pytest.raises(
+        OverBudget, match=r"made a tensor .* a stream \('Stream'\).* amp_example_batch"
+    ) as error:
+        run(Net(), within(int(0.8 * peak)), stream())
+    assert "at least was predicted" in str(error.value)
+    # as on a device whose batches are not counted
+    monkeypatch.setattr(InstalledPlan, "_counts", False)
+    with pytest.raises(
+        PlanError, match=r"whether a step fits is not known: .*amp_example_batch.* Nothing was"
+    ):
+        run(Net(), within(peak), stream())
+    assert run(Net(), within(peak, unfit="train"), stream())[0]["steps"] == 3
+    loader = stream()
+    loader.amp_example_batch = lambda: batches(1)[0]
+    found, _ = run(Net(), within(peak), loader)
+    assert (found["plan"].fits, found["plan"].predicted_peak_bytes) == (True, peak)
+
+
+def test_a_step_that_needs_values_says_so_in_words_and_runs_within_the_budget() -> None:
+    _, peak = run(Checked())
+    found, _ = run(Checked(), AMPStrategy())
+    said = next(note for note in found["plan"].notes if "with real values" in note)
+    assert "torch.distributions checks the values of its arguments (test_budgets.py:" in said
+    assert "validate_args=False leaves the check out" in said
+    words = r"validate_args=False.*run with values on a copy .*made a tensor \[64, .*; allowed are"
+    with pytest.raises(PlanError, match=words):
+        run(Checked(), within(peak // 2))
+    assert run(Checked(), within(peak // 2, unfit="train"))[0]["steps"] == 3
+
+
+def test_parameters_that_a_callback_unfreezes_are_counted_from_the_beginning() -> None:
+    def later() -> dict[str, Any]:
+        tune = BackboneFinetuning(unfreeze_backbone_at_epoch=3, verbose=False)
+        return {"callbacks": [tune], "max_epochs": 8, "max_steps": 5}
+
+    one = DataLoader(batches(1), batch_size=None)  # type: ignore[arg-type]
+    _, peak = run(Net(), data=one, **later())
+    found, measured = run(Net(), within(peak), one, **later())
+    assert found["plan"].predicted_peak_bytes == measured == peak
+    assert any("a callback unfreezes some" in note for note in found["plan"].notes)
+    with pytest.raises(PlanError, match="predicted to run out of memory in the step"):
+        run(Net(), within(peak - 1, strategies="S1"), one, **later())
+
+
+def test_a_budget_is_held_where_parameters_are_unfrozen_unasked() -> None:
+    options = {"max_epochs": 2, "max_steps": 5}
+    _, peak = run(Unfreezing(), **options)
+    found, _ = run(Unfreezing(), within(peak), **options)
+    assert found["plan"].predicted_peak_bytes < 0.7 * peak
+    assert any("of parameters are frozen, and counted so" in note for note in found["plan"].notes)
+    with pytest.raises(OverBudget, match=r"; it trains other parameters than those before.* was predicted"):
+        run(Unfreezing(), within(peak - 1), **options)
+
+
+def test_a_batch_larger_than_those_before_is_counted() -> None:
+    data = DataLoader([*batches(4), *batches(1, 2 * ROWS)], batch_size=None)  # type: ignore[arg-type]
+    _, peak = run(Net(), data=data, max_steps=5)
+    assert run(Net(), within(peak), data, max_steps=5)[0]["steps"] == 5
+    with pytest.raises(OverBudget, match="no batch before it had as many bytes"):
+        run(Net(), within(peak - 1), data, max_steps=5)
+
+
+def test_a_step_that_draws_which_blocks_run_is_one_draw() -> None:
+    for module in (Depth(random.random), Depth(lambda: torch.rand(()))):
+        found, _ = run(module, AMPStrategy())
+        assert any("this is the peak of one draw" in note for note in found["plan"].notes), found[
+            "plan"
+        ].notes
+    found, _ = run(Dropping(), AMPStrategy())
+    assert not found["plan"].notes or "one draw" not in "".join(found["plan"].notes)
+
+
+def test_the_profiler_whose_hooks_stand_in_the_way_is_named() -> None:
+    module = Net()
+    _, peak = run(module, AMPStrategy())
+    # as of PyTorchProfiler() while it is on
+    named = r"has PyTorchProfiler's hooks \(PyTorchProfiler\(record_module_names=False\) has none\)"
+    with RegisterRecordFunction(module), pytest.raises(PlanError, match=named):
+        run(module, within(peak // 3))
+    with pytest.raises(PlanError, match="predicted to run out") as error:
+        run(module, within(peak // 3))
+    assert "PyTorchProfiler" not in str(error.value)
