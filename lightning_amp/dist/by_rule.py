@@ -16,9 +16,17 @@ import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import MAY_COPY, PLANS, Plan, keep, key_of, run
-from lightning_amp.dist.registry import mapped, name_of, shard_error
-from lightning_amp.dist.sharded_tensor import ShardedTensor, held_by, redistribute, shape_of, splits_of
+from lightning_amp.dist.plans import PLANS, Layout, Plan, keep, key_of, run
+from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
+from lightning_amp.dist.sharded_tensor import (
+    ShardedTensor,
+    held_by,
+    is_view,
+    meta_of,
+    redistribute,
+    shape_of,
+    splits_of,
+)
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.graph.flow import RULES, Call, Ref, dims_of, sums_of
 
@@ -86,31 +94,62 @@ def call_of(
     return Call(op=op, shapes=shapes, result=results[0], arguments=arguments), results
 
 
-def view_of(func: Any) -> str:
-    """Whether an operator returns a view of its first tensor, as a plan has it."""
+def view_of(func: Any) -> bool:
+    """Whether an operator may return a view of its first tensor."""
     returns = func._schema.returns
-    if func._schema.is_mutable or not returns or returns[0].alias_info is None:
-        return ""
-    return "maybe" if name_of(func) in MAY_COPY else "always"
+    return not func._schema.is_mutable and bool(returns) and returns[0].alias_info is not None
 
 
 def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     """Shapes of an operator's results, found without values."""
-
-    def meta(x: Any) -> Any:
-        return (
-            torch.empty(shape_of(x), dtype=x.dtype, device="meta")
-            if isinstance(x, Tensor)
-            else torch.device("meta")
-        )
-
-    kinds = Tensor | torch.device
     try:
-        with torch.no_grad():
-            out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
+        return [tuple(t.shape) for t in _without_values(func, args, kwargs)[0]]
     except NotImplementedError:
         raise shard_error(func, args, "the shape of its result depends on values") from None
-    return [tuple(t.shape) for t in ([out] if isinstance(out, Tensor) else out)]
+
+
+_LAYOUTS: dict[Any, Layout | None] = {}
+
+
+def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | None:
+    """What an operator returns on whole tensors; None where torch cannot say without values: a new contiguous tensor."""
+    try:
+        key = key_of(func, args, kwargs, [])
+        if key in _LAYOUTS:
+            return _LAYOUTS[key]
+    except TypeError:
+        key = None
+    try:
+        results, given = _without_values(func, args, kwargs)
+        # some return their tensor as it is, and do not say so in their schema, such as type_as
+        view = bool(results and given) and is_view(results[0], given[0])
+        found = Layout(tuple(t.stride() for t in results), view)
+    except (NotImplementedError, RuntimeError):
+        assert not view_of(func), f"{func} returns a view"
+        found = None
+    if key is not None:
+        if len(_LAYOUTS) > 10_000:
+            _LAYOUTS.clear()
+        _LAYOUTS[key] = found
+    return found
+
+
+def _without_values(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator returns, and those that it is given, without values."""
+    given = list[Tensor]()
+
+    def meta(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return torch.device("meta")
+        given.append(meta_of(x))
+        return given[-1]
+
+    kinds = Tensor | torch.device
+    with torch.no_grad():
+        out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
+    return tensors_in(out), given
 
 
 def plan_of(

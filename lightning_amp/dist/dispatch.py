@@ -1,5 +1,6 @@
 """Compute one operator on the parts of sharded tensors: by its handler, by rule, or by the operators it consists of."""
 
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch import Tensor
 from lightning_amp._torch import in_transform
 from lightning_amp.dist._torch import is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
-from lightning_amp.dist.by_rule import IN_PLACE, rule_plan, view_of
-from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, run, run_on
+from lightning_amp.dist.by_rule import IN_PLACE, layout_of, rule_plan, view_of
+from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, laid_out, run, run_on
 from lightning_amp.dist.registry import (
     BY_RULE,
     LOST,
@@ -76,8 +77,10 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
             found = args[0] if func._schema.is_mutable else found
-            if any(getattr(t, "copied", False) for t in call.tensors) and view_of(func):
-                found = mapped(found, lambda t: wrap(t, WHOLE, copied=True))
+            copied = [held_by(t) for t in call.tensors if getattr(t, "copied", False)]
+            if copied and not func._schema.is_mutable:
+                lost = lambda t: view_of(func) or any(is_view(t, c) for c in copied)  # noqa: E731
+                found = mapped(found, lambda t: wrap(t, WHOLE, copied=True) if lost(t) else t)
         return mapped(found, _wrapped)
 
 
@@ -90,11 +93,20 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
         found = BY_RULE if handler is None else _handled(handler, func, args, kwargs)
         plan = rule_plan(func, args, kwargs, tensors) if found is BY_RULE else found
         if type(plan) is Plan:
+            if not plan.mutable:
+                plan = replace(plan, layout=layout_of(func, args, kwargs))
             call.plan = plan
             return run(plan, func, args, kwargs, tensors)
         if found is not BY_RULE:
-            copy = not func._schema.is_mutable and not view_of(func) and not name.startswith("unsafe_")
-            return mapped(found, lambda t: _unshared(t, tensors)) if copy else found
+            if func._schema.is_mutable:
+                return found
+            if not view_of(func) and not name.startswith("unsafe_"):
+                found = mapped(found, lambda t: _unshared(t, tensors))
+            layout = layout_of(func, args, kwargs)
+            strides = iter(layout.strides if layout else ())
+            return mapped(
+                found, lambda t: _with_strides(t, next(strides, None), tensors, view=view_of(func))
+            )
         return (
             _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
         )
@@ -105,6 +117,17 @@ def _unshared(x: Tensor, tensors: list[Tensor]) -> Tensor:
     if any(t is x for t in tensors) or not any(is_view(local_of(x), held_by(t)) for t in tensors):
         return x
     return wrap(local_of(x).clone(), splits_of(x))
+
+
+def _with_strides(
+    x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], *, view: bool
+) -> Tensor:
+    """A result with the strides that it would have in torch, unless it is an argument."""
+    if any(t is x for t in tensors):
+        return x
+    if type(x) is not ShardedTensor:
+        return laid_out(x, strides, view)
+    return ShardedTensor(x.local, x.splits, x.copied, strides)
 
 
 def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +15,18 @@ from lightning_amp.dist.splits import MeshAxis, Splits, because
 
 TENSOR = object()
 """Stands for the next of the tensors in the arguments of a plan."""
-MAY_COPY = ("reshape", "flatten", "to", "contiguous", "reshape_as", "type_as")
-"""Operators whose schema says that they return a view, and which copy where they have to."""
+
+
+class Layout(NamedTuple):
+    """What torch would return on whole tensors.
+
+    Attributes:
+        strides: Of the results.
+        view: Whether the first of them is a view of the first tensor.
+    """
+
+    strides: tuple[tuple[int, ...], ...]
+    view: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,8 @@ class Plan:
         sums: Axes over which the results are added up.
         call, args: What is called in place of the operator; None where this is called as the caller did.
         settled: The splits that the results get in the end, if some ranks have nothing of them; else None.
-        view: Whether torch returns a view of the first tensor: "" for no, "always" or "maybe".
+        view: Whether torch's schema says that it returns a view of the first tensor.
+        layout: Strides of the whole results, and whether the first one is a view; filled in where a plan is run.
         mutable: Whether the first tensor is written to and returned.
     """
 
@@ -43,12 +54,13 @@ class Plan:
     call: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     settled: Splits | None = None
-    view: str = ""
+    view: bool = False
+    layout: "Layout | None" = None
     mutable: bool = False
 
 
 def plan_of_call(
-    func: Any, arguments: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: str = ""
+    func: Any, arguments: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
 ) -> Plan:
     """The plan that brings tensors to some splits, and calls a function for a result of a global shape.
 
@@ -89,10 +101,10 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is ShardedTensor:
         tensors.append(value)
-        return value.whole_shape, value.splits, value.copied, value.held.dtype
+        return value.whole_shape, value.splits, value.strides, value.copied, value.held.dtype
     if isinstance(value, Tensor):
         tensors.append(value)
-        return value.shape, value.dtype
+        return value.shape, value.stride(), value.dtype
     if kind is list or kind is tuple:
         # factors of sizes come as lists
         return tuple([item if type(item) is float else _frozen(item, tensors) for item in value])
@@ -140,8 +152,9 @@ def run_on(
     if plan.mutable:
         return tensors[0]
     if isinstance(found, Tensor):
-        return _finished(found, plan, plan.shapes[0], parts, tensors)
-    results = [_finished(t, plan, shape, parts, tensors) for t, shape in zip(found, plan.shapes, strict=True)]
+        return _finished(found, plan, 0, parts, tensors)
+    assert len(found) == len(plan.shapes), f"{len(found)} results of {plan.name!r}"
+    results = [_finished(t, plan, i, parts, tensors) for i, t in enumerate(found)]
     return type(found)(results)
 
 
@@ -150,7 +163,7 @@ def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
     return [
         next(parts)
         if value is TENSOR or isinstance(value, Tensor)
-        else _filled(value, parts)
+        else type(value)(_filled(value, parts))
         if type(value) in (list, tuple)
         else value
         for value in values
@@ -158,26 +171,36 @@ def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
 
 
 def _finished(
-    part: Tensor, plan: Plan, shape: tuple[int, ...], parts: list[Tensor], tensors: Sequence[Tensor]
+    part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]
 ) -> Tensor:
     # a rule that is wrong must not train
-    assert part.shape == shape, f"a part of shape {tuple(part.shape)} for {shape}"
+    assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
+    strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)
     for axis in plan.sums:
         part = all_reduce(part, axis)
     splits = plan.result
-    if plan.call is not None and not plan.view and is_view(part, parts[0]):
-        # such as all indices of a dim, of which torch returns a copy
+    if (plan.call is not None or plan.view) and not view and is_view(part, parts[0]):
+        # such as all indices of a dim, or rows that are next to each other on this rank alone: torch copies
         part = part.clone()
-    if plan.settled is None and not plan.view and splits:
-        return ShardedTensor(part, splits)
+    if plan.settled is None and not view and splits:
+        return ShardedTensor(part, splits, False, strides)
     if plan.settled is not None:
         part, splits = resplit(part, splits, plan.settled), plan.settled
     copied = False
-    if plan.view:
+    if view:
         moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
         shares = is_view(part, parts[0])
-        copied = moved or (getattr(tensors[0], "copied", False) if shares else plan.view == "always")
-    return ShardedTensor(part, splits, copied) if splits or copied else part
+        copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)
+    return ShardedTensor(part, splits, copied, strides) if splits or copied else laid_out(part, strides, view)
+
+
+def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tensor:
+    """A new whole tensor in the order in memory that torch gives it; a view is left as it is."""
+    if view or strides is None or whole.stride() == strides or whole.numel() < 2:
+        return whole
+    if all(n == 1 or a == b for n, a, b in zip(whole.shape, whole.stride(), strides, strict=True)):
+        return whole
+    return whole.new_empty_strided(whole.shape, strides).copy_(whole)
 
 
 def _settled(splits: Splits) -> Splits | None:

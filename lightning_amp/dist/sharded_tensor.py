@@ -36,21 +36,32 @@ class ShardedTensor(Tensor):
         held: This rank's part, or the tensor from which it is made when it is read.
         splits: How the tensor is split.
         whole_shape: Its global shape.
+        strides: Those that the whole would have in torch, which decide whether an operator copies or returns a view.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
     """
 
     held: Tensor
     splits: Splits
     whole_shape: torch.Size
+    strides: tuple[int, ...]
     copied: bool
     _make: Callable[[], Tensor] | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, splits: Splits, copied: bool = False) -> "ShardedTensor":
-        """Wrap a part; nothing is sent, and its shape is not compared with other ranks'."""
+    def __new__(
+        cls, local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
+    ) -> "ShardedTensor":
+        """Wrap a part; nothing is sent, and its shape is not compared with other ranks'.
+
+        Args:
+            local, splits, copied, strides: As the attributes; without strides a split tensor is contiguous.
+        """
         shape = torch.Size(splits.global_shape(local.shape))
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.held, made.splits, made.whole_shape, made.copied = local, splits, shape, copied
+        if strides is None:
+            strides = _contiguous(shape) if splits else local.stride()
+        made = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=local.dtype, device=local.device)
+        made.held, made.splits, made.whole_shape, made.strides = local, splits, shape, strides
+        made.copied = copied
         made._make = None
         return made
 
@@ -66,8 +77,13 @@ class ShardedTensor(Tensor):
             shape, splits: The global shape, and how it is split.
         """
         made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=held.dtype, device=held.device)
-        made.held, made.splits, made.whole_shape, made.copied = held, splits, torch.Size(shape), True
-        made._make = make
+        made.held, made.splits, made.whole_shape, made.strides = (
+            held,
+            splits,
+            torch.Size(shape),
+            _contiguous(shape),
+        )
+        made.copied, made._make = True, make
         return made
 
     @property
@@ -158,7 +174,7 @@ class ShardedTensor(Tensor):
         self.local.grad = local_of(value)
 
     def __copy__(self) -> "ShardedTensor":
-        return ShardedTensor(copy(self.local), self.splits, self.copied)
+        return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.held.dtype})"
@@ -209,6 +225,24 @@ def shape_of(x: Tensor) -> torch.Size:
     return x.whole_shape if type(x) is ShardedTensor else x.shape
 
 
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """The strides of the whole."""
+    return x.strides if type(x) is ShardedTensor else x.stride()
+
+
+def meta_of(x: Tensor) -> Tensor:
+    """The whole without values, with its strides."""
+    return torch.empty_strided(shape_of(x), strides_of(x), dtype=held_by(x).dtype, device="meta")
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    found, step = list[int](), 1
+    for n in reversed(shape):
+        found.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(found))
+
+
 def dim_of(x: Tensor, dim: int) -> int:
     """A dim as a number from 0 on.
 
@@ -218,9 +252,11 @@ def dim_of(x: Tensor, dim: int) -> int:
     return range(len(shape_of(x)))[dim]
 
 
-def wrap(local: Tensor, splits: Splits, copied: bool = False) -> Tensor:
+def wrap(
+    local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
+) -> Tensor:
     """A tensor of a part; a plain one where it is whole, unless writes to it have to be refused."""
-    return ShardedTensor(local, splits, copied) if splits or copied else local
+    return ShardedTensor(local, splits, copied, strides) if splits or copied else local
 
 
 def part_in(x: Tensor, splits: Splits) -> Tensor:

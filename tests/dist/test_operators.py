@@ -17,6 +17,7 @@ from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from tests.dist.chains import wrong_chains
 from tests.dist.check import named_splits, other_splits, outcome, owners_of
 from tests.dist.table.case import made
+from tests.dist.table.copies import COPIES
 from tests.dist.table.layers import LAYERS
 from tests.dist.table.modules import MODULES
 from tests.dist.table.odd import ODD
@@ -26,6 +27,7 @@ from tests.dist.table.values import VALUES
 from tests.ranks import run_ranks
 
 CASES = [*VALUES, *PLACES, *PRODUCTS, *LAYERS]
+REST = [*ODD, *MODULES, *COPIES]
 IN_ORDER = ("put with a step",)
 """Cases that are refused where a rank owns several ranges."""
 FEW = {2: 1, 3: 3, 4: 3}
@@ -63,7 +65,7 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
     axis = MeshAxis("sequence", size, rank, dist.group.WORLD)
     grid = grid_axes(rank) if size == 4 else []
     found: dict[str, Any] = {}
-    for name, table in (("cases", CASES), ("odd", [*ODD, *MODULES] if size < 4 else [])):
+    for name, table in (("cases", CASES), ("odd", REST if size < 4 else [])):
         some = enumerate(table[size % of :: of])
         outcomes = [outcome(c, s, a, named=n) for i, c in some for s, a, n in ways(i, c, size, axis, grid)]
         found[name] = [text for text in outcomes if text]
@@ -110,7 +112,7 @@ def test_operators_are_exact_or_refused_by_name(found: Reports) -> None:
 
 @pytest.mark.ranks
 def test_odd_expressions_are_exact_or_refused_by_name(found: Reports) -> None:
-    assert len([*ODD, *MODULES]) > 100
+    assert len(REST) > 400
     assert wrong(found, "odd") == []
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
-from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, meta_of, shape_of, splits_of, wrap
 
 METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),
@@ -100,18 +100,22 @@ def _transposed(x: Tensor) -> Tensor:
 
 @function(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(x: ShardedTensor) -> Tensor:
-    return wrap(x.local.data, x.splits, copied=x.copied)
+    return wrap(x.local.data, x.splits, x.copied, x.strides)
 
 
 @function(Tensor.contiguous)
 def _contiguous(x: ShardedTensor, **kwargs: Any) -> Tensor:
-    part = x.local.contiguous(**kwargs)
-    return x if part is x.local else wrap(part, x.splits)
+    whole = meta_of(x)
+    found = whole.contiguous(**kwargs)
+    if found is whole:
+        return x
+    part = x.local.clone(**{"memory_format": torch.contiguous_format} | kwargs)
+    return wrap(part, x.splits, strides=found.stride())
 
 
 @function(Tensor.__deepcopy__)
 def _deepcopy(x: ShardedTensor, memo: dict[int, Any]) -> Tensor:
-    return wrap(copy.deepcopy(x.local, memo), x.splits)
+    return wrap(copy.deepcopy(x.local, memo), x.splits, strides=x.strides)
 
 
 @function(Tensor.__reduce_ex__)

@@ -24,7 +24,7 @@ from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.graph.flow import RULES
 
 
-def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: str = "") -> Plan:
+def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: bool = False) -> Plan:
     """The indices in some ranges of a dim, one range after the other, on the ranks that own them."""
     shape = list(shape_of(x))
     shape[dim] = sum(map(len, ranges))
@@ -46,7 +46,7 @@ def taken(splits: Splits, dim: int, ranges: Sequence[range]) -> tuple[Splits, li
 @operator("slice")
 def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Plan:
     dim = dim_of(x, dim)
-    return take(func, x, dim, [range(shape_of(x)[dim])[slice(start, end, step)]], "always")
+    return take(func, x, dim, [range(shape_of(x)[dim])[slice(start, end, step)]], True)
 
 
 @operator("narrow")
@@ -55,7 +55,7 @@ def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> Plan:
     indices = range(shape_of(x)[dim])[start:][:length]
     if len(indices) < length:
         raise IndexError(f"narrow of {length} indices from {start} on, of {shape_of(x)[dim]}")
-    return take(func, x, dim, [indices], "always")
+    return take(func, x, dim, [indices], True)
 
 
 @operator("select")
@@ -67,7 +67,7 @@ def _select(func: Any, x: Tensor, dim: int, index: int) -> Tensor | Plan:
     if split is None:
         shape = [n for d, n in enumerate(shape_of(x)) if d != dim]
         call = torch.select, TENSOR, dim, index
-        return plan_of_call(func, [splits_of(x)], splits, shape, *call, view="always")
+        return plan_of_call(func, [splits_of(x)], splits, shape, *call, view=True)
     wanted = ((range(index, index + 1),),) * split.axis.size
     row = exchange(local_of(x), split.axis, dim, split.owners, wanted)
     return wrap(row.select(dim, 0), splits, copied=True)

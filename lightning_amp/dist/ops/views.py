@@ -101,7 +101,7 @@ def _reorder(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
     order = [n - stride.bit_length() for stride in strides]
     splits = splits_of(x).mapped(order.index)
     shape = [shape_of(x)[d] for d in order]
-    return plan_of_call(func, [splits_of(x)], splits, shape, torch.permute, TENSOR, order, view="always")
+    return plan_of_call(func, [splits_of(x)], splits, shape, torch.permute, TENSOR, order, view=True)
 
 
 @operator("expand", "broadcast_to", "expand_as")
@@ -114,7 +114,7 @@ def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> Plan 
     goal = [shape[d - new] if n == -1 else n for d, n in enumerate(size)]
     splits = splits_of(x).mapped(lambda d: d + new)
     call = Tensor.expand, TENSOR, splits.local_shape(goal)
-    return plan_of_call(func, [splits_of(x)], splits, goal, *call, view="always")
+    return plan_of_call(func, [splits_of(x)], splits, goal, *call, view=True)
 
 
 @operator("repeat")

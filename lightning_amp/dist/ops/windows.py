@@ -256,7 +256,7 @@ def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
     shape[dim] = (shape[dim] - size) // step + 1
     if splits_of(x).at(dim) is None:
         call = Tensor.unfold, TENSOR, dim, size, step
-        return plan_of_call(func, [splits_of(x)], splits_of(x), shape, *call, view="always")
+        return plan_of_call(func, [splits_of(x)], splits_of(x), shape, *call, view=True)
     x, parts = in_parts(x, [dim], [shape[dim]])
     part, _, done = _with_windows(x, parts, dim, [Window(size, step, 0)])
     return wrap(part.unfold(dim, size, step), Splits.of([*splits_of(x).without(dim), *done]), copied=True)
