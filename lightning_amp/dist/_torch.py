@@ -2,11 +2,11 @@
 
 import torch
 
-# runs an operator without what a subclass of Tensor has in its place, and with it again
-from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_exclude_set as excluded_keys
 from torch._C import _dispatch_tls_local_include_set as included_keys
+
+# runs operators with what a subclass of Tensor has in their place again
 from torch._C import _EnableTorchFunction as enable_torch_function
 
 # an operator reaches the subclass above autograd and autocast: their keys are put aside, and put back for the parts
@@ -18,21 +18,16 @@ from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 # a function of torch that is written in Python is run, and what it calls is looked up
 from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
 
-# one operator with its schema, and all overloads of one name
-from torch._ops import OpOverload as OpOverload
+# all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
-# the leaves of nested tuples, lists and dictionaries
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
+from lightning_amp._torch import OpOverload
 
 __all__ = [
     "AUTOGRAD_AND_AUTOCAST",
-    "OpOverload",
     "OpOverloadPacket",
-    "disable_torch_function",
     "enable_torch_function",
     "excluded_keys",
     "force_dispatch_keys",
@@ -43,8 +38,6 @@ __all__ = [
     "pop_dispatch_mode",
     "push_dispatch_mode",
     "skip_one_torch_function",
-    "tree_leaves",
-    "tree_map_only",
 ]
 
 _KEYS = (

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
-    disable_torch_function,
     enable_torch_function,
     excluded_keys,
     force_dispatch_keys,
@@ -18,73 +19,95 @@ from lightning_amp.dist._torch import (
 )
 
 
+@dataclass(slots=True)
+class OnItsWay:
+    """A call on its way down to `__torch_dispatch__`.
+
+    Attributes:
+        include, exclude: Dispatch keys of the caller.
+        modes: Dispatch modes of the caller.
+        n_operators: How many operators have arrived.
+        plan: Of the last one, if it was computed by a plan.
+        tensors: Of the last one.
+    """
+
+    include: Any
+    exclude: Any
+    modes: list[Any]
+    n_operators: int = 0
+    plan: Any = None
+    tensors: list[Any] = field(default_factory=list)
+
+
 class _State(threading.local):
-    """The calls of one thread that are on their way: their dispatch keys, and the modes that were on."""
+    """The calls of one thread that are on their way.
+
+    Attributes:
+        calls: The last one is the innermost.
+        open: Whether autograd is off, so that operators may arrive at `__torch_dispatch__`.
+    """
 
     def __init__(self) -> None:
-        self.keys: list[tuple[Any, Any]] = []
-        self.modes: list[list[Any]] = []
-        self.composite = False
+        self.calls: list[OnItsWay] = []
+        self.open = False
 
 
 STATE = _State()
 
 
-def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, OnItsWay]:
     """Call an operator so that it arrives at `__torch_dispatch__` whole and with its schema.
 
     A dispatch mode, such as a fake mode or a meter, is to see what is computed on parts, so it is off until then.
     """
-    include, exclude = included_keys(), excluded_keys()
-    modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
-    STATE.keys.append((include, exclude))
-    STATE.modes.append(modes)
+    call = OnItsWay(
+        included_keys(), excluded_keys(), [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
+    )
+    STATE.calls.append(call)
+    before, STATE.open = STATE.open, True
     try:
-        with disable_torch_function(), force_dispatch_keys(include, exclude | AUTOGRAD_AND_AUTOCAST):
-            return func(*args, **kwargs)
+        with (
+            disable_torch_function(),
+            force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
+        ):
+            return func(*args, **kwargs), call
     finally:
-        STATE.keys.pop()
-        STATE.modes.pop()
-        for mode in reversed(modes):
+        STATE.calls.pop()
+        STATE.open = before
+        for mode in reversed(call.modes):
             push_dispatch_mode(mode)
 
 
 @contextmanager
-def above_autograd() -> Iterator[None]:
+def above_autograd() -> Iterator[OnItsWay]:
     """Inside `__torch_dispatch__`: keys and modes as they were when the operator was called."""
-    include, exclude = STATE.keys[-1]
-    with force_dispatch_keys(include, exclude), enable_torch_function(), _modes_on():
-        yield
+    call = STATE.calls[-1]
+    modes, call.modes, STATE.open = call.modes, [], False
+    for mode in reversed(modes):
+        push_dispatch_mode(mode)
+    try:
+        with force_dispatch_keys(call.include, call.exclude), enable_torch_function():
+            yield call
+    finally:
+        call.modes, STATE.open = modes, True
+        for _ in modes:
+            pop_dispatch_mode()
 
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
     """Inside `above_autograd`: autograd off again, for the operators that a composite one consists of."""
-    include, exclude = STATE.keys[-1]
-    outermost, STATE.composite = not STATE.composite, True
+    call = STATE.calls[-1]
+    STATE.open = True
+    call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
-        with disable_torch_function(), force_dispatch_keys(include, exclude | AUTOGRAD_AND_AUTOCAST):
+        with (
+            disable_torch_function(),
+            force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
+        ):
             yield
     finally:
-        STATE.composite = not outermost
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _modes_on() -> AbstractContextManager[None]:
-    modes = STATE.modes[-1]
-    return _pushed(modes) if modes else _NOTHING
-
-
-@contextmanager
-def _pushed(modes: list[Any]) -> Iterator[None]:
-    STATE.modes.append([])
-    for mode in reversed(modes):
-        push_dispatch_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            pop_dispatch_mode()
-        STATE.modes.pop()
+        STATE.open = False
+        for mode in reversed(call.modes):
+            push_dispatch_mode(mode)
+        call.modes = []

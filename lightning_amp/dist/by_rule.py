@@ -1,13 +1,11 @@
-"""Compute an operator on parts by the rules that say which dims of its result follow which dims of its arguments.
+"""Plan an operator by the rules that say which dims of its result follow which dims of its arguments.
 
 The rules are those of `lightning_amp.graph`: a dim of a result that follows a dim of an argument is split as this one
 is, and a dim that is summed over leaves a sum to be added up. A dim that neither follows has to be whole: the tensor is
 split along another dim instead, by one all-to-all, or gathered where its axis allows that.
-
-A plan is made once for an operator, its arguments and their splits, and kept.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -17,216 +15,275 @@ from torch import Tensor
 import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
-from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import shard_error
-from lightning_amp.dist.sharded_tensor import part_in, shape_of, splits_of, wrap
+from lightning_amp.dist.plans import PLANS, Layout, Plan, keep, key_of, run
+from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
+from lightning_amp.dist.sharded_tensor import (
+    ShardedTensor,
+    held_by,
+    is_view,
+    meta_of,
+    redistribute,
+    shape_of,
+    splits_of,
+)
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.graph.flow import RULES, Call, Ref, dims_of, sums_of
 
-NO_RULE = object()
 Place = tuple[int, int]
 """A dim of a tensor argument: number of the tensor, dim."""
+IN_PLACE = ("copy_", "fill_", "zero_")
+"""Operators that have no form that returns a new tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Layouts of the arguments and of the result, shapes of the result's parts, and axes to add up over."""
-
-    arguments: tuple[Splits, ...]
-    result: Splits
-    shapes: tuple[tuple[int, ...], ...]
-    sums: tuple[MeshAxis, ...]
-
-
-_PLANS: dict[Any, _Plan] = {}
+def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operator that has a rule."""
+    tensors = list[Tensor]()
+    key = key_of(func, args, kwargs, tensors)
+    if key not in PLANS:
+        plan = rule_plan(func, args, kwargs, tensors)
+        assert plan is not None, f"{func} has a rule"
+        keep(key, plan, tensors)
+    return run(PLANS[key][0], func, args, kwargs, tensors)
 
 
-def by_rule(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator; NO_RULE where no rule says what it does."""
-    leaves = list[Tensor]()
-    key = (func, _frozen(args, leaves), tuple((k, _frozen(v, leaves)) for k, v in kwargs.items()))
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) > 10_000:
-            # shapes that vary from step to step would fill it without end
-            _PLANS.clear()
-        made = _made(func, name, args, kwargs, leaves)
-        if made is None:
-            return NO_RULE
-        plan = _PLANS[key] = made
-    parts = iter([part_in(t, splits) for t, splits in zip(leaves, plan.arguments, strict=True)])
-    found = func(*[_filled(arg, parts) for arg in args], **{k: _filled(v, parts) for k, v in kwargs.items()})
-    if func._schema.is_mutable:
-        return args[0]
-    if isinstance(found, Tensor):
-        return _result(func, found, plan, plan.shapes[0])
-    return type(found)(_result(func, t, plan, shape) for t, shape in zip(found, plan.shapes, strict=True))
+def rule_plan(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], but: Sequence[int] = ()
+) -> Plan | None:
+    """The plan of an operator; None where no rule says what it does.
 
-
-def _result(func: Any, part: Tensor, plan: _Plan, shape: tuple[int, ...]) -> Tensor:
-    # a rule that is wrong must not train
-    assert tuple(part.shape) == shape, f"{func} gave a part of shape {tuple(part.shape)} for {shape}"
-    for axis in plan.sums:
-        part = all_reduce(part, axis)
-    return wrap(part, plan.result)
-
-
-def _frozen(value: Any, leaves: list[Tensor]) -> Any:
-    """What a plan depends on; collects tensors in the order of the arguments."""
-    if isinstance(value, Tensor):
-        leaves.append(value)
-        same = next(i for i, t in enumerate(leaves) if t is value)
-        return shape_of(value), splits_of(value), value.dtype, same
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(item, leaves) for item in value)
-    return type(value), value
-
-
-def _filled(value: Any, parts: Any) -> Any:
-    if isinstance(value, Tensor):
-        return next(parts)
-    return [_filled(item, parts) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _made(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]
-) -> _Plan | None:
-    call, shapes = call_of(func, name, args, kwargs, leaves)
+    Args:
+        func, args, kwargs, tensors: The operator, and the tensors among its arguments.
+        but: Dims of the first tensor that the caller splits, and the plan does not.
+    """
+    call, results = call_of(func, args, kwargs, tensors)
     if call is None:
         return None
-    follows = dims_of(call)
-    if follows is None:
-        return None
     labels: dict[Place, int] = {}
-    for j, sources in enumerate(follows):
-        labels |= dict.fromkeys(sources, j)
-    sums = sums_of(call)
-    for i, group in enumerate(sums):
-        labels |= dict.fromkeys(group, -1 - i)
-    return plan_of(func, leaves, labels, shapes, mutable=func._schema.is_mutable)
+    for j, places in [
+        *enumerate(dims_of(call) or ()),
+        *((-1 - i, group) for i, group in enumerate(sums_of(call))),
+    ]:
+        # two dims of one tensor, as of a diagonal, cannot be split alike
+        if len({k for k, _ in places}) == len(places):
+            labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
+    return plan_of(func, tensors, labels, results)
 
 
 def call_of(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
 ) -> tuple[Call | None, list[tuple[int, ...]]]:
-    """An operator's call as rules see it, and the shapes of its results."""
-    op, mutable = name.rstrip("_") if not name.startswith("_") else name, func._schema.is_mutable
-    elementwise = torch.Tag.pointwise in func.tags or op in ("copy", "fill", "zero", "masked_fill")
-    if not elementwise and op not in RULES:
-        return None, []
-    where = {id(t): i for i, t in reversed(list(enumerate(leaves)))}
+    """An operator's call as rules see it, and the shapes of its results; None where no rule says what it does.
 
-    def swapped(value: Any, tensor: Any) -> Any:
-        if isinstance(value, Tensor):
-            return tensor(value)
-        return [swapped(item, tensor) for item in value] if isinstance(value, list | tuple) else value
-
-    shapes = tuple(map(shape_of, leaves))
-    if mutable:
-        results = [shapes[0]]
-    else:
-        meta = [
-            torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, leaves, strict=True)
-        ]
-        given = [swapped(arg, lambda t: meta[where[id(t)]]) for arg in args]
-        with torch.no_grad():
-            out = func(*given, **{k: swapped(v, lambda t: meta[where[id(t)]]) for k, v in kwargs.items()})
-        results = [tuple(t.shape) for t in ([out] if isinstance(out, Tensor) else out)]
-    arguments = {
-        a.name: swapped(
-            args[i] if i < len(args) else kwargs.get(a.name, a.default_value), lambda t: Ref(where[id(t)])
-        )
-        for i, a in enumerate(func._schema.arguments)
-    }
-    # a result that is computed value by value needs no rule of its own
-    op = op if op in RULES else "add"
+    Args:
+        func, args, kwargs, tensors: The operator, and the tensors among its arguments.
+    """
+    name, mutable = name_of(func), func._schema.is_mutable
+    op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
+    if op not in RULES:
+        if torch.Tag.pointwise not in func.tags and name not in IN_PLACE:
+            return None, []
+        # a result that is computed value by value needs no rule of its own
+        op = "add"
+    shapes = tuple(tuple(shape_of(t)) for t in tensors)
+    results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
+    schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
+    arguments = {a.name: a.default_value for a in schema}
+    arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
+    arguments |= mapped(kwargs, lambda _: next(numbers))
     return Call(op=op, shapes=shapes, result=results[0], arguments=arguments), results
 
 
+def view_of(func: Any) -> bool:
+    """Whether an operator may return a view of its first tensor."""
+    returns = func._schema.returns
+    return not func._schema.is_mutable and bool(returns) and returns[0].alias_info is not None
+
+
+def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of an operator's results, found without values."""
+    try:
+        return [tuple(t.shape) for t in _without_values(func, args, kwargs)[0]]
+    except NotImplementedError:
+        raise shard_error(func, args, "the shape of its result depends on values") from None
+
+
+_LAYOUTS: dict[Any, Layout | None] = {}
+
+
+def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | None:
+    """What an operator returns on whole tensors; None where torch cannot say without values: a new contiguous tensor."""
+    try:
+        key = key_of(func, args, kwargs, [])
+        if key in _LAYOUTS:
+            return _LAYOUTS[key]
+    except TypeError:
+        key = None
+    try:
+        results, given = _without_values(func, args, kwargs)
+        # some return their tensor as it is, and do not say so in their schema, such as type_as
+        view = bool(results and given) and is_view(results[0], given[0])
+        found = Layout(tuple(t.stride() for t in results), view)
+    except (NotImplementedError, RuntimeError):
+        assert not view_of(func), f"{func} returns a view"
+        found = None
+    if key is not None:
+        if len(_LAYOUTS) > 10_000:
+            _LAYOUTS.clear()
+        _LAYOUTS[key] = found
+    return found
+
+
+def _without_values(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator returns, and those that it is given, without values."""
+    given = list[Tensor]()
+
+    def meta(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return torch.device("meta")
+        given.append(meta_of(x))
+        return given[-1]
+
+    kinds = Tensor | torch.device
+    with torch.no_grad():
+        out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
+    return tensors_in(out), given
+
+
 def plan_of(
-    func: Any,
-    leaves: list[Tensor],
-    labels: dict[Place, int],
-    shapes: list[tuple[int, ...]],
-    *,
-    mutable: bool = False,
-) -> _Plan:
+    func: Any, tensors: Sequence[Tensor], labels: dict[Place, int], shapes: Sequence[tuple[int, ...]]
+) -> Plan:
     """Choose for every axis what is split over it.
 
     Args:
-        func, leaves: The operator and its tensors.
+        func, tensors: The operator and its tensors.
         labels: Of the dims of arguments: the dim of the result that follows it, or a negative number where it is
             summed over; dims with one number are split together. What has none has to be whole.
         shapes: Of the results, which are split in the same way.
-        mutable: Whether the first tensor is written to, and so keeps its splits.
     """
+    name, mutable = name_of(func), func._schema.is_mutable
     taken: dict[int, MeshAxis] = {}
-    targets: list[list[Split]] = [[] for _ in leaves]
+    targets: list[list[Split]] = [[] for _ in tensors]
     result, sums = list[Split](), list[MeshAxis]()
-    for axis in sorted({s.axis for t in leaves for s in splits_of(t)}, key=lambda a: a.name):
-        chosen = _chosen(func, leaves, labels, axis, taken, shapes[0], mutable)
+    for axis in sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda a: a.name):
+        chosen = _chosen(func, tensors, labels, axis, taken, shapes[0])
         if chosen is None:
             continue
         label, owners = chosen
         taken[label] = axis
         for (k, d), other in labels.items():
-            if other == label and shape_of(leaves[k])[d] == owners.n:
+            if other == label and shape_of(tensors[k])[d] == owners.n:
                 targets[k].append(Split(axis, d, owners))
         if label >= 0:
             result.append(Split(axis, label, owners))
         else:
             sums.append(axis)
     splits = Splits.of(result)
-    if mutable:
-        for split in splits_of(leaves[0]):
-            assert splits.on(split.axis) == split, "what is written to keeps its splits"
-    parts = tuple(tuple(splits.local_shape(shape)) for shape in shapes)
-    return _Plan(tuple(map(Splits.of, targets)), splits, parts, tuple(sums))
+    return Plan(
+        name=name,
+        arguments=tuple(map(Splits.of, targets)),
+        result=splits,
+        shapes=tuple(tuple(splits.local_shape(shape)) for shape in shapes),
+        sums=tuple(sums),
+        view=view_of(func),
+        mutable=mutable,
+    )
 
 
 def _chosen(
     func: Any,
-    leaves: list[Tensor],
+    tensors: Sequence[Tensor],
     labels: dict[Place, int],
     axis: MeshAxis,
     taken: dict[int, MeshAxis],
     result: tuple[int, ...],
-    mutable: bool,
 ) -> tuple[int, Owners] | None:
     """The label that is split over an axis, and its owners; None where all tensors are whole on it."""
-    split = [(k, s) for k, t in enumerate(leaves) if (s := splits_of(t).on(axis)) is not None]
-    # the largest tensor stays where it is; the first one where torch would write into it
-    k, lead = min(
-        split, key=lambda found: (mutable and found[0] != 0, -prod(shape_of(leaves[found[0]])), found[0])
+    split = [(k, s) for k, t in enumerate(tensors) if (s := splits_of(t).on(axis)) is not None]
+    mutable = func._schema.is_mutable
+    if mutable and split[0][0] != 0:
+        why = "it writes sharded values into a tensor that is not split in this way"
+        raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
+    # the largest tensor stays where it is; the first one where torch writes into it
+    k, lead = (
+        split[0] if mutable else max(split, key=lambda found: (prod(shape_of(tensors[found[0]])), -found[0]))
     )
     label = labels.get((k, lead.dim))
-    if mutable and k != 0:
-        why = "it writes sharded values into a tensor that is not split in this way"
-        raise shard_error(func, leaves, why, remedy="use the operator that returns a new tensor")
+    if mutable:
+        if label is None or label in taken:
+            why = f"it needs dim {lead.dim} whole, in place"
+            raise shard_error(func, tensors, why, remedy="use it out of place")
+        return label, lead.owners
+    # dims of the result first, then those that are summed over
     free = [
-        (result[other], other)
+        (other >= 0, shape_of(tensors[k])[d], -other)
         for (j, d), other in labels.items()
-        if j == k and other >= 0 and other not in taken and splits_of(leaves[k]).at(d) is None
+        if j == k
+        and other not in taken
+        and splits_of(tensors[k]).at(d) is None
+        and shape_of(tensors[k])[d] >= axis.size
     ]
-    size, other = max(free, default=(0, 0))
+    follows, size, other = max(free, default=(False, 0, 0))
+    even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:
         # a sum leaves the result whole on every rank: where that is large, another dim is split instead
-        large = prod(result) * axis.size > prod(shape_of(leaves[k]))
-        if label < 0 and large and size >= axis.size and axis.unknown == "error" and not mutable:
-            return other, Owners.even(size, axis.size)
-        return label, lead.owners
-    if mutable:
-        raise shard_error(
-            func, leaves, f"it needs dim {lead.dim} whole, in place", remedy="use it out of place"
-        )
-    if size >= axis.size:
-        return other, Owners.even(size, axis.size)
+        large = prod(result) * axis.size > prod(shape_of(tensors[k]))
+        return even if label < 0 and large and follows and axis.unknown == "error" else (label, lead.owners)
+    if free:
+        return even
     if axis.unknown == "gather":
         return None
-    dims = [d for d in range(len(shape_of(leaves[k]))) if d != lead.dim]
-    raise shard_error(
+    raise needs_whole(func, tensors, tensors[k], lead)
+
+
+def needs_whole(func: Any, args: Any, x: Tensor, split: Split) -> Exception:
+    """The error of an operator that needs a dim whole of a tensor of which no other dim can be split."""
+    dims = [d for d in range(len(shape_of(x))) if d != split.dim]
+    return shard_error(
         func,
-        leaves,
-        f"it needs dim {lead.dim} whole, and none of the dims {dims} can be split instead over {axis.size} ranks",
+        args,
+        f"it needs dim {split.dim} whole, and none of the dims {dims} can be split instead over {split.axis.size} ranks",
     )
+
+
+def with_whole(func: Any, x: Tensor, dims: Sequence[int], stay: Sequence[int] = ()) -> Tensor:
+    """A tensor with some dims whole: another one is split instead, or it is gathered where the axis allows that.
+
+    Args:
+        func: The operator that needs them, for the error.
+        x, dims: The tensor and its dims.
+        stay: Further dims that are not to be split.
+    """
+    return redistribute(x, splits_with_whole(func, x, splits_of(x), dims, stay))
+
+
+def splits_with_whole(
+    func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()
+) -> Splits:
+    """The splits of `with_whole`."""
+    shape = shape_of(x)
+    for split in [s for s in splits if s.dim in dims]:
+        axis = split.axis
+        free = [
+            d
+            for d, n in enumerate(shape)
+            if n >= axis.size and d not in (*dims, *stay) and splits.at(d) is None
+        ]
+        if not free and axis.unknown == "error":
+            raise needs_whole(func, [x], x, split)
+        dim = max(free, key=lambda d: shape[d], default=None)
+        to = None if dim is None else Split(axis, dim, Owners.even(shape[dim], axis.size))
+        splits = splits.replaced(axis, to)
+    return splits
+
+
+def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> Plan:
+    """The plan of an operator on a tensor with some dims, which are split by other means, as if they were whole."""
+    rest = splits_of(x).without(*dims)
+    part = torch.empty(rest.local_shape(shape_of(x)), dtype=held_by(x).dtype, device="meta")
+    given = (ShardedTensor(part, rest), *args)
+    plan = rule_plan(func, given, {}, [t for t in given if isinstance(t, Tensor)], dims)
+    assert plan is not None, f"{func} has a rule"
+    return plan

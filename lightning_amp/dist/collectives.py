@@ -11,10 +11,10 @@ the ranks, as data-parallel gradients are, it is right. No operator has to know 
 
 An axis without a process group is that of a dry run: results have the right shapes, and no values.
 
-Legend: R ranks of the axis. `rows` are the indices along the dim that is sent.
+Legend: R ranks of the axis. `rows` are the indices along the dim that is sent, which is the first then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -23,41 +23,54 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_amp.dist.owners import Owners, Span, joined_spans
+from lightning_amp.dist.owners import Owners, Run, joined
 from lightning_amp.dist.splits import MeshAxis, record
 
 # torch 2.13 has a new name, and warns of the old one
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-Spans = tuple[Span, ...]
-Wanted = tuple[Spans, ...]
+Map = Callable[..., Tensor]
+Wanted = tuple[tuple[range, ...], ...]
 """For every rank the ranges of a dim that it is to have, in the order in which it is to have them."""
+
+
+class _Linear(Function):
+    """A linear map of parts, whose backward is its adjoint, which is one too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map, to: tuple[Any, ...]) -> Tensor:
+        ctx.map = back, there, to
+        return there(x, *to)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Linear.apply(grad, *ctx.map), None, None, None
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
     """The sum over the ranks."""
-    return x if axis.size == 1 else cast(Tensor, _AllReduce.apply(x, axis))
+    return x if axis.size == 1 else cast(Tensor, _Linear.apply(x, reduce_now, reduce_now, (axis,)))
 
 
 def gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
     """The whole of a dim of which each rank has its own indices."""
-    return cast(Tensor, _Gather.apply(x, axis, dim, owners))
+    return cast(Tensor, _Linear.apply(x, _gather, _reduce_scatter, (axis, dim, owners)))
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
     """Own indices of the sum over the ranks of a whole dim."""
-    return cast(Tensor, _ReduceScatter.apply(x, axis, dim, owners))
+    return cast(Tensor, _Linear.apply(x, _reduce_scatter, _gather, (axis, dim, owners)))
 
 
 def exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     """The ranges `wanted[r]` of a dim on rank r; nothing is sent where every rank has its own already."""
     if _all_local(owners, wanted):
         return pick(x, dim, _local(owners, axis.rank, wanted[axis.rank]))
-    return cast(Tensor, _Exchange.apply(x, axis, dim, owners, wanted))
+    return cast(Tensor, _Linear.apply(x, _exchange, _exchange_back, (axis, dim, owners, wanted)))
 
 
 def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
     """A tensor split along the dim of `source`, split along the dim of `target` instead; one all-to-all."""
-    return cast(Tensor, _Swap.apply(x, axis, source, target))
+    return cast(Tensor, _Linear.apply(x, _swap, _swap_back, (axis, source, target)))
 
 
 def ring(
@@ -91,11 +104,11 @@ def reduce_now(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor
     if axis.size == 1:
         return x
     # a clone: the operator works in place
-    found = x.to(torch.uint8) if x.dtype == torch.bool else x.contiguous().clone()
+    found = x.contiguous().clone()
     record(axis, "all_reduce", found.nbytes)
     if axis.group is not None:
-        dist.all_reduce(found, op, group=axis.group)
-    return found.to(x.dtype)
+        dist.all_reduce(_sendable(found), op, group=axis.group)
+    return found
 
 
 @torch.no_grad()
@@ -106,7 +119,7 @@ def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
     found = x.new_empty((axis.size, *x.shape))
     record(axis, "all_gather", x.nbytes)
     if axis.group is not None:
-        _ALL_GATHER(found.view(-1), x.contiguous().view(-1), group=axis.group)
+        _ALL_GATHER(_sendable(found).view(-1), _sendable(x.contiguous()).view(-1), group=axis.group)
     return found
 
 
@@ -132,150 +145,95 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
     return arrive
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return reduce_now(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
+def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
+    most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
+    if rows.shape[0] < most:
+        rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
+    parts = stacked(rows, axis).flatten(0, 1)
+    place = [rank * most for rank in range(axis.size)]
+    return _periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-        ctx.to = axis, dim, owners
-        most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
-        if rows.shape[0] < most:
-            rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
-        parts = stacked(rows, axis).flatten(0, 1)
-        place = [0] * axis.size
-        spans = list[Span]()
-        for length, rank in owners.runs:
-            spans.append((rank * most + place[rank], rank * most + place[rank] + length))
-            place[rank] += length
-        return _periods_back(pick(parts, 0, joined_spans(spans)), dim, owners)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        axis, dim, owners = ctx.to
-        return reduce_scatter(grad, axis, dim, owners), None, None, None
+def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
+    rows = _periods_last(x, dim, owners)
+    pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
+    record(axis, "reduce_scatter", rows.nbytes)
+    # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
+    got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis)
+    return _periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-        ctx.to = axis, dim, owners
-        rows = _periods_last(x, dim, owners)
-        spans = Owners.of(owners.runs, owners.size).spans
-        pieces = [pick(rows, 0, spans[rank]) for rank in range(axis.size)]
-        record(axis, "reduce_scatter", rows.nbytes)
-        # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
-        counts = owners.period_counts
-        got = _all_to_all(pieces, [counts[axis.rank]] * axis.size, axis)
-        total = got[0].clone()
-        for piece in got[1:]:
-            total += piece
-        return _periods_back(total, dim, owners)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather(grad, *ctx.to), None, None, None
+def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
+    send, take, order = _route(owners, wanted, axis.rank)
+    rows = x.movedim(dim, 0)
+    pieces = [pick(rows, 0, ranges) for ranges in send]
+    record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
+    return pick(torch.cat(_all_to_all(pieces, take, axis)), 0, order).movedim(0, dim)
 
 
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
-        ctx.to = axis, dim, owners, wanted
-        send, take, order = _route(owners, wanted, axis.rank)
-        rows = x.movedim(dim, 0)
-        pieces = [pick(rows, 0, spans) for spans in send]
-        record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
-        return pick(torch.cat(_all_to_all(pieces, take, axis)), 0, order).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _ExchangeBack.apply(grad, *ctx.to)
-        return found, None, None, None, None
-
-
-class _ExchangeBack(Function):
+def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     """What was exchanged goes back to its owner, who adds it up."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
-        ctx.to = axis, dim, owners, wanted
-        send, take, order = _route(owners, wanted, axis.rank)
-        rows = grad.movedim(dim, 0)
-        pieces, at = list[list[Tensor]](), 0
-        back = [list[tuple[int, Tensor]]() for _ in range(axis.size)]
-        ends = [sum(take[: rank + 1]) for rank in range(axis.size)]
-        for start, stop in order:
-            # a range of what had arrived may hold the rows of several ranks
-            while start < stop:
-                rank = next(r for r, end in enumerate(ends) if start < end)
-                n = min(stop, ends[rank]) - start
-                back[rank].append((start, rows.narrow(0, at, n)))
-                start, at = start + n, at + n
-        empty = rows.narrow(0, 0, 0)
-        pieces = [[piece for _, piece in sorted(found, key=lambda pair: pair[0])] for found in back]
-        given = [torch.cat(found) if found else empty for found in pieces]
-        record(axis, "all_to_all", sum(piece.nbytes for piece in given))
-        total = rows.new_zeros((owners.counts[axis.rank], *rows.shape[1:]))
-        got = _all_to_all(given, [_total(spans) for spans in send], axis)
-        for spans, piece in zip(send, got, strict=True):
-            first = 0
-            for start, stop in spans:
-                total.narrow(0, start, stop - start).add_(piece.narrow(0, first, stop - start))
-                first += stop - start
-        return total.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange(grad, *ctx.to), None, None, None, None
+    send, take, order = _route(owners, wanted, axis.rank)
+    rows = x.movedim(dim, 0)
+    # as it had arrived, one rank after the other
+    arrived, given = rows.new_empty((sum(take), *rows.shape[1:])), 0
+    for ordered in order:
+        arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
+        given += len(ordered)
+    record(axis, "all_to_all", arrived.nbytes)
+    total = rows.new_zeros((owners.counts[axis.rank], *rows.shape[1:]))
+    got = _all_to_all(arrived.split(take), [_total(ranges) for ranges in send], axis)
+    for ranges, piece in zip(send, got, strict=True):
+        if ranges:
+            total.index_add_(0, _positions(ranges, piece.device), piece)
+    return total.movedim(0, dim)
 
 
-class _Swap(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]
-    ) -> Tensor:
-        ctx.to = axis, source, target
-        (a, have), (b, want) = source, target
-        rows = x.movedim((a, b), (0, 1))
-        pieces = [pick(rows, 1, want.spans[rank]) for rank in range(axis.size)]
-        shapes = [(have.counts[rank], want.counts[axis.rank], *rows.shape[2:]) for rank in range(axis.size)]
-        record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
-        flat = _all_to_all(
-            [piece.reshape(-1) for piece in pieces], [torch.Size(shape).numel() for shape in shapes], axis
-        )
-        place = [sum(have.counts[:rank]) for rank in range(axis.size)]
-        order = list[Span]()
-        for length, rank in have.expanded():
-            order.append((place[rank], place[rank] + length))
-            place[rank] += length
-        parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
-        return pick(parts, 0, joined_spans(order)).movedim((0, 1), (a, b))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        axis, source, target = ctx.to
-        return swap(grad, axis, target, source), None, None, None
+def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
+    (a, have), (b, want) = source, target
+    rows = x.movedim((a, b), (0, 1))
+    pieces = [pick(rows, 1, spans) for spans in want.spans]
+    shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
+    record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
+    flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
+    place = [sum(have.counts[:rank]) for rank in range(axis.size)]
+    parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
+    return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
 
 
-def pick(x: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
-    """The ranges of a dim, one after the other; a view where they are one range."""
-    if not spans:
+def _swap_back(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
+    return _swap(x, axis, target, source)
+
+
+def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
+    """The ranges of a dim, one after the other; a view where they are one range with a positive step."""
+    if not ranges:
         return x.narrow(dim, 0, 0)
-    if len(spans) == 1:
-        start, stop = spans[0]
-        return x if (start, stop) == (0, x.shape[dim]) else x.narrow(dim, start, stop - start)
-    if len(spans) <= 16:
-        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
-    # not cached: the indices may be fake tensors of a dry run
-    return x.index_select(dim, torch.cat([torch.arange(*span, device=x.device) for span in spans]))
+    if len(ranges) == 1 and ranges[0] == range(x.shape[dim]):
+        return x
+    if len(ranges) > 16:
+        # not cached: the positions may be fake tensors of a dry run
+        return x.index_select(dim, _positions(ranges, x.device))
+    found = [
+        x[(slice(None),) * dim + (slice(r.start, r.stop, r.step),)]
+        if r.step > 0
+        else x.index_select(dim, _positions([r], x.device))
+        for r in ranges
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+
+def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
+
+
+def _in_order(runs: Iterable[Run], place: list[int]) -> list[range]:
+    """Where the runs of a dim lie if the indices of rank r lie from `place[r]` on."""
+    found = list[range]()
+    for length, rank in runs:
+        found.append(range(place[rank], place[rank] + length))
+        place[rank] += length
+    return joined(found)
 
 
 def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis) -> list[Tensor]:
@@ -283,16 +241,18 @@ def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis) -
     if axis.size == 1:
         return list(pieces)
     rows = torch.cat(list(pieces))
-    dtype = rows.dtype
-    if dtype == torch.bool or dtype.is_complex:
-        # what the backends cannot send is sent as bytes or as pairs of numbers
-        rows = rows.view(torch.uint8) if dtype == torch.bool else torch.view_as_real(rows)
     found = rows.new_empty((sum(take), *rows.shape[1:]))
     if axis.group is not None:
-        dist.all_to_all_single(found, rows, list(take), [len(piece) for piece in pieces], group=axis.group)
-    if dtype == torch.bool or dtype.is_complex:
-        found = found.view(torch.bool) if dtype == torch.bool else torch.view_as_complex(found)
+        sizes = [len(piece) for piece in pieces]
+        dist.all_to_all_single(_sendable(found), _sendable(rows), list(take), sizes, group=axis.group)
     return list(found.split(list(take)))
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """A view in a type that the backends can send: booleans as bytes, complex numbers as pairs."""
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _periods_last(x: Tensor, dim: int, owners: Owners) -> Tensor:
@@ -309,28 +269,24 @@ def _periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _route(owners: Owners, wanted: Wanted, rank: int) -> tuple[list[list[Span]], list[int], list[Span]]:
+def _route(owners: Owners, wanted: Wanted, rank: int) -> tuple[list[list[range]], list[int], list[range]]:
     """Own positions that go to each rank, the number of rows from each rank, and where they are to lie."""
-    send = [_local(owners, rank, spans) for spans in wanted]
+    send = [_local(owners, rank, ranges) for ranges in wanted]
     take = [_total(_local(owners, other, wanted[rank])) for other in range(owners.size)]
     place = [sum(take[:other]) for other in range(owners.size)]
-    order = list[Span]()
-    for span in wanted[rank]:
-        for length, other in owners.take(range(*span)).expanded():
-            order.append((place[other], place[other] + length))
-            place[other] += length
-    return send, take, joined_spans(order)
+    runs = [run for one in wanted[rank] for run in owners.take(one).expanded()]
+    return send, take, _in_order(runs, place)
 
 
 @lru_cache(maxsize=4096)
 def _all_local(owners: Owners, wanted: Wanted) -> bool:
     """Whether every rank has what it wants."""
-    return all(_total(_local(owners, rank, spans)) == _total(spans) for rank, spans in enumerate(wanted))
+    return all(_total(_local(owners, rank, ranges)) == _total(ranges) for rank, ranges in enumerate(wanted))
 
 
-def _local(owners: Owners, rank: int, spans: Spans) -> list[Span]:
-    return joined_spans([own for span in spans for own in owners.own_of(rank, range(*span))])
+def _local(owners: Owners, rank: int, ranges: Sequence[range]) -> list[range]:
+    return joined([own for one in ranges for own in owners.local(rank, one)])
 
 
-def _total(spans: Sequence[Span]) -> int:
-    return sum(stop - start for start, stop in spans)
+def _total(ranges: Sequence[range]) -> int:
+    return sum(map(len, ranges))

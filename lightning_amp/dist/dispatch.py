@@ -1,61 +1,190 @@
 """Compute one operator on the parts of sharded tensors: by its handler, by rule, or by the operators it consists of."""
 
-from collections.abc import Callable
+from dataclasses import replace
+from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_amp.dist._torch import is_composite, tree_leaves, tree_map_only
-from lightning_amp.dist.below_autograd import STATE, taken_apart
-from lightning_amp.dist.by_rule import NO_RULE, by_rule
-from lightning_amp.dist.registry import OPERATORS, name_of, shard_error
-from lightning_amp.dist.sharded_tensor import DISPATCH, ShardedTensor
+from lightning_amp._torch import in_transform
+from lightning_amp.dist._torch import is_composite
+from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
+from lightning_amp.dist.by_rule import IN_PLACE, layout_of, rule_plan, view_of
+from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, laid_out, run, run_on
+from lightning_amp.dist.registry import (
+    BY_RULE,
+    LOST,
+    OPERATORS,
+    Handler,
+    mapped,
+    name_of,
+    shard_error,
+    tensors_in,
+)
+from lightning_amp.dist.sharded_tensor import (
+    COMPUTE,
+    ShardedTensor,
+    held_by,
+    is_view,
+    local_of,
+    redistribute,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import WHOLE, because
+from lightning_amp.errors import ShardError
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator, with autograd; whole tensors are plain, but inside a composite operator."""
-    inside = STATE.composite
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    if func._schema.is_mutable:
-        _refuse_lost_writes(func, args, tensors)
-    if not any(type(t) is ShardedTensor and t.splits for t in tensors):
-        found = func(*_unwrapped(args), **_unwrapped(kwargs))
+def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of torch: by its plan, if it has been called in this way before."""
+    tensors = list[Tensor]()
+    try:
+        key = key_of(func, args, kwargs, tensors)
+        plan, stays = PLANS.get(key, (None, False))
+    except TypeError:
+        key = plan = None
+    if plan is not None and not in_transform():
+        if stays:
+            return run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
+        return run(plan, func, args, kwargs, tensors)
+    if in_transform():
+        raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
+    if getattr(func, "__name__", "") == "__set__":
+        raise shard_error(func, args, "it sets an attribute, of which the part would not hear", remedy="use copy_")
+    found, call = below_autograd(func, args, kwargs)
+    same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
+    if key is not None and call.n_operators == 1 and call.plan is not None and same:
+        keep(key, call.plan, tensors)
+    found = mapped(found, _plain)
+    # set above the operators
+    return mapped(found, Tensor.requires_grad_) if kwargs.get("requires_grad") else found
+
+
+def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operator, with autograd.
+
+    Whole results are wrapped too: autograd is off on the level of the caller, which may be a function of several
+    operators. What would be done there to a plain tensor would have no gradient.
+    """
+    with above_autograd() as call:
+        call.n_operators += 1
+        call.plan, call.tensors = None, tensors_in((args, kwargs))
         if func._schema.is_mutable:
-            return args[0]
-    else:
-        name = name_of(func)
-        handler = OPERATORS.get(name)
-        with because(name):
-            found = handler(func, *args, **kwargs) if handler else by_rule(func, name, args, kwargs)
-            if found is NO_RULE:
-                if not is_composite(func):
-                    raise shard_error(func, args, "no rule says what it does to a sharded tensor")
-                return _composite(func, args, kwargs)
-    return tree_map_only(Tensor, _wrapped, found) if inside else found
+            _refuse_writes(func, args, call.tensors)
+        if any(type(t) is ShardedTensor and t.splits for t in call.tensors):
+            found = _on_parts(func, args, kwargs, call)
+        else:
+            found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
+            found = args[0] if func._schema.is_mutable else found
+            copied = [held_by(t) for t in call.tensors if getattr(t, "copied", False)]
+            if copied and not func._schema.is_mutable:
+                lost = lambda t: view_of(func) or any(is_view(t, c) for c in copied)  # noqa: E731
+                found = mapped(found, lambda t: wrap(t, WHOLE, copied=True) if lost(t) else t)
+        return mapped(found, _wrapped)
 
 
-def _refuse_lost_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: OnItsWay) -> Any:
+    name, tensors = name_of(func), call.tensors
+    handler = OPERATORS.get(name)
+    with because(name):
+        if handler is None and func._schema.is_mutable and not _is_by_value(func, name):
+            return _by_copy(func, args, kwargs)
+        found = BY_RULE if handler is None else _handled(handler, func, args, kwargs)
+        plan = rule_plan(func, args, kwargs, tensors) if found is BY_RULE else found
+        if type(plan) is Plan:
+            if not plan.mutable:
+                plan = replace(plan, layout=layout_of(func, args, kwargs))
+            call.plan = plan
+            return run(plan, func, args, kwargs, tensors)
+        if found is not BY_RULE:
+            if func._schema.is_mutable:
+                return found
+            if not view_of(func) and not name.startswith("unsafe_"):
+                found = mapped(found, lambda t: _unshared(t, tensors))
+            layout = layout_of(func, args, kwargs)
+            strides = iter(layout.strides if layout else ())
+            return mapped(
+                found, lambda t: _with_strides(t, next(strides, None), tensors, view=view_of(func))
+            )
+        return (
+            _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
+        )
+
+
+def _unshared(x: Tensor, tensors: list[Tensor]) -> Tensor:
+    """A result that shares no memory with an argument, unless it is that argument, as dropout's in evaluation."""
+    if any(t is x for t in tensors) or not any(is_view(local_of(x), held_by(t)) for t in tensors):
+        return x
+    return wrap(local_of(x).clone(), splits_of(x))
+
+
+def _with_strides(
+    x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], *, view: bool
+) -> Tensor:
+    """A result with the strides that it would have in torch, unless it is an argument."""
+    if any(t is x for t in tensors):
+        return x
+    if type(x) is not ShardedTensor:
+        return laid_out(x, strides, view)
+    return ShardedTensor(x.local, x.splits, x.copied, strides)
+
+
+def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a handler makes of all arguments of an operator, with their defaults."""
+    rest = func._schema.arguments[len(args) :]
+    by_place = [kwargs.get(a.name, a.default_value) for a in rest if not a.kwarg_only]
+    by_name = {a.name: kwargs.get(a.name, a.default_value) for a in rest if a.kwarg_only}
+    return handler(func, *args, *by_place, **by_name)
+
+
+def _is_by_value(func: Any, name: str) -> bool:
+    """Whether an operator in place works value by value, and its form out of place has no handler."""
+    return name in IN_PLACE or (torch.Tag.pointwise in func.tags and name.removesuffix("_") not in OPERATORS)
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+    if any(a.is_out for a in func._schema.arguments) or torch.Tag.inplace_view in func.tags:
+        why = "it writes to out=, or changes a shape in place"
+        raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
     target = next((t for t in tensors if t is args[0]), None)
     if type(target) is ShardedTensor:
         if target.copied:
-            why = "it writes into a copy, which is a view of a tensor in torch; other ranks would not see the write"
             raise shard_error(
-                func, args, why, remedy="write into the tensor itself, or build it with cat or where"
+                func, tensors, LOST, remedy="write into the tensor itself, or build it with cat or where"
             )
     elif any(type(t) is ShardedTensor and t.splits for t in tensors):
         why = "it writes sharded values into a tensor that every rank has whole"
-        raise shard_error(func, args, why, remedy="use the operator that returns a new tensor")
+        raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
 
 
 def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operators that one consists of. Whole tensors take part as sharded ones, for autograd is off on this level:
-    what is done to a plain tensor would have no gradient.
-    """
-    outermost = not STATE.composite
-    with taken_apart():
-        found = func.decompose(*_all_wrapped(args), **_all_wrapped(kwargs))
-    return tree_map_only(Tensor, _plain, found) if outermost else found
+    """The operators that one consists of; whole tensors take part as sharded ones, for autograd is off there."""
+    try:
+        with taken_apart():
+            return func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
+    except ShardError as error:
+        raise ShardError(f"{name_of(func)!r} cannot be computed on parts: {error}") from None
+
+
+def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator in place by the one that returns a new tensor."""
+    space, _, name = func._schema.name.partition("::")
+    # "add_", and "__iand__" of "&="
+    name = name.replace("__i", "__") if name.startswith("__i") else name[:-1]
+    new = getattr(getattr(getattr(torch.ops, space), name, None), func._overloadname, None)
+    if new is None:
+        raise shard_error(func, args, "no rule says what it does to a sharded tensor")
+    return args[0].copy_(new(*args, **kwargs))
+
+
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """An operator on whole tensors, if all of their axes allow that."""
+    if any(s.axis.unknown == "error" for t in tensors for s in splits_of(t)) or func._schema.is_mutable:
+        values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+        why = "its result depends on values that lie on several ranks" if values else ""
+        raise shard_error(func, tensors, why or "no rule says what it does to a sharded tensor")
+    return func(*mapped(args, _whole), **mapped(kwargs, _whole))
 
 
 def _wrapped(x: Tensor) -> Tensor:
@@ -66,20 +195,8 @@ def _plain(x: Tensor) -> Tensor:
     return x.local if type(x) is ShardedTensor and not x.splits and not x.copied else x
 
 
-def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(change, item) for key, item in value.items()}
-    return type(value)(_map(change, item) for item in value) if type(value) in (list, tuple) else value
+def _whole(x: Tensor) -> Tensor:
+    return local_of(redistribute(x, WHOLE))
 
 
-def _unwrapped(value: Any) -> Any:
-    return _map(lambda t: t.local if type(t) is ShardedTensor else t, value)
-
-
-def _all_wrapped(value: Any) -> Any:
-    return _map(_wrapped, value)
-
-
-DISPATCH.append(dispatch)
+COMPUTE.update(function=function, operator=operator)

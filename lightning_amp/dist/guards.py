@@ -4,7 +4,6 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 `torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,29 +12,28 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_amp.dist._torch import tree_leaves
 from lightning_amp.dist.collectives import all_reduce
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import MeshAxis
 
-_GRAD = torch.autograd.grad
+autograd: Any = torch.autograd
 PASSED_ON = ("RegisterPostBackwardFunction",)
 """Functions of torch that return their tensors as they are: FSDP2's, which waits for a block's gradients."""
 
 
 @contextmanager
 def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
-    """For the time of a step: Functions of the user are refused, and gradients taken by hand are whole.
+    """For the time of a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
 
     Args:
         axes: All axes that tensors of the step may be split over.
     """
-    apply = torch.autograd.Function.__dict__["apply"]
+    apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
-        given = any(type(t) is ShardedTensor for t in tree_leaves((args, kwargs)))
+        given = any(type(t) is ShardedTensor for t in tensors_in((args, kwargs)))
         if given and handler is not None:
             return handler(*args, **kwargs)
         if given and cls.__name__ in PASSED_ON:
@@ -44,66 +42,70 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             return tuple(wrap(t, splits_of(a)) for t, a in zip(found, tensors, strict=True))
         found = None if given else apply.__get__(None, cls)(*args, **kwargs)
         # a Function may use sharded tensors that are no arguments of it, as reentrant checkpoints do
-        if given or any(type(t) is ShardedTensor for t in tree_leaves(found)):
+        if given or any(type(t) is ShardedTensor for t in tensors_in(found)):
             remedy = "register what it does with lightning_amp.register_shard"
             if cls.__name__ == "CheckpointFunction":
                 remedy = "call checkpoint with use_reentrant=False"
-            raise shard_error(cls, tree_leaves(args), "autograd Functions do not see parts", remedy=remedy)
+            raise shard_error(cls, [args], "autograd Functions do not see parts", remedy=remedy)
         return found
 
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-        return _grad(axes, outputs, inputs, grad_outputs, **kwargs)
+    def run(
+        outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
+        if kwargs.get("accumulate_grad"):
+            return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
+        call = lambda o, i, s: engine(o, s, retain, create, i, *args, **kwargs)  # noqa: E731
+        return _gradients(axes, outputs, inputs, seeds, call)
 
-    FUNCTIONS[_GRAD] = grad
-    names = _names_of(_GRAD)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
+        outs, ins = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
+        seeds = [grad_outputs] * len(outs) if isinstance(grad_outputs, Tensor | None) else list(grad_outputs)
+        autograd._engine_run_backward = engine
+        try:
+            return _gradients(axes, outs, ins, seeds, lambda o, i, s: torch.autograd.grad(o, i, s, **kwargs))
+        finally:
+            autograd._engine_run_backward = run
+
+    FUNCTIONS[torch.autograd.grad] = grad
     try:
         torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
-        for home, name in names:
-            home[name] = grad
+        autograd._engine_run_backward = run
         # ranks have to issue the same collectives when blocks run again
-        with set_checkpoint_early_stop(False):
+        with set_checkpoint_early_stop(False), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        for home, name in names:
-            home[name] = _GRAD
-        FUNCTIONS.pop(_GRAD, None)
+        autograd._engine_run_backward = engine
+        FUNCTIONS.pop(torch.autograd.grad, None)
 
 
-def _names_of(function: Callable[..., Any]) -> list[tuple[dict[str, Any], str]]:
-    """The modules, as dictionaries, that have a function under a name, as after `from torch.autograd import grad`."""
-    homes = [home for home in gc.get_referrers(function) if isinstance(home, dict) and "__spec__" in home]
-    return [
-        (home, name)
-        for home in homes
-        for name, value in home.items()
-        if value is function and home["__name__"] != __name__
-    ]
-
-
-def _grad(
-    axes: Sequence[MeshAxis], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
+def _gradients(
+    axes: Sequence[MeshAxis],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    run: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]], Sequence[Tensor | None]],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of values inside a step.
 
     Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole input is
     the sum of what the ranks find; that of a split one is its owner's.
     """
-    outs, ins = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
-    seeds = [grad_outputs] * len(outs) if isinstance(grad_outputs, Tensor | None) else list(grad_outputs)
-    parts = list[Tensor | None]()
-    for out, seed in zip(outs, seeds, strict=True):
-        missing = [axis.size for axis in axes if splits_of(out).on(axis) is None]
+    parts = list[Tensor]()
+    for out, seed in zip(outputs, seeds, strict=True):
         given = torch.ones_like(local_of(out)) if seed is None else part_in(seed, splits_of(out))
-        for size in missing:
-            given = given / size
-        parts.append(given)
-    found = _GRAD(list(map(local_of, outs)), list(map(local_of, ins)), parts, **kwargs)
-    result = list[Tensor | None]()
-    for value, one in zip(found, ins, strict=True):
-        whole = value
         for axis in axes:
-            if whole is not None and splits_of(one).on(axis) is None:
-                whole = all_reduce(whole, axis)
-        result.append(None if whole is None else wrap(whole, splits_of(one)))
-    return tuple(result)
+            given = given if splits_of(out).on(axis) is not None else given / axis.size
+        parts.append(given)
+    found = list[Tensor | None]()
+    for value, one in zip(run(_parts(outputs), _parts(inputs), tuple(parts)), inputs, strict=True):
+        for axis in axes:
+            if value is not None and splits_of(one).on(axis) is None:
+                value = all_reduce(value, axis)
+        found.append(None if value is None else wrap(value, splits_of(one)))
+    return tuple(found)
+
+
+def _parts(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(map(local_of, tensors))

@@ -9,16 +9,13 @@ The vector is stored as the runs of one period and a repeat count: `[b, n]` with
 b * n is the vector of n repeated b times. Equal vectors are one object, so splits are compared by identity.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import groupby
 from math import gcd
 from typing import NamedTuple
-
-Span = tuple[int, int]
-"""Half-open range of indices: start, stop."""
+from weakref import WeakValueDictionary
 
 
 class Run(NamedTuple):
@@ -46,8 +43,9 @@ class Owners:
     def of(runs: Iterable[Run], size: int, repeat: int = 1) -> "Owners":
         """The owners of `repeat` times some runs."""
         period = _merged(runs)
-        if not period:
-            repeat = 1
+        if len(period) <= 1:
+            # one owner of all, or nothing to own
+            period, repeat = tuple(Run(length * repeat, rank) for length, rank in period), 1
         # a canonical form: the shortest period, whatever way the vector was put together
         times = _times_repeated(period)
         key = (_merged(_cut(period, 0, _length(period) // times)), repeat * times, size)
@@ -93,6 +91,11 @@ class Owners:
         """Indices of each rank."""
         return tuple(n * self.repeat for n in self.period_counts)
 
+    @cached_property
+    def one_period(self) -> "Owners":
+        """Of the indices of one period."""
+        return Owners.of(self.runs, self.size)
+
     @property
     def sizes(self) -> tuple[int, ...] | None:
         """Sizes of the parts where they are ranges in the order of the ranks; None otherwise."""
@@ -100,33 +103,14 @@ class Owners:
         return self.counts if self.repeat == 1 and ranks == sorted(set(ranks)) else None
 
     @cached_property
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
+    def spans(self) -> tuple[tuple[range, ...], ...]:
         """The ranges of indices of each rank, in ascending order."""
-        found: list[list[Span]] = [[] for _ in range(self.size)]
+        found: list[list[range]] = [[] for _ in range(self.size)]
         start = 0
         for length, rank in self.expanded():
-            found[rank].append((start, start + length))
+            found[rank].append(range(start, start + length))
             start += length
         return tuple(map(tuple, found))
-
-    def at(self, index: int) -> tuple[int, int]:
-        """The owner of an index, and the position of the index in the owner's part."""
-        cycle, place = divmod(index, self.period)
-        starts, before = self._starts
-        i = bisect_right(starts, place) - 1
-        rank = self.runs[i].rank
-        return rank, cycle * self.period_counts[rank] + before[i] + place - starts[i]
-
-    @cached_property
-    def _starts(self) -> tuple[list[int], list[int]]:
-        """Of each run of the period: its first index, and that index's position in the owner's part."""
-        starts, before, at, counts = list[int](), list[int](), 0, [0] * self.size
-        for length, rank in self.runs:
-            starts.append(at)
-            before.append(counts[rank])
-            at += length
-            counts[rank] += length
-        return starts, before
 
     def expanded(self) -> Iterator[Run]:
         """The runs of all periods."""
@@ -145,6 +129,8 @@ class Owners:
 
     def inner(self, times: int) -> "Owners | None":
         """Of the second dim of `[times, n / times]`; None where owners depend on the first dim too."""
+        if len(self.runs) == 1:
+            return Owners.of([Run(self.n // times, self.runs[0].rank)], self.size)
         return Owners.of(self.runs, self.size, self.repeat // times) if self.repeat % times == 0 else None
 
     def outer(self, width: int) -> "Owners | None":
@@ -158,29 +144,28 @@ class Owners:
         return Owners.of((Run(n // width, rank) for n, rank in runs), self.size, repeat)
 
     def take(self, indices: range) -> "Owners":
-        """Of a slice with a positive step."""
-        if indices.step == 1:
-            return Owners.of(_cut(self.expanded(), indices.start, indices.stop), self.size)
+        """Of the indices of a range, whose step may be negative."""
+        if indices.step < 0:
+            forwards = self.take(indices[::-1])
+            return Owners.of(forwards.runs[::-1], self.size, forwards.repeat)
+        if indices == range(self.n):
+            return self
         found, start = list[Run](), 0
         for length, rank in self.expanded():
-            inside = _stepped(indices, start, start + length)
-            found.append(Run(len(inside), rank))
+            found.append(Run(len(_inside(indices, start, start + length)), rank))
             start += length
         return Owners.of(found, self.size)
 
-    def own_of(self, rank: int, indices: range) -> list[Span]:
-        """Positions, in a rank's part, of the indices of a slice with step 1, as ranges."""
-        found, before = list[Span](), 0
-        for start, stop in self.spans[rank]:
-            low, high = max(start, indices.start), min(stop, indices.stop)
-            if low < high:
-                found.append((before + low - start, before + high - start))
-            before += stop - start
-        return joined_spans(found)
-
-    def reversed(self) -> "Owners":
-        """Of the dim in reverse order."""
-        return Owners.of(self.runs[::-1], self.size, self.repeat)
+    def local(self, rank: int, indices: range) -> list[range]:
+        """Positions, in a rank's part, of the indices of a range that the rank owns, in the order of the range."""
+        if indices.step < 0:
+            return [own[::-1] for own in reversed(self.local(rank, indices[::-1]))]
+        found, before = list[range](), 0
+        for span in self.spans[rank]:
+            own, shift = _inside(indices, span.start, span.stop), before - span.start
+            found.append(range(own.start + shift, own.stop + shift, own.step))
+            before += len(span)
+        return joined(found)
 
     @staticmethod
     def joined(parts: Iterable["Owners"], size: int) -> "Owners":
@@ -198,7 +183,8 @@ class Owners:
         return Owners.of(found, self.size)
 
 
-_INTERNED: dict[tuple[tuple[Run, ...], int, int], Owners] = {}
+# weak: shapes that vary from step to step would fill it without end
+_INTERNED = WeakValueDictionary[tuple[tuple[Run, ...], int, int], Owners]()
 
 
 def _length(runs: Iterable[Run]) -> int:
@@ -228,29 +214,28 @@ def _times_repeated(runs: tuple[Run, ...]) -> int:
     n, per_rank = _length(runs), dict[int, int]()
     for length, rank in runs:
         per_rank[rank] = per_rank.get(rank, 0) + length
-    if len(per_rank) <= 1:
-        return max(n, 1)
     # every period holds the same number of indices of each rank, and at least one border
-    most = reduce(gcd, per_rank.values())
+    most = reduce(gcd, per_rank.values(), 0)
     for times in range(min(most, len(runs)), 1, -1):
         if most % times == 0 and _merged(tuple(_cut(runs, 0, n // times)) * times) == runs:
             return times
     return 1
 
 
-def _stepped(indices: range, start: int, stop: int) -> range:
+def _inside(indices: range, start: int, stop: int) -> range:
     """The members of a range with a positive step that lie in [start, stop)."""
     first = max(0, -(-(start - indices.start) // indices.step))
     last = max(first, -(-(min(stop, indices.stop) - indices.start) // indices.step))
     return indices[first:last]
 
 
-def joined_spans(spans: Iterable[Span]) -> list[Span]:
+def joined(ranges: Iterable[range]) -> list[range]:
     """Ranges with neighbours put together, without empty ones."""
-    found: list[Span] = []
-    for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif start < stop:
-            found.append((start, stop))
+    found: list[range] = []
+    for one in ranges:
+        last = found[-1] if found else None
+        if last and one and one.step == last.step and one.start == last[-1] + last.step:
+            found[-1] = range(last.start, one.stop, one.step)
+        elif one:
+            found.append(one)
     return found

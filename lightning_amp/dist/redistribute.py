@@ -11,8 +11,8 @@ def own_part(whole: Tensor, dim: int, owners: Owners, rank: int) -> Tensor:
     """A rank's indices of a dim of a whole tensor; the gradient of others' is zero."""
     if owners.repeat == 1:
         return pick(whole, dim, owners.spans[rank])
-    spans = Owners.of(owners.runs, owners.size).spans[rank]
-    return pick(whole.unflatten(dim, (owners.repeat, -1)), dim + 1, spans).flatten(dim, dim + 1)
+    periods = whole.unflatten(dim, (owners.repeat, -1))
+    return pick(periods, dim + 1, owners.one_period.spans[rank]).flatten(dim, dim + 1)
 
 
 def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
@@ -21,7 +21,8 @@ def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
         return local
     for axis in {split.axis: None for split in (*have, *want)}:
         local, have = _on_axis(local, have, axis, want.on(axis))
-    return local
+    # memory in the order of the dims, as a whole tensor has it: operators that make views ask for it
+    return local.contiguous()
 
 
 def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) -> tuple[Tensor, Splits]:

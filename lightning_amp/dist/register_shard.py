@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the handlers)
-from lightning_amp.dist._torch import tree_leaves
-from lightning_amp.dist._torch import OpOverload, OpOverloadPacket
+from lightning_amp._torch import OpOverload
+from lightning_amp.dist._torch import OpOverloadPacket
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.guards import guarded
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS, tensors_in
 from lightning_amp.dist.sharded_tensor import part_in, redistribute
 from lightning_amp.dist.splits import WHOLE, Split, Splits, axis_of
 from lightning_amp.errors import ShardError
@@ -95,7 +95,7 @@ def check_shard(
         ]
         given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
         with guarded([axis]):
-            results = [part_in(t, WHOLE) for t in tree_leaves(function(*given)) if isinstance(t, Tensor)]
+            results = [part_in(t, WHOLE) for t in tensors_in(function(*given))]
         total = sum(
             (t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results
         )

@@ -1,53 +1,26 @@
 """The tables of functions and operators that know sharded tensors, and the error for those that do not."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_amp.dist._torch import disable_torch_function, tree_leaves
 from lightning_amp.errors import ShardError
 
 Handler = Callable[..., Any]
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
+LOST = "it writes into a copy, which is a view of a tensor in torch; other ranks would not see the write"
+BY_RULE = object()
+"""What a handler returns where the rules of flow say what happens."""
 OPERATORS: dict[str, Handler] = {}
-"""By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result."""
+"""By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result, plan or BY_RULE."""
 FUNCTIONS: dict[Any, Handler] = {}
 """By function of Python, such as torch.Tensor.register_hook: (*args, **kwargs) -> result."""
 AUTOGRAD_FUNCTIONS: dict[type[torch.autograd.Function], Handler] = {}
 """By Function: (*args) -> result, in place of `apply`."""
-
-_NAMES = (
-    *(
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "exp",
-        "log",
-        "sqrt",
-        "rsqrt",
-        "abs",
-        "erf",
-        "sigmoid",
-        "tanh",
-        "cos",
-        "sin",
-    ),
-    *("pow", "square", "reciprocal", "relu"),
-)
-_METHODS = ("add", "sub", "mul", "truediv", "neg", "radd", "rmul", "rsub", "pow")
-POINTWISE = (
-    {getattr(home, name) for home in (torch, Tensor) for name in _NAMES}
-    | {getattr(Tensor, f"__{name}__") for name in _METHODS}
-    | {F.gelu, F.silu, F.softplus}
-)
-"""Functions whose result has the shape of their tensors where these have one shape; for the fast path."""
 
 
 def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
@@ -76,10 +49,31 @@ def name_of(func: Any) -> str:
     return str(name if space == "aten" else func._schema.name)
 
 
-def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -> ShardError:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested arguments, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for item in items for t in tensors_in(item)]
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
+    """Nested arguments with those of a kind, which are tensors, changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change, kind) for key, item in value.items()}
+    return (
+        type(value)([mapped(item, change, kind) for item in value])
+        if isinstance(value, list | tuple)
+        else value
+    )
+
+
+def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -> ShardError:
     """The error of an operator that cannot be computed on parts, with the module that has called it."""
     name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
-    tensors = [describe(t) for t in tree_leaves(list(args)) if isinstance(t, Tensor)]
+    tensors = list(map(describe, tensors_in(args)))
     remedy = (
         remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
     )
@@ -91,9 +85,7 @@ def shard_error(func: Any, args: Iterable[Any], why: str, *, remedy: str = "") -
 def describe(x: Tensor) -> str:
     """Shape and splits of a tensor."""
     splits = getattr(x, "splits", None)
-    with disable_torch_function():
-        shape = tuple(x.shape)
-    return f"{shape!r} ({splits})" if isinstance(splits, tuple) else f"{shape!r}"
+    return f"{tuple(x.shape)!r}" + (f" ({splits})" if splits is not None else "")
 
 
 def _caller() -> str:

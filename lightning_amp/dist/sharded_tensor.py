@@ -8,71 +8,88 @@ computes on the parts. So only forward operators have handlers; backward follows
 
 import types
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist._torch import disable_torch_function, skip_one_torch_function
-from lightning_amp.dist.below_autograd import STATE, above_autograd, below_autograd
+from lightning_amp.dist._torch import skip_one_torch_function
+from lightning_amp.dist.below_autograd import STATE
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
-from lightning_amp.dist.registry import FUNCTIONS, POINTWISE, shard_error
+from lightning_amp.dist.registry import FUNCTIONS, shard_error
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits, axis_of
 from lightning_amp.errors import ShardError
 
-Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-DISPATCH: list[Dispatch] = []
-"""What computes an operator on parts; dispatch.py puts it here, for it needs this module."""
+Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+COMPUTE: dict[str, Compute] = {}
+"""What computes a "function" or an "operator" on parts; dispatch.py puts them here, for it needs this module."""
 
 
 class ShardedTensor(Tensor):
     """A tensor of which this rank holds a part.
 
     Attributes:
+        held: This rank's part, or the tensor from which it is made when it is read.
         splits: How the tensor is split.
+        whole_shape: Its global shape.
+        strides: Those that the whole would have in torch, which decide whether an operator copies or returns a view.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
     """
 
+    held: Tensor
     splits: Splits
+    whole_shape: torch.Size
+    strides: tuple[int, ...]
     copied: bool
-    _local: Tensor | Callable[[], Tensor]
-    _like: Tensor
+    _make: Callable[[], Tensor] | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, splits: Splits, copied: bool = False) -> "ShardedTensor":
-        """Wrap a part; nothing is sent, and its shape is not compared with other ranks'."""
-        shape = splits.global_shape(local.shape)
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made._local = made._like = local
-        made.splits, made.copied = splits, copied
+    def __new__(
+        cls, local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
+    ) -> "ShardedTensor":
+        """Wrap a part; nothing is sent, and its shape is not compared with other ranks'.
+
+        Args:
+            local, splits, copied, strides: As the attributes; without strides a split tensor is contiguous.
+        """
+        shape = torch.Size(splits.global_shape(local.shape))
+        if strides is None:
+            strides = _contiguous(shape) if splits else local.stride()
+        made = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=local.dtype, device=local.device)
+        made.held, made.splits, made.whole_shape, made.strides = local, splits, shape, strides
+        made.copied = copied
+        made._make = None
         return made
 
     @staticmethod
     def made_when_read(
-        part: Callable[[], Tensor], like: Tensor, shape: Sequence[int], splits: Splits
+        make: Callable[[], Tensor], held: Tensor, shape: Sequence[int], splits: Splits
     ) -> "ShardedTensor":
         """A tensor whose part is made anew each time it is read, such as a parameter that is gathered for its layer.
 
         Args:
-            part: Makes the part.
-            like: A tensor of its type and device.
-            shape: The global shape.
-            splits: How it is split.
+            make: Returns the part, of the type and on the device of `held`, with a gradient if `held` has one.
+            held: What it is made from.
+            shape, splits: The global shape, and how it is split.
         """
-        made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=like.dtype, device=like.device)
-        made._local, made._like = part, like
-        made.splits, made.copied = splits, True
+        made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=held.dtype, device=held.device)
+        made.held, made.splits, made.whole_shape, made.strides = (
+            held,
+            splits,
+            torch.Size(shape),
+            _contiguous(shape),
+        )
+        made.copied, made._make = True, make
         return made
 
     @property
     def local(self) -> Tensor:
         """This rank's part, with its gradient graph."""
-        return self._local if isinstance(self._local, Tensor) else self._local()
-
-    def __init__(self, local: Tensor, splits: Splits, copied: bool = False) -> None:
-        pass
+        return self.held if self._make is None else self._make()
 
     @staticmethod
     def from_local(
@@ -90,7 +107,7 @@ class ShardedTensor(Tensor):
             ShardError: A part is empty, or of another size than `sizes` says.
         """
         axis = axis_of(mesh)
-        dim %= local.dim()
+        dim = range(local.dim())[dim]
         if sizes is None:
             found: list[Any] = [None] * axis.size
             dist.all_gather_object(found, local.shape[dim], group=axis.group)
@@ -122,7 +139,7 @@ class ShardedTensor(Tensor):
         """
         if len(self.splits) != 1:
             raise ShardError(f"redistribute of a tensor with {self.splits}; allowed is one mesh axis")
-        axis, dim = self.splits[0].axis, dim % len(shape_of(self))
+        axis, dim = next(iter(self.splits)).axis, range(len(shape_of(self)))[dim]
         n = shape_of(self)[dim]
         owners = Owners.even(n, axis.size) if sizes is None else Owners.contiguous(sizes)
         if owners.n != n or owners.size != axis.size or min(owners.counts) < 1:
@@ -135,21 +152,21 @@ class ShardedTensor(Tensor):
     @property
     def requires_grad(self) -> bool:
         """Of the part."""
-        return self._like.requires_grad
+        return self.held.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self.local.requires_grad = value
+        self.held.requires_grad = value
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Of the part."""
-        return self._like.grad_fn
+        return self.held.grad_fn
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Of the part."""
-        return self._like.is_leaf
+        return self.held.is_leaf
 
     @property
     def grad(self) -> Tensor | None:
@@ -160,54 +177,36 @@ class ShardedTensor(Tensor):
     def grad(self, value: Tensor | None) -> None:
         self.local.grad = local_of(value)
 
+    def __copy__(self) -> "ShardedTensor":
+        return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.local.dtype})"
+        return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.held.dtype})"
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Send a call to its handler, or down to `__torch_dispatch__`."""
-        if func in POINTWISE and not kwargs:
-            found = _elementwise(func, args)
-            if found is not None:
-                return found
         handler = FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         if isinstance(func, types.FunctionType):
             # written in Python: the operators that it calls arrive here one by one
             return skip_one_torch_function(func, types_, args, kwargs or {})
-        return below_autograd(func, args, kwargs or {})
+        return COMPUTE["function"](func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute an operator on the parts, with autograd."""
-        if not STATE.keys:
-            raise shard_error(
-                func, args, "it reached a sharded tensor below autograd, not through torch's functions"
+        if not STATE.open:
+            why = (
+                "it reached a sharded tensor below autograd, as inside a transform of torch.func such as vmap"
             )
-        with above_autograd():
-            return DISPATCH[0](func, args, kwargs or {})
-
-
-def _elementwise(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The fast path: an elementwise function of tensors that are split alike; None where they are not."""
-    splits, shape, parts = None, None, []
-    for arg in args:
-        if type(arg) is ShardedTensor:
-            if splits is None:
-                splits, shape = arg.splits, arg.local.shape
-            elif arg.splits is not splits or arg.local.shape != shape:
-                return None
-            parts.append(arg.local)
-        elif isinstance(arg, Tensor):
-            return None
-        else:
-            parts.append(arg)
-    return ShardedTensor(func(*parts), cast(Splits, splits))
+            raise shard_error(func, args, why)
+        return COMPUTE["operator"](func, args, kwargs or {})
 
 
 def splits_of(x: Any) -> Splits:
@@ -220,17 +219,48 @@ def local_of(x: Any) -> Any:
     return x.local if type(x) is ShardedTensor else x
 
 
-def shape_of(x: Tensor) -> tuple[int, ...]:
+def held_by(x: Tensor) -> Tensor:
+    """A tensor of the type of a part, and with its memory where it is kept; nothing is gathered for it."""
+    return x.held if type(x) is ShardedTensor else x
+
+
+def shape_of(x: Tensor) -> torch.Size:
     """The global shape, without a call to torch's functions of sharded tensors."""
-    if type(x) is ShardedTensor:
-        with disable_torch_function():
-            return tuple(x.shape)
-    return tuple(x.shape)
+    return x.whole_shape if type(x) is ShardedTensor else x.shape
 
 
-def wrap(local: Tensor, splits: Splits, copied: bool = False) -> Tensor:
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """The strides of the whole."""
+    return x.strides if type(x) is ShardedTensor else x.stride()
+
+
+def meta_of(x: Tensor) -> Tensor:
+    """The whole without values, with its strides."""
+    return torch.empty_strided(shape_of(x), strides_of(x), dtype=held_by(x).dtype, device="meta")
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    found, step = list[int](), 1
+    for n in reversed(shape):
+        found.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(found))
+
+
+def dim_of(x: Tensor, dim: int) -> int:
+    """A dim as a number from 0 on.
+
+    Raises:
+        IndexError: There is no such dim.
+    """
+    return range(len(shape_of(x)))[dim]
+
+
+def wrap(
+    local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
+) -> Tensor:
     """A tensor of a part; a plain one where it is whole, unless writes to it have to be refused."""
-    return ShardedTensor(local, splits, copied) if splits or copied else local
+    return ShardedTensor(local, splits, copied, strides) if splits or copied else local
 
 
 def part_in(x: Tensor, splits: Splits) -> Tensor:
@@ -243,21 +273,6 @@ def redistribute(x: Tensor, splits: Splits) -> Tensor:
     return wrap(part_in(x, splits), splits)
 
 
-def settled(local: Tensor, splits: Splits, copied: bool = False) -> Tensor:
-    """A tensor of a part whose splits may leave ranks without an index, which no handler has to expect.
-
-    Where there are enough indices they are split evenly, else every rank has the whole of the dim.
-    """
-    for split in splits:
-        axis, dim, owners = split
-        if min(owners.period_counts) > 0:
-            continue
-        want = Split(axis, dim, Owners.even(owners.n, axis.size)) if owners.n >= axis.size else None
-        goal, copied = splits.replaced(axis, want), True
-        local, splits = resplit(local, splits, goal), goal
-    return wrap(local, splits, copied)
-
-
 def in_order(x: Tensor, dim: int) -> Tensor:
     """A tensor whose parts of a dim are ranges in the order of the ranks, if the dim is split."""
     split = splits_of(x).at(dim)
@@ -267,6 +282,13 @@ def in_order(x: Tensor, dim: int) -> Tensor:
     return redistribute(x, splits_of(x).replaced(split.axis, ordered))
 
 
+def computed_in(x: Tensor) -> Tensor:
+    """A part in the type in which autocast computes products, for operators that autocast does not see."""
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
+
+
 def is_view(part: Tensor, of: Tensor) -> bool:
     """Whether a part shares its memory with another tensor, so that writes to it are writes to the other."""
-    return part is of or (part._base is not None and part._base is (of if of._base is None else of._base))
+    return part is of or part.untyped_storage()._cdata == of.untyped_storage()._cdata

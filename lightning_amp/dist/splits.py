@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 from lightning_amp.dist._torch import in_backward
 from lightning_amp.dist.owners import Owners
@@ -78,25 +79,34 @@ class Split(NamedTuple):
     owners: Owners
 
 
-class Splits(tuple[Split, ...]):
+class Splits:
     """The splits of a tensor, in the order of their axes' names; equal splits are one object.
 
     The empty splits is that of a tensor that every rank has whole.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_splits")
+
+    def __init__(self, splits: tuple[Split, ...]) -> None:
+        self._splits = splits
+
+    def __iter__(self) -> Iterator[Split]:
+        return iter(self._splits)
+
+    def __len__(self) -> int:
+        return len(self._splits)
 
     @staticmethod
-    def of(splits: "Sequence[Split] | Splits") -> "Splits":
+    def of(splits: Sequence[Split]) -> "Splits":
         """The splits of some splits.
 
         Raises:
             AssertionError: Two splits of one axis or of one dim, which no operator returns.
         """
-        found = Splits(sorted(splits, key=lambda split: split.axis.name))
+        found = tuple(sorted(splits, key=lambda split: split.axis.name))
         assert len({id(split.axis) for split in found}) == len(found), "an axis splits one dim of a tensor"
         assert len({split.dim for split in found}) == len(found), "a dim is split over one axis"
-        return _INTERNED.setdefault(found, found)
+        return _INTERNED.setdefault(found, Splits(found))
 
     def on(self, axis: MeshAxis) -> Split | None:
         """What is split over an axis."""
@@ -121,9 +131,9 @@ class Splits(tuple[Split, ...]):
         rest = [other for other in self if other.axis is not axis]
         return Splits.of([*rest, split] if split is not None else rest)
 
-    def without(self, dim: int) -> "Splits":
-        """Without the split of a dim."""
-        return Splits.of([split for split in self if split.dim != dim])
+    def without(self, *dims: int) -> "Splits":
+        """Without the splits of some dims."""
+        return Splits.of([split for split in self if split.dim not in dims])
 
     def local_shape(self, shape: Sequence[int]) -> list[int]:
         """Shape of this rank's part of a tensor of a shape."""
@@ -135,7 +145,7 @@ class Splits(tuple[Split, ...]):
     def global_shape(self, local: Sequence[int]) -> list[int]:
         """Shape of the tensor of which this rank's part has a shape."""
         found = list(local)
-        for _, dim, owners in self:
+        for _, dim, owners in self._splits:
             found[dim] = owners.n
         return found
 
@@ -144,7 +154,8 @@ class Splits(tuple[Split, ...]):
         return "; ".join(parts) or "whole on every rank"
 
 
-_INTERNED: dict[Splits, Splits] = {}
+# weak: shapes that vary from step to step would fill it without end
+_INTERNED = WeakValueDictionary[tuple[Split, ...], Splits]()
 WHOLE = Splits.of(())
 
 _REASON: ContextVar[str] = ContextVar("_REASON", default="")

@@ -174,9 +174,11 @@ def _batch_norm(call: Call) -> Follows:
     return found
 
 
-@register_flow("conv1d", "conv2d", "conv3d", "convolution")
+@register_flow(
+    *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+)
 def _convolution(call: Call) -> Follows:
-    """Samples follow the input, channels the weight's rows and the bias; positions look at their neighbours."""
+    """Samples follow the input, channels the weight's and the bias; positions look at their neighbours."""
     found = nothing(call)
     if len(call.shapes[0]) != len(call.shapes[1]):  # one sample, without a dim of samples
         return found
@@ -185,18 +187,31 @@ def _convolution(call: Call) -> Follows:
     if isinstance(stride, list) and isinstance(padding, list) and set(stride) == {1} and not any(padding):
         for d, size in enumerate(call.shapes[1][2:], start=2):
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
-    if call.arguments.get("groups", 1) == 1 and not call.arguments.get("transposed", False):
-        found[1] = [(k, 0) for k in range(1, len(call.shapes))]
+    if call.arguments.get("groups", 1) == 1:
+        found[1] = [(1, int(_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
     return found
 
 
+def _transposed(call: Call) -> bool:
+    return "transpose" in call.op or bool(call.arguments.get("transposed", False))
+
+
 @register_flow(
-    *("max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
-    *("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
+    *(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)),
+    *(
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+    ),
+    *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
+    *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 def _of_positions(call: Call) -> Follows:
     """Samples and channels stay apart; so do positions of which a whole number becomes one, or which become several."""
-    found = same_but(call, range(2, len(call.result)))
+    rank = len(call.result)
+    found = same_but(call, range(rank - int(call.op.removesuffix("_aa")[-2]), rank))
     if call.op in ("avg_pool2d", "max_pool2d"):
         sizes = [list(call.arguments[name] or ()) for name in ("kernel_size", "stride", "padding")]
         kernel, stride, padding = (size * 2 if len(size) == 1 else size for size in sizes)
@@ -206,15 +221,15 @@ def _of_positions(call: Call) -> Follows:
             and call.arguments.get("dilation", 1) in (1, [1], [1, 1])
         )
         whole = apart and all(
-            n == k * m for n, k, m in zip(call.shapes[0][2:], kernel, call.result[2:], strict=True)
+            n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True)
         )
     else:
         nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
         whole = nearest and all(m % n == 0 for n, m in zip(call.shapes[0][2:], call.result[2:], strict=True))
-    return [[(0, d)] for d in range(len(call.result))] if whole and len(call.result) == 4 else found
+    return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found
 
 
-@register_flow("sum", "mean", "amax", "amin", "logsumexp", "var")
+@register_flow("sum", "nansum", "mean", "amax", "amin", "logsumexp", "var")
 def reduction(call: Call) -> Follows:
     """All dims but those that are reduced."""
     asked = call.arguments.get("dim")
@@ -289,7 +304,7 @@ def _embedding(call: Call) -> Follows:
     return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
-@sums_over("sum")
+@sums_over("sum", "nansum")
 def _sum(call: Call) -> Follows:
     """Each dim that is gone."""
     asked = call.arguments.get("dim")
@@ -310,12 +325,14 @@ def _sum_of_features(call: Call) -> Follows:
     return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
 
 
-@sums_over("conv1d", "conv2d", "conv3d", "convolution")
+@sums_over(
+    *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+)
 def _sum_of_channels(call: Call) -> Follows:
     """Channels of the input with those of the weight, without a bias."""
     alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
     alone = alone and call.arguments.get("groups", 1) == 1
-    return [[(0, 1), (1, 1)]] if alone and not call.arguments.get("transposed", False) else []
+    return [[(0, 1), (1, 1 - int(_transposed(call)))]] if alone else []
 
 
 @sums_over("einsum")

@@ -3,7 +3,7 @@
 `embedding_bag` has none: which rows are in one bag is told by values.
 """
 
-from lightning_amp.graph.flow import Call, Follows, nothing, register_flow, same_but
+from lightning_amp.graph.flow import Call, Follows, broadcast, collect, nothing, register_flow, same_but
 from lightning_amp.graph.flow_rules import pointwise, reduction
 
 register_flow(
@@ -22,7 +22,21 @@ register_flow(
     ),
     *("log_sigmoid", "hardtanh", "hardswish", "hardsigmoid", "relu6", "mish", "celu", "selu", "threshold"),
     *("nan_to_num", "isnan", "isfinite", "remainder", "logical_and", "logical_or", "logical_xor"),
-    *("bitwise_and", "bitwise_or", "addcmul", "addcdiv", "lerp", "clamp_min", "clamp_max", "broadcast_to"),
+    *(
+        "bitwise_and",
+        "bitwise_or",
+        "floor_divide",
+        "complex",
+        "polar",
+        "_conj",
+        "resolve_conj",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "clamp_min",
+        "clamp_max",
+        "broadcast_to",
+    ),
 )(pointwise)
 
 
@@ -30,6 +44,21 @@ register_flow(
 def _along_one(call: Call) -> Follows:
     """All dims but the one that they go along, the last if none is named; the results of several are alike."""
     return same_but(call, [call.arguments.get("dim", -1)])
+
+
+@register_flow("renorm")
+def _renorm(call: Call) -> Follows:
+    """The dim whose indices are normalised, each over all other dims."""
+    dim = call.arguments["dim"] % len(call.result)
+    return [[(0, d)] if d == dim else [] for d in range(len(call.result))]
+
+
+@register_flow("cross", "linalg_cross")
+def _cross(call: Call) -> Follows:
+    """All dims of both but that of the three components: the first of size 3 if none is named."""
+    dim = call.arguments["dim"]
+    dim = call.result.index(3) if dim is None else dim % len(call.result)
+    return [[] if d == dim else follows for d, follows in enumerate(pointwise(call))]
 
 
 @register_flow("roll")
@@ -53,7 +82,7 @@ def _pad(call: Call) -> Follows:
 
 @register_flow(
     *("max", "min", "argmax", "argmin", "median", "prod", "all", "any", "std", "count_nonzero"),
-    *("linalg_vector_norm", "norm"),
+    *("linalg_vector_norm", "norm", "kthvalue", "mode", "nanmedian"),
 )
 def _reduction(call: Call) -> Follows:
     """All dims but those that are reduced; of two tensors value by value."""
@@ -73,3 +102,97 @@ def _index_select(call: Call) -> Follows:
     """The dim that is looked up along follows the index."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
     return [[(1, 0)] if d == dim and call.shapes[1] else [(0, d)] for d in range(len(call.result))]
+
+
+@register_flow("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def _fourier(call: Call) -> Follows:
+    """All dims but those that are transformed."""
+    return same_but(call, call.arguments["dim"])
+
+
+@register_flow("cdist")
+def _distances(call: Call) -> Follows:
+    """[..., row, e] against [..., column, e]."""
+    last = len(call.result) - 1
+    pairs = [pair for k in (0, 1) for pair in broadcast(call.shapes[k][:-2], k, call.result[:-2])]
+    return collect(
+        call.result, [*pairs, (last - 1, (0, len(call.shapes[0]) - 2)), (last, (1, len(call.shapes[1]) - 2))]
+    )
+
+
+@register_flow("grid_sampler")
+def _sampled(call: Call) -> Follows:
+    """Samples and channels of the image; positions follow the grid."""
+    return [[(0, 0), (1, 0)], [(0, 1)], *([(1, d)] for d in range(1, len(call.result) - 1))]
+
+
+@register_flow("bucketize", "searchsorted")
+def _looked_up(call: Call) -> Follows:
+    """Values follow the tensor that is compared with the borders, rows of borders and of their order too."""
+    k = call.ref("self")
+    found = [[(k, d)] for d in range(len(call.result))] if k is not None else nothing(call)
+    rows = len(call.shapes[0]) - 1 if call.op == "searchsorted" else 0
+    borders = [other for other in range(len(call.shapes)) if other != k]
+    return [follows + [(j, d) for j in borders if d < rows] for d, follows in enumerate(found)]
+
+
+@register_flow("prelu")
+def _channels(call: Call) -> Follows:
+    """The weight is that of channels, or one for all."""
+    channels = [(1, 0)] if call.shapes[1:] and call.shapes[1] not in ((), (1,)) else []
+    return [[(0, d), *(channels if d == 1 else [])] for d in range(len(call.result))]
+
+
+@register_flow("diagonal", "diagonal_copy", "diag_embed", "view_as_real", "view_as_complex")
+def _of_last(call: Call) -> Follows:
+    """All dims but two that become one, or the last, which becomes two."""
+    rank = len(call.shapes[0])
+    gone = (
+        [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")]
+        if "diagonal" in call.op
+        else [rank - 1]
+    )
+    if call.op == "view_as_real":
+        gone = []
+    if call.op == "diag_embed" and (call.arguments["dim1"], call.arguments["dim2"]) != (-2, -1):
+        return nothing(call)
+    left = [d for d in range(rank) if d not in gone]
+    return [[(0, left[j])] if j < len(left) else [] for j in range(len(call.result))]
+
+
+@register_flow(
+    *(
+        "linalg_inv_ex",
+        "linalg_det",
+        "_linalg_det",
+        "_linalg_svd",
+        "_linalg_eigh",
+        "linalg_qr",
+        "linalg_matrix_exp",
+    ),
+    *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
+)
+def _matrices(call: Call) -> Follows:
+    """Each matrix by itself, where all arguments have the same dims before: some results are those of one argument."""
+    batches = {shape[:-2] for shape in call.shapes}
+    batch = len(batches.pop()) if len(batches) == 1 else 0
+    return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
+
+
+@register_flow(
+    *(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3))
+)
+def _of_places(call: Call) -> Follows:
+    """Samples and channels; places of largest values are numbers in the whole of their channel."""
+    n = int(call.op.removesuffix("_with_indices")[-2])
+    return [
+        [(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else []
+        for d in range(len(call.result))
+    ]
+
+
+@register_flow("im2col", "col2im")
+def _of_samples(call: Call) -> Follows:
+    """Samples stay apart, where there is a dim of samples."""
+    samples = len(call.result) == (3 if call.op == "im2col" else 4)
+    return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]

@@ -27,7 +27,6 @@ def test_every_operation_is_that_of_the_vector() -> None:
         # equal vectors are one object, whatever way they were made
         assert owners.repeated(k) is Owners.from_vector(vector * k, size)
         assert owners.widened(k) is Owners.from_vector([rank for rank in vector for _ in range(k)], size)
-        assert owners.reversed() is Owners.from_vector(vector[::-1], size)
         if n % k == 0:
             rows, columns = _blocks(vector, k), _blocks(vector, n // k)
             outer, inner = owners.outer(k), owners.inner(k)
@@ -37,16 +36,12 @@ def test_every_operation_is_that_of_the_vector() -> None:
             assert inner is None or _vector(inner) == columns[0]
         start = draw.randint(0, n)
         indices = range(n)[start : draw.randint(start, n) : draw.choice([1, 1, 2, 3])]
-        assert _vector(owners.take(indices)) == [vector[i] for i in indices]
-        index = draw.randrange(n)
-        assert owners.at(index) == (vector[index], vector[:index].count(vector[index]))
-        whole = range(indices.start, indices.stop)
-        for rank in range(size):
-            own = [i for i, owner in enumerate(vector) if owner == rank]
-            spans = owners.own_of(rank, whole)
-            assert [p for low, high in spans for p in range(low, high)] == [
-                p for p, i in enumerate(own) if i in whole
-            ]
+        for some in (indices, indices[::-1], range(n)[::-1]):
+            assert owners.take(some) is Owners.from_vector([vector[i] for i in some], size)
+            for rank in range(size):
+                own = [i for i, owner in enumerate(vector) if owner == rank]
+                places = [p for one in owners.local(rank, some) for p in one]
+                assert [own[p] for p in places] == [i for i in some if vector[i] == rank]
         assert owners.proportional(7).n == 7
         assert Owners.joined([owners, owners], size) is Owners.from_vector(vector * 2, size)
 
@@ -55,4 +50,4 @@ def test_sizes_are_those_of_parts_in_the_order_of_the_ranks() -> None:
     assert Owners.even(7, 3).sizes == (3, 2, 2)
     assert Owners.contiguous([2, 5]).sizes == (2, 5)
     assert Owners.even(7, 3).repeated(2).sizes is None
-    assert Owners.even(7, 3).reversed().sizes is None
+    assert Owners.even(7, 3).take(range(7)[::-1]).sizes is None

@@ -16,6 +16,7 @@ from tests.parallel.chunk.case import Case
 from tests.parallel.chunk.small_blocks import x_of
 
 X, PLACES, FEW = x_of(4, 6, 8), torch.randint(8, (4, 6, 3)), torch.tensor([3, 0, 3, 1])
+IMAGE, WINDOWS, MATRICES = x_of(4, 6, 8, 8), x_of(6, 4, 2, 2), x_of(4, 6, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,31 @@ X, PLACES, FEW = x_of(4, 6, 8), torch.randint(8, (4, 6, 3)), torch.tensor([3, 0,
         (lambda x, i: x.gather(-1, i), (X, PLACES), {0, 1}),
         (lambda x, i: x.gather(-1, i[:2]), (X, PLACES), {1}),
         (lambda x, i: x.index_select(1, i), (X, FEW), {0, 1, 2}),
+        (lambda x: torch.renorm(x, 2, 1, 0.5), (X,), {1}),
+        (lambda x: torch.cross(x[:, :3], x.cos()[:, :3], 1), (X,), {0, 2}),
+        (lambda x: torch.cdist(x, x.cos(), 1), (X,), {0, 1, 2}),
+        (lambda x: F.prelu(x, x[0, :, 0]), (X,), {0, 1, 2}),
+        (lambda x: x.diagonal(1, 1, 2), (X,), {0}),
+        (lambda x: torch.diag_embed(x), (X,), {0, 1}),
+        (lambda x: torch.linalg.solve_triangular(x, x.cos(), upper=True), (MATRICES,), {0, 1}),
+        (lambda x: torch.linalg.solve_triangular(x[:1], x.cos(), upper=True), (MATRICES,), set()),
+        (lambda x: torch.linalg.matrix_exp(x), (MATRICES,), {0, 1}),
+        (lambda x, w: F.conv_transpose2d(x, w, stride=2), (IMAGE, WINDOWS), {0, 1}),
+        (lambda x: F.max_pool1d(x, 2), (X,), {0, 1}),
+        (lambda x: F.avg_pool1d(x[0], 2), (X,), {0}),
+        (lambda x: F.adaptive_max_pool2d(x, 3), (IMAGE,), {0, 1}),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="linear"), (X,), {0, 1}),
+        (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], (IMAGE,), {0, 1}),
+        (lambda x: F.unfold(x, 2), (IMAGE,), {0}),
+        (lambda x: F.unfold(x[0], 2), (IMAGE,), set()),
+        (lambda x: F.fold(x, (3, 4), (2, 1)), (X[:, :6, :8],), {0}),
+        (
+            lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False),
+            (IMAGE,),
+            {0, 1, 2, 3},
+        ),
+        (lambda x: x.kthvalue(2, 1).values, (X,), {0, 1}),
+        (lambda x: x.nansum(1), (X,), {0, 1}),
         (lambda x: F.logsigmoid(x).square().clamp_min(0.3).log1p(), (X,), {0, 1, 2}),
     ],
 )

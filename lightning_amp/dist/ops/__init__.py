@@ -3,13 +3,16 @@
 from lightning_amp.dist import dispatch  # noqa: F401
 from lightning_amp.dist.ops import (  # noqa: F401
     attention,
+    fourier,
     functions,
     indexing,
+    lookups,
     losses,
     norms,
     products,
     random,
     reductions,
+    resampling,
     views,
     windows,
 )

@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back
+from lightning_amp.dist.by_rule import by_rule, with_whole
 from lightning_amp.dist.collectives import reduce_now, ring
-from lightning_amp.dist.ops.random import uniform
-from lightning_amp.dist.owners import Span
+from lightning_amp.dist.ops.random import kept
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.registry import operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
+    computed_in,
     in_order,
     local_of,
     part_in,
@@ -30,15 +33,11 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
     wrap,
 )
-from lightning_amp.dist.splits import MeshAxis, Split, Splits
-
-aten = torch.ops.aten
-_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
-_ON_CPU_BACK = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from lightning_amp.dist.splits import MeshAxis, Splits
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of one block and its `log_sums`; of rows that see nothing 0 and minus infinity.
 
@@ -47,33 +46,36 @@ def block_forward(
     """
     bias = _additive(mask, q.dtype)
     if q.device.type == "cpu":
-        out, log_sums = _ON_CPU(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     else:
-        out, log_sums = _in_plain_operators(q, k, v, bias, causal, scale)
-    log_sums = log_sums.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        scores = _scores(q, k, bias, causal, scale)
+        log_sums = scores.logsumexp(-1)
+        out = (scores - log_sums[..., None]).exp().nan_to_num(0).to(v.dtype) @ v
+    log_sums = log_sums.to(_wide(q))
     if bias is None:
         return out, log_sums
     blind = (bias == -math.inf).all(-1).expand(log_sums.shape)
     return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """The type that scores are added up in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q @ k.mT).to(_wide(q)) * scale
+    scores = scores if bias is None else scores + bias
+    if not causal:
+        return scores
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~seen, -math.inf)
+
+
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
-
-
-def _in_plain_operators(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.transpose(-1, -2)).float() * (scale or q.shape[-1] ** -0.5)
-    scores = scores if bias is None else scores + bias
-    if causal:
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    log_sums = scores.logsumexp(-1)
-    weights = (scores - log_sums[..., None]).exp().nan_to_num(0)
-    return weights.to(v.dtype) @ v, log_sums
 
 
 def block_backward(
@@ -85,7 +87,7 @@ def block_backward(
     log_sums: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's share of the gradients of its queries, keys and values.
 
@@ -94,31 +96,25 @@ def block_backward(
     """
     bias = _additive(mask, q.dtype)
     if q.device.type == "cpu":
-        return _ON_CPU_BACK(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
-    factor = scale or q.shape[-1] ** -0.5
-    scores = (q @ k.transpose(-1, -2)).float() * factor
-    scores = scores if bias is None else scores + bias
-    if causal:
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    weights = (scores - log_sums[..., None]).exp().nan_to_num(0)
-    inner = weights * ((grad @ v.transpose(-1, -2)).float() - (grad * out).sum(-1, keepdim=True).float())
-    inner = inner.to(q.dtype) * factor
-    return inner @ k, inner.transpose(-1, -2) @ q, weights.to(grad.dtype).transpose(-1, -2) @ grad
+        return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
+    weights = (_scores(q, k, bias, causal, scale) - log_sums[..., None]).exp().nan_to_num(0)
+    inner = weights * ((grad @ v.mT) - (grad * out).sum(-1, keepdim=True)).to(_wide(q))
+    inner = inner.to(q.dtype) * scale
+    return inner @ k, inner.mT @ q, weights.to(grad.dtype).mT @ grad
 
 
-def _seen(mask: Tensor | None, causal: bool, rows: Span, columns: Span, device: Any) -> Any:
+def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
     """How rows see a block of columns: (whether the kernel is causal, mask); None where they see nothing of it."""
     if not causal:
-        return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns[0] : columns[1]]
-    if columns[0] >= rows[1]:
+        return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns.start : columns.stop]
+    if columns.start >= rows.stop:
         return None
-    if columns[1] - 1 <= rows[0]:
+    if columns.stop - 1 <= rows.start:
         return False, None
-    if rows[0] == columns[0]:
+    if rows.start == columns.start:
         return True, None
-    column = torch.arange(*columns, device=device)
-    return False, column[None] <= torch.arange(*rows, device=device)[:, None]
+    column = torch.arange(columns.start, columns.stop, device=device)
+    return False, column[None] <= torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
 class _Ring(torch.autograd.Function):
@@ -130,10 +126,10 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         mask: Tensor | None,
         causal: bool,
-        scale: float | None,
+        scale: float,
         axis: MeshAxis,
-        rows: Sequence[Span],
-        columns: Sequence[Span],
+        rows: Sequence[range],
+        columns: Sequence[range],
     ) -> Tensor:
         out: Tensor | None = None
         log_sums = q.new_empty(0)
@@ -142,7 +138,7 @@ class _Ring(torch.autograd.Function):
             at = (axis.rank - step) % axis.size
             arrive = None
             if step + 1 < axis.size:
-                n = _length(columns[(at - 1) % axis.size])
+                n = len(columns[(at - 1) % axis.size])
                 # sent while this block is computed
                 arrive = ring(held, [_with_rows(t, n) for t in (k, v)], axis)
             how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
@@ -173,17 +169,13 @@ class _Ring(torch.autograd.Function):
                 of_q += a
                 held[2] += b
                 held[3] += c
-            n = _length(columns[(at - 1) % axis.size])
+            n = len(columns[(at - 1) % axis.size])
             if step + 1 == axis.size:
                 # home again: only gradients are needed
                 held = [k, v, *ring(held[2:], [_with_rows(t, n) for t in (k, v)], axis)()]
             else:
                 held = ring(held, [_with_rows(t, n) for t in (k, v, k, v)], axis)()
         return of_q, held[2], held[3], None, None, None, None, None, None
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
 
 
 def _with_rows(x: Tensor, n: int) -> list[int]:
@@ -202,7 +194,7 @@ class _SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, axis: MeshAxis
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis
     ) -> Tensor:
         found, own = block_forward(q, k, v, mask, False, scale)
         top = reduce_now(own, axis, torch.distributed.ReduceOp.MAX)
@@ -229,76 +221,60 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    mask: Any,
+    p: float,
+    causal: bool,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    n = len(shape_of(q))
-    row = n - 2
-    over = {s.axis for t in (q, k, v) for s in splits_of(t) if s.dim == row}
-    feature = next((t for t in (q, k, v) if splits_of(t).at(n - 1)), None)
-    if feature is not None:
-        raise shard_error(func, (q, k, v), "features of a head are split", remedy="split whole heads")
-    if enable_gqa and shape_of(q)[-3] != shape_of(k)[-3]:
-        times = shape_of(q)[-3] // shape_of(k)[-3]
-        k, v = (torch.repeat_interleave(t, times, n - 3) for t in (k, v))
-    if not over:
-        return _without_rows(func, q, k, v, mask, dropout_p, is_causal, scale)
-    if len(over) > 1:
-        raise shard_error(func, (q, k, v), "rows and columns are split over several axes")
-    axis = over.pop()
-    if n == 3:
-        mask = mask if mask is None or len(shape_of(mask)) < 3 else mask.unsqueeze(1)
-        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        found = _attention(func, q, k, v, mask, dropout_p, is_causal, scale=scale)
-        return found.squeeze(1)
-    q, k, v = (in_order(t, row) for t in (q, k, v))
-    rest = Splits.of([s for s in splits_of(q) if s.dim < row])
-    of_q, of_k = splits_of(q).at(row), splits_of(k).at(row)
-    k, v = (redistribute(t, Splits.of([*rest, of_k] if of_k else rest)) for t in (k, v))
-    if mask is not None:
-        mask = _mask_of(mask, n, rest, of_q)
-    if dropout_p or (mask is not None and mask.requires_grad):
-        return _with_weights(q, k, v, mask, dropout_p, is_causal, scale, of_q, axis)
-    dtype = local_of(q).dtype
-    if torch.is_autocast_enabled(local_of(q).device.type):
-        dtype = torch.get_autocast_dtype(local_of(q).device.type)
-    a, b, c = (local_of(t).to(dtype) for t in (q, k, v))
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
-    if of_q is None:
-        assert of_k is not None, "rows or columns are split"
-        if is_causal:
-            mask = torch.ones(shape_of(q)[row], shape_of(k)[row], dtype=torch.bool, device=a.device).tril()
-        if mask is not None and mask.shape[-1] != 1:
-            mask = own_part(mask, mask.dim() - 1, of_k.owners, axis.rank)
-        found = _SplitColumns.apply(a, b, c, mask, scale, axis)
-        return wrap(found, rest)
-    rows = [spans[0] for spans in of_q.owners.spans]
-    if of_k is None:
-        how = _seen(mask, is_causal, rows[axis.rank], (0, shape_of(k)[row]), a.device)
-        seen = how[1]
-        if how[0] or (is_causal and seen is None):
-            own = torch.arange(*rows[axis.rank], device=a.device)[:, None]
-            seen = torch.arange(shape_of(k)[row], device=a.device)[None] <= own
-        found = torch.nn.functional.scaled_dot_product_attention(a, b, c, seen, scale=scale)
+    scale: Any,
+    enable_gqa: bool,
+) -> Any:
+    n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
+    if causal and mask is not None:
+        raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
+    if n != 4:
+        return _with_four_dims(func, q, k, v, mask, p, causal, scale, enable_gqa)
+    q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
+    if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
+        k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
+    q, k = in_order(q, 2), in_order(k, 2)
+    of_q, of_k, rest = splits_of(q).at(2), splits_of(k).at(2), splits_of(q).without(2)
+    if of_k is not None and (rest.on(of_k.axis) or (of_q and of_q.axis is not of_k.axis)):
+        # the axis splits samples or heads of the queries, or they have another one for rows
+        of_k = None
+    k, v = (redistribute(t, Splits.of([*rest, of_k] if of_k else list(rest))) for t in (k, v))
+    if p or (mask is not None and mask.requires_grad):
+        return _with_weights(q, k, v, mask, p, causal, scale)
+    if of_q is None and of_k is None:
+        return by_rule(func, q, k, v, mask, 0.0, causal, scale=scale)
+    if shape_of(q)[3] != shape_of(v)[3]:
+        # the kernel wants as many features of values as of keys: zeros change neither
+        most = max(shape_of(q)[3], shape_of(v)[3])
+        q, k, w = (F.pad(t, (0, most - shape_of(t)[3])) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, w, mask, 0.0, causal, scale=scale)[..., : shape_of(v)[3]]
+    mask = None if mask is None else _mask_of(mask, splits_of(q))
+    # the kernel reads the features of a head as they lie in memory
+    parts = [computed_in(local_of(t)) for t in (q, k, v)]
+    a, b, c = (part if part.stride(3) == 1 else part.contiguous() for part in parts)
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(a.dtype)
+    rows = range(shape_of(q)[2]) if of_q is None else of_q.owners.spans[of_q.axis.rank][0]
+    if of_q is None or of_k is None:
+        seen = mask
+        if causal:
+            columns = torch.arange(shape_of(k)[2], device=a.device)
+            seen = columns <= torch.arange(rows.start, rows.stop, device=a.device)[:, None]
+        if of_k is None:
+            found = F.scaled_dot_product_attention(a, b, c, seen, scale=scale)
+        else:
+            if seen is not None and seen.shape[-1] != 1:
+                seen = own_part(seen, seen.dim() - 1, of_k.owners, of_k.axis.rank)
+            found = _SplitColumns.apply(a, b, c, seen, scale, of_k.axis)
         return wrap(found, splits_of(q))
-    columns = [spans[0] for spans in of_k.owners.spans]
-    found = _Ring.apply(a, b, c, mask, is_causal, scale, axis, rows, columns)
+    every_row, every_column = ([own for (own,) in s.owners.spans] for s in (of_q, of_k))
+    found = _Ring.apply(a, b, c, mask, causal, scale, of_q.axis, every_row, every_column)
     return wrap(found, splits_of(q))
 
 
-def _mask_of(mask: Tensor, n: int, rest: Splits, of_q: Split | None) -> Tensor:
-    """The part of a mask for own rows, all columns, own heads and samples."""
-    offset = n - len(shape_of(mask))
-    splits = [s for s in (*rest, *([of_q] if of_q else [])) if s.dim >= offset]
-    own = [s._replace(dim=s.dim - offset) for s in splits if shape_of(mask)[s.dim - offset] == s.owners.n]
-    return part_in(mask, Splits.of(own))
-
-
-def _without_rows(
+def _with_four_dims(
     func: Any,
     q: Tensor,
     k: Tensor,
@@ -306,39 +282,38 @@ def _without_rows(
     mask: Tensor | None,
     p: float,
     causal: bool,
-    scale: float | None,
+    scale: float,
+    gqa: bool,
 ) -> Tensor:
-    """Samples or heads are split, and nothing else."""
-    if p:
-        return _with_weights(q, k, v, mask, p, causal, scale, None, None)
-    splits = next(splits_of(t) for t in (q, k, v) if splits_of(t))
-    k, v, q = (redistribute(t, splits) for t in (k, v, q))
-    own = None if mask is None else _mask_of(mask, len(shape_of(q)), splits, None)
-    return wrap(func(local_of(q), local_of(k), local_of(v), own, 0.0, causal, scale=scale), splits)
+    lead = shape_of(q)[:-2]
+    if len(lead) < 2:
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    else:
+        q, k, v = (t.flatten(0, len(lead) - 2) for t in (q, k, v))
+        if mask is not None and len(shape_of(mask)) > 3:
+            mask = mask.expand([*lead, *shape_of(mask)[-2:]]).flatten(0, len(lead) - 2)
+    found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)
+    return found.squeeze(0) if len(lead) < 2 else found.unflatten(0, lead[:-1])
+
+
+def _mask_of(mask: Tensor, splits: Splits) -> Tensor:
+    """The part of a mask for own rows, all columns, own heads and samples."""
+    mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
+    return part_in(mask, splits.without(*[d for d, n in enumerate(shape_of(mask)) if n == 1]))
 
 
 def _with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    of_q: Split | None,
-    axis: MeshAxis | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float
 ) -> Tensor:
     """Scores of own rows are made, for dropout of weights and for masks that are trained; columns are gathered."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) * (scale or shape_of(q)[-1] ** -0.5)
+    scores = torch.matmul(q, k.mT) * scale
     if causal:
-        seen = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=local_of(q).device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    elif mask is not None:
-        part = local_of(scores)
-        part = part.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else part + mask
-        scores = wrap(part, splits_of(scores))
+        mask = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1)
     if p:
-        keep = uniform(shape_of(weights), splits_of(weights), torch.float64, local_of(q).device)[0] >= p
-        weights = wrap(local_of(weights) * keep / (1 - p), splits_of(weights))
+        rest = 1 / (1 - p) if p < 1 else 0.0
+        keep = kept(shape_of(weights), splits_of(weights), p, local_of(q).device)
+        weights = wrap(local_of(weights) * keep * rest, splits_of(weights))
     return torch.matmul(weights, v)

@@ -1,33 +1,26 @@
-"""Functions of Python that never reach the dispatcher, or reach it too late: properties, hooks, conversions."""
+"""Functions of Python that never reach the dispatcher, or reach it too late: properties, hooks, conversions, values."""
 
+import copy
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_amp.dist._torch import disable_torch_function
-from lightning_amp.dist.registry import FUNCTIONS, function, shard_error
-from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, shape_of, splits_of, wrap
-from lightning_amp.dist.splits import WHOLE
+from lightning_amp._torch import disable_torch_function
+from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
+from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, meta_of, shape_of, splits_of, wrap
 
 METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),
     *("ndimension", "nelement", "get_device", "__len__", "storage_offset", "is_contiguous"),
 )
 """Methods that read what the wrapper says of itself."""
-PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_meta",
-    "itemsize",
-    "nbytes",
+PROPERTIES = ("dtype", "device", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes")
+VALUES = (
+    *("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_"),
 )
+"""Methods that read numbers, or memory."""
 
 
 def _of_wrapper(method: Any) -> Any:
@@ -40,22 +33,33 @@ def _of_wrapper(method: Any) -> Any:
 
 FUNCTIONS.update({method: _of_wrapper(method) for name in METADATA for method in [getattr(Tensor, name)]})
 FUNCTIONS.update({get: _of_wrapper(get) for name in PROPERTIES for get in [getattr(Tensor, name).__get__]})
+FUNCTIONS[Tensor.shape.__get__] = shape_of  # type: ignore[attr-defined]
 
 
-@function(Tensor.contiguous)
-def _contiguous(x: ShardedTensor, **kwargs: Any) -> Tensor:
-    return wrap(x.local.contiguous(**kwargs), x.splits, copied=x.copied)
+def _on_whole(method: Any) -> Any:
+    def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if splits_of(x):
+            why = "its values lie on several ranks"
+            raise shard_error(method, [x], why, remedy="reduce it first, or take its full_tensor()")
+        return method(local_of(x), *args, **kwargs)
+
+    return read
 
 
-@function(Tensor.requires_grad_)
-def _requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> Tensor:
-    x.local.requires_grad_(requires_grad)
-    return x
+FUNCTIONS.update({method: _on_whole(method) for name in VALUES for method in [getattr(Tensor, name)]})
 
 
-@function(Tensor.retain_grad)
-def _retain_grad(x: ShardedTensor) -> None:
-    x.local.retain_grad()
+def _of_part(method: Any) -> Any:
+    def call(x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        found = method(x.local, *args, **kwargs)
+        return x if found is x.local else found
+
+    return call
+
+
+NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new")
+for _name in ("requires_grad_", "retain_grad", *NEW):
+    FUNCTIONS[getattr(Tensor, _name)] = _of_part(getattr(Tensor, _name))
 
 
 @function(Tensor.register_hook)
@@ -70,11 +74,12 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
     return x.local.register_hook(on_part)
 
 
-@function(Tensor.backward)
-def _backward(x: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
-    raise shard_error(
-        Tensor.backward, [x], "a loss is a number, which every rank has", remedy="sum or average it"
-    )
+@function(Tensor.backward, torch.autograd.backward)
+def _backward(x: Any, *args: Any, **kwargs: Any) -> None:
+    if any(splits_of(t) for t in tensors_in(x)):
+        why = "a loss is a number, which every rank has"
+        raise shard_error(Tensor.backward, [x], why, remedy="sum or average it")
+    torch.autograd.backward(*mapped((x, *args), local_of), **mapped(kwargs, local_of))
 
 
 @function(Tensor.unflatten)
@@ -88,51 +93,33 @@ def _reversed_dims(x: Tensor) -> Tensor:
     return x.permute(*reversed(range(x.dim())))
 
 
-@function(Tensor.mT.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
+@function(Tensor.mT.__get__, Tensor.mH.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
 def _transposed(x: Tensor) -> Tensor:
-    found = x.transpose(-1, -2)
-    return found.conj() if found.is_complex() else found
+    return x.transpose(-1, -2)
 
 
 @function(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(x: ShardedTensor) -> Tensor:
-    return wrap(x.local.data, x.splits, copied=x.copied)
+    return wrap(x.local.data, x.splits, x.copied, x.strides)
 
 
-def _pool_of(n: int) -> Any:
-    pool = getattr(torch, f"max_pool{n}d")
-
-    def call(
-        x: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Tensor:
-        if return_indices:
-            raise shard_error(pool, [x], "positions of the largest values are asked for")
-        return pool(x, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode)
-
-    return call
+@function(Tensor.contiguous)
+def _contiguous(x: ShardedTensor, **kwargs: Any) -> Tensor:
+    whole = meta_of(x)
+    found = whole.contiguous(**kwargs)
+    if found is whole:
+        return x
+    part = x.local.clone(**{"memory_format": torch.contiguous_format} | kwargs)
+    return wrap(part, x.splits, strides=found.stride())
 
 
-FUNCTIONS.update({getattr(F, f"max_pool{n}d"): _pool_of(n) for n in (1, 2, 3)})
+@function(Tensor.__deepcopy__)
+def _deepcopy(x: ShardedTensor, memo: dict[int, Any]) -> Tensor:
+    return wrap(copy.deepcopy(x.local, memo), x.splits, strides=x.strides)
 
 
-def _on_whole(method: Any) -> Any:
-    def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if splits_of(x) is not WHOLE:
-            why = "its values lie on several ranks"
-            raise shard_error(method, [x], why, remedy="reduce it first, or take its full_tensor()")
-        return method(local_of(x), *args, **kwargs)
-
-    return read
-
-
-_VALUES = (
-    *("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("data_ptr", "untyped_storage"),
-)
-FUNCTIONS.update({method: _on_whole(method) for name in _VALUES for method in [getattr(Tensor, name)]})
+@function(Tensor.__reduce_ex__)
+def _pickle(x: ShardedTensor, protocol: int) -> NoReturn:
+    raise shard_error(
+        Tensor.__reduce_ex__, [x], "a file would hold one rank's part", remedy="save its full_tensor()"
+    )

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.collectives import reduce_now, stacked
-from lightning_amp.dist.registry import operator, shard_error
+from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
-from lightning_amp.dist.splits import MeshAxis, Split, Splits
+from lightning_amp.dist.splits import MeshAxis, Splits
 
 
 class _Normalise(torch.autograd.Function):
@@ -83,94 +82,68 @@ def _summed_to(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def normalised(
-    x: Tensor,
-    dims: Sequence[int],
-    eps: float,
-    *parameters: Tensor | None,
-    centre: bool = True,
-    more_axes: Sequence[MeshAxis] = (),
+    x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of a normalised tensor, mean and 1 / standard deviation; parameters are split as the tensor is."""
+    """The part of a normalised tensor, mean and 1 / standard deviation.
+
+    Args:
+        x, dims: The tensor, and the dims that statistics go over.
+        eps: Added to the variance.
+        parameters: Weight and bias with as many dims as the tensor, of size 1 where they are broadcast.
+        centre: Whether the mean is subtracted.
+    """
     splits = splits_of(x)
+    own = [
+        None if p is None else part_in(p, splits.without(*[d for d, n in enumerate(shape_of(p)) if n == 1]))
+        for p in (*parameters, None, None)[:2]
+    ]
     axes = [split.axis for split in splits if split.dim in dims]
-    own = [None if p is None else _like(p, splits) for p in (*parameters, None, None)][:2]
-    found = _Normalise.apply(local_of(x), *own, tuple(dims), (*axes, *more_axes), eps, centre)
-    return tuple(found)
+    return tuple(_Normalise.apply(local_of(x), *own, tuple(dims), axes, eps, centre))
 
 
-def _like(parameter: Tensor, splits: Splits) -> Tensor:
-    """A parameter with as many dims as the tensor, of size 1 where it is broadcast, split as the tensor is."""
-    return part_in(parameter, Splits.of([s for s in splits if shape_of(parameter)[s.dim] == s.owners.n]))
-
-
-@operator("layer_norm", "rms_norm", "native_layer_norm")
-def _layer_norm(
-    func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, *rest: Any, **kw: Any
-) -> Any:
-    n, rms = len(shape_of(x)), "rms" in func._schema.name
+@operator("layer_norm", "rms_norm")
+def _layer_norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> Any:
+    n, rms = len(shape_of(x)), name_of(func) == "rms_norm"
     dims = range(n - len(shape), n)
     if not any(split.dim in dims for split in splits_of(x)):
-        return by_rule(func, "rms_norm" if rms else "layer_norm", (x, shape, weight, *rest), kw)
-    given = dict(zip(["eps"] if rms else ["bias", "eps"], rest, strict=False)) | kw
-    eps = given.get("eps")
-    if eps is None:
-        eps = torch.finfo(x.dtype).eps if rms else 1e-5
-    ones = [1] * (n - len(shape))
-    weight, bias = (None if p is None else p.view([*ones, *shape]) for p in (weight, given.get("bias")))
-    return wrap(normalised(x, dims, eps, weight, bias, centre=not rms)[0], splits_of(x))
+        return BY_RULE
+    bias, eps = (None, torch.finfo(x.dtype).eps if rest[0] is None else rest[0]) if rms else rest[:2]
+    form = [*[1] * (n - len(shape)), *shape]
+    parameters = [None if p is None else p.view(form) for p in (weight, bias)]
+    return wrap(normalised(x, dims, eps, *parameters, centre=not rms)[0], splits_of(x))
 
 
 @operator("group_norm")
-def _group_norm(
-    func: Any,
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn: bool = True,
-) -> Tensor:
-    shape = shape_of(x)
+def _group_norm(func: Any, x: Tensor, groups: int, weight: Any, bias: Any, eps: float, cudnn: bool) -> Any:
     if not any(split.dim for split in splits_of(x)):
-        return by_rule(func, "group_norm", (x, groups, weight, bias, eps, cudnn), {})
+        return BY_RULE
     apart = x.unflatten(1, (groups, -1))
-    form = [1, groups, -1, *[1] * (len(shape) - 2)]
+    form = [1, groups, -1, *[1] * (len(shape_of(x)) - 2)]
     parameters = [None if p is None else p.view(form) for p in (weight, bias)]
-    found = normalised(apart, range(2, len(shape) + 1), eps, *parameters)[0]
+    found = normalised(apart, range(2, len(shape_of(apart))), eps, *parameters)[0]
     return wrap(found, splits_of(apart)).flatten(1, 2)
 
 
 @operator("batch_norm", "instance_norm")
 def _batch_norm(
-    func: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
-) -> Tensor:
-    """Statistics per channel, over the batch and all positions, or per sample; running ones are updated alike."""
-    n, batch = len(shape_of(x)), func._schema.name == "aten::batch_norm"
+    func: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any
+) -> Any:
+    """Statistics per channel, over the batch and all positions, or per sample; running ones are the same on all ranks."""
+    (momentum, eps, _), n, batch = rest, len(shape_of(x)), name_of(func) == "batch_norm"
     form = [1, -1, *[1] * (n - 2)]
-    if not training:
-        return by_rule(func, "batch_norm", (x, weight, bias, mean, variance, False, momentum, eps, cudnn), {})
     if not batch and mean is not None:
         raise shard_error(func, [x], "it has running statistics of instances")
+    if not training:
+        return BY_RULE
     dims = [*([0] if batch else []), *range(2, n)]
     parameters = [None if p is None else p.view(form) for p in (weight, bias)]
     found, mean_now, scale = normalised(x, dims, eps, *parameters)
     if mean is not None and variance is not None:
-        size = prod(shape_of(x)[d] for d in dims)
-        channels = splits_of(x).at(1)
+        size, channels = prod(shape_of(x)[d] for d in dims), splits_of(x).at(1)
+        own = Splits.of([channels._replace(dim=0)] if channels else [])
+        now = [mean_now.flatten(), (scale**-2 - eps).flatten() * (size / max(size - 1, 1))]
         with torch.no_grad():
-            now = [mean_now.flatten(), ((scale**-2 - eps) * size / max(size - 1, 1)).flatten()]
-            if channels is not None:
-                own = Splits.of([Split(channels.axis, 0, channels.owners)])
-                now = [part_in(wrap(t, own), Splits.of(())) for t in now]
             for running, value in zip((mean, variance), now, strict=True):
-                local_of(running).lerp_(value.to(running.dtype), momentum)
+                whole = part_in(wrap(value, own), splits_of(running))
+                local_of(running).lerp_(whole.to(running.dtype), momentum)
     return wrap(found, splits_of(x))

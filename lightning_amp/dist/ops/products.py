@@ -3,48 +3,47 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import NO_RULE, by_rule
+from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.collectives import gather, reduce_scatter
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import operator
-from lightning_amp.dist.sharded_tensor import local_of, shape_of, splits_of, wrap
-from lightning_amp.dist.splits import MeshAxis, Splits
-
-aten = torch.ops.aten
+from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
+from lightning_amp.dist.sharded_tensor import computed_in, local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.splits import WHOLE, MeshAxis
 
 
 @operator("linear")
-def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Without the bias where sums are added up: it would be added by every rank."""
-    found = by_rule(func, "linear", (x, weight), {})
-    return found if bias is None else found + bias
+    if bias is None or not (splits_of(x).at(len(shape_of(x)) - 1) or splits_of(weight).at(1)):
+        return BY_RULE
+    found = F.linear(x, weight)
+    return found + bias.to(found.dtype)
 
 
-@operator("addmm", "baddbmm", "addbmm")
-def _addmm(func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = torch.matmul(a, b)
-    if func._schema.name == "aten::addbmm":
-        product = product.sum(0)
+@operator("addmm", "baddbmm", "addbmm", "addmv", "addr")
+def _added(func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    name = name_of(func)
+    product = torch.outer(a, b) if name == "addr" else torch.matmul(a, b)
+    product = product.sum(0) if name == "addbmm" else product
+    c = c.to(product.dtype)
     return product * alpha + c * beta if (alpha, beta) != (1, 1) else product + c
 
 
 @operator("matmul", "mm", "bmm")
-def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
+def _matmul(func: Any, a: Tensor, b: Tensor) -> Any:
     """By rule, but for `[.., row, k] @ [.., k, column]` with rows of a and rows or columns of b on all ranks."""
-    rank = len(shape_of(a)), len(shape_of(b))
-    if min(rank) >= 2:
-        for split in splits_of(a):
-            right = splits_of(b).on(split.axis)
-            row, k = split.dim == rank[0] - 2, rank[1] - 2
-            if row and right and right.dim >= k and shape_of(a)[:-2] == shape_of(b)[:-2]:
-                rest = splits_of(b).replaced(split.axis, None)
-                if Splits.of([s for s in splits_of(a) if s.axis is not split.axis]) is not rest:
-                    break
-                found = _GatheredProduct.apply(local_of(a), local_of(b), split.axis, right.dim, right.owners)
-                return wrap(found, splits_of(a))
-    return by_rule(func, "matmul" if min(rank) < 2 else func._schema.name[6:], (a, b), {})
+    row, k = len(shape_of(a)) - 2, len(shape_of(b)) - 2
+    if min(row, k) < 0 or shape_of(a)[:-2] != shape_of(b)[:-2]:
+        return BY_RULE
+    left, rest = splits_of(a).at(row), splits_of(a).without(row)
+    right = splits_of(b).on(left.axis) if left else None
+    if left is None or right is None or right.dim < k or splits_of(b).replaced(left.axis, None) is not rest:
+        return BY_RULE
+    parts = (computed_in(local_of(t)) for t in (a, b))
+    return wrap(_GatheredProduct.apply(*parts, left.axis, right.dim, right.owners), splits_of(a))
 
 
 class _GatheredProduct(torch.autograd.Function):
@@ -63,51 +62,75 @@ class _GatheredProduct(torch.autograd.Function):
         left, right = ctx.saved_tensors
         of_left = of_right = None
         if ctx.needs_input_grad[0]:
-            of_left = grad @ gather(right, *ctx.to).transpose(-1, -2)
+            of_left = grad @ gather(right, *ctx.to).mT
         if ctx.needs_input_grad[1]:
-            of_right = reduce_scatter(left.transpose(-1, -2) @ grad, *ctx.to)
+            of_right = reduce_scatter(left.mT @ grad, *ctx.to)
         return of_left, of_right, None, None, None
 
 
 @operator("einsum")
-def _einsum(func: Any, equation: str, operands: Any, *, path: Any = None) -> Tensor:
+def _einsum(func: Any, equation: str, operands: Any, *, path: Any) -> Any:
     """By rule, with every letter named."""
-    equation = equation.replace(" ", "")
-    left, arrow, right = equation.partition("->")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if arrow and "." not in left:
+        return BY_RULE
     parts = left.split(",")
-    if "." in left:
-        names = iter("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-        free = [
-            next(n for n in names if n not in equation)
-            for _ in range(max(len(shape_of(t)) for t in operands))
-        ]
-        dots = [len(shape_of(t)) - len(p.replace("...", "")) for t, p in zip(operands, parts, strict=True)]
-        most = max(d if "..." in p else 0 for d, p in zip(dots, parts, strict=True))
-        letters = free[:most]
-        parts = [
-            p.replace("...", "".join(letters[most - d :]) if "..." in p else "")
-            for d, p in zip(dots, parts, strict=True)
-        ]
-        right = right.replace("...", "".join(letters))
-        right = right if arrow else "".join(letters)
-    if not arrow:
-        once = [x for x in sorted(set("".join(parts))) if "".join(parts).count(x) == 1 and x not in right]
-        right += "".join(once)
-    found = by_rule(func, "einsum", (f"{','.join(parts)}->{right}", list(operands)), {})
-    assert found is not NO_RULE, "einsum has a rule"
-    return found
+    free = [chr(n) for n in range(ord("A"), ord("Z") + 1) if chr(n) not in equation]
+    dots = [
+        "".join(free[: len(shape_of(t)) - len(part) + 3][::-1]) if "..." in part else ""
+        for t, part in zip(operands, parts, strict=True)
+    ]
+    most = max(dots, key=len)
+    left = ",".join(part.replace("...", own) for part, own in zip(parts, dots, strict=True))
+    once = "".join(sorted(x for x in set(left) - {*most, ","} if left.count(x) == 1))
+    right = right.replace("...", most) if arrow else most + once
+    return by_rule(func, f"{left}->{right}", list(operands))
 
 
-@operator("dot", "vdot", "inner")
-def _dot(func: Any, a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum()
+@operator("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(func: Any, x: Tensor, *args: Any) -> Any:
+    """Samples may be split, steps not."""
+    # the last argument says where steps are; that of packed sequences says where samples begin
+    if splits_of(x).at(int(args[-1])) or func._overloadname == "data":
+        raise shard_error(func, [x], f"step after step depends on the one before, along dim {int(args[-1])}")
+    return BY_RULE
 
 
-@operator("outer", "ger")
-def _outer(func: Any, a: Tensor, b: Tensor) -> Tensor:
-    return a[:, None] * b[None]
+@operator("_linalg_check_errors")
+def _check_errors(func: Any, info: Tensor, *args: Any, **kwargs: Any) -> None:
+    func(local_of(redistribute(info, WHOLE)), *args, **kwargs)
 
 
-@operator("mv")
-def _mv(func: Any, a: Tensor, b: Tensor) -> Tensor:
-    return torch.matmul(a, b)
+COMPOSED: dict[str, Any] = {
+    "allclose": lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()),
+    "_nested_tensor_from_mask_left_aligned": lambda x, mask: False,
+    "bilinear": lambda x, y, w, b=None: _plus(torch.einsum("...i,oij,...j->...o", x, w, y), b),
+    "dist": lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
+    "dot": lambda a, b: (a * b).sum(),
+    "ger": lambda a, b: a[:, None] * b,
+    "inner": lambda a, b: torch.tensordot(a, b, ([-1], [-1])),
+    "mv": torch.matmul,
+    "outer": lambda a, b: a[:, None] * b,
+    "rot90": lambda x, k=1, dims=(0, 1): _turned(x.clone(), k % 4, dims),
+    "tril": lambda x, k=0: x.masked_fill(~_triangle(x).tril(k), 0),
+    "triu": lambda x, k=0: x.masked_fill(~_triangle(x).triu(k), 0),
+    "trace": lambda x: x.diagonal().sum(),
+    "vdot": lambda a, b: (a.conj() * b).sum(),
+}
+"""Operators in terms of others, by name."""
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def _turned(x: Tensor, quarters: int, dims: Any) -> Tensor:
+    return _turned(x.flip(dims[1]).transpose(*dims), quarters - 1, dims) if quarters else x
+
+
+def _triangle(x: Tensor) -> Tensor:
+    return torch.ones(shape_of(x)[-2:], dtype=torch.bool, device=x.device)
+
+
+for _name, _composed in COMPOSED.items():
+    operator(_name)(lambda func, *args, _composed=_composed, **kwargs: _composed(*args, **kwargs))

@@ -4,6 +4,7 @@ The key is drawn from torch's generator, which all ranks of an axis have in one 
 draws the same numbers again. Numbers differ from those that torch draws for the whole tensor in one process.
 """
 
+from collections.abc import Sequence
 from math import pi
 from typing import Any
 
@@ -11,18 +12,17 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist.redistribute import own_part
-from lightning_amp.dist.registry import operator, shard_error
-from lightning_amp.dist.sharded_tensor import local_of, shape_of, splits_of, wrap
+from lightning_amp.dist.registry import name_of, operator, shard_error
+from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
 
 _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """Constants of the generator splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers."""
+_RANGE = 2**53
 
 
-def uniform(
-    shape: tuple[int, ...], splits: Splits, dtype: torch.dtype, device: torch.device, n: int = 1
-) -> Tensor:
-    """This rank's part of uniform numbers in [0, 1) of a global shape; `n` independent ones along a new first dim."""
+def drawn(shape: Sequence[int], splits: Splits, device: torch.device, n: int = 1) -> Tensor:
+    """This rank's part of integers in [0, 2 ** 53) of a global shape; `n` independent ones along a new first dim."""
     position = torch.zeros([1] * max(len(shape), 1), dtype=torch.int64, device=device)
     stride = 1
     for d in reversed(range(len(shape))):
@@ -34,100 +34,86 @@ def uniform(
         stride *= shape[d]
     key = torch.randint(2**62, (n, *[1] * position.dim()), device=device)
     bits = position * _STEP + key
-    bits = (bits ^ ((bits >> 30) & (2**34 - 1))) * _FIRST
-    bits = (bits ^ ((bits >> 27) & (2**37 - 1))) * _SECOND
-    bits = bits ^ ((bits >> 31) & (2**33 - 1))
-    found = ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
-    # rounding to a shorter type may give 1
-    return found.to(dtype).clamp_(max=1 - torch.finfo(dtype).eps / 2) if dtype != torch.float64 else found
+    bits = bits.bitwise_xor_((bits >> 30).bitwise_and_(2**34 - 1)).mul_(_FIRST)
+    bits = bits.bitwise_xor_((bits >> 27).bitwise_and_(2**37 - 1)).mul_(_SECOND)
+    bits = bits.bitwise_xor_((bits >> 31).bitwise_and_(2**33 - 1))
+    return bits.bitwise_right_shift_(11).bitwise_and_(_RANGE - 1)
 
 
-def _uniform_like(x: Tensor, n: int = 1, dtype: torch.dtype | None = None) -> Tensor:
-    local = local_of(x)
-    dtype = dtype or (local.dtype if local.is_floating_point() else torch.get_default_dtype())
-    return uniform(shape_of(x), splits_of(x), dtype, local.device, n)
+def kept(shape: Sequence[int], splits: Splits, p: float, device: torch.device) -> Tensor:
+    """This rank's part of a mask that is false with probability `p`."""
+    return drawn(shape, splits, device)[0] >= int(p * _RANGE)
 
 
-def _normal_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _uniform(x: Tensor, n: int = 1) -> Tensor:
+    """Uniform numbers in [0, 1) for a tensor, in float64."""
+    return drawn(shape_of(x), splits_of(x), local_of(x).device, n).double() / _RANGE
+
+
+def _normal(x: Tensor) -> Tensor:
     """Standard normal numbers, by the method of Box and Muller."""
-    radius, angle = _uniform_like(x, 2, torch.float64)
-    found = (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * pi * angle)
-    return found.to(dtype or local_of(x).dtype)
+    radius, angle = _uniform(x, 2)
+    return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * pi * angle)
 
 
-@operator("dropout", "dropout_", "native_dropout")
-def _dropout(func: Any, x: Tensor, p: float, train: bool = True) -> Any:
+@operator("dropout", "feature_dropout")
+def _dropout(func: Any, x: Tensor, p: float, train: bool) -> Tensor:
+    """Of `feature_dropout`, positions share the draw of their sample and channel."""
     if not train or p == 0:
         return x
-    keep = (_uniform_like(x, dtype=torch.float64) >= p)[0]
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    if func._schema.is_mutable:
-        local_of(x).mul_(keep).mul_(scale)
-        return x
-    return wrap(local_of(x) * keep * scale, splits_of(x))
+    n = 2 if "feature" in name_of(func) else len(shape_of(x))
+    splits = Splits.of([split for split in splits_of(x) if split.dim < n])
+    keep = kept(shape_of(x)[:n], splits, p, local_of(x).device)
+    keep = keep.view([*keep.shape, *[1] * (len(shape_of(x)) - n)])
+    return wrap(local_of(x) * keep * (1 / (1 - p) if p < 1 else 0.0), splits_of(x))
 
 
-@operator("feature_dropout")
-def _feature_dropout(func: Any, x: Tensor, p: float, train: bool = True) -> Tensor:
-    """Whole channels of samples are dropped: positions share their draw."""
-    if not train or p == 0:
-        return x
-    channels = shape_of(x)[:2]
-    splits = Splits.of([s for s in splits_of(x) if s.dim < 2])
-    keep = uniform(channels, splits, torch.float64, local_of(x).device)[0] >= p
-    form = [*keep.shape, *[1] * (len(shape_of(x)) - 2)]
-    return wrap(local_of(x) * keep.view(form) * (0.0 if p == 1 else 1 / (1 - p)), splits_of(x))
+@operator("rand_like", "randn_like")
+def _random_like(func: Any, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    draw = _normal if name_of(func) == "randn_like" else lambda x: _uniform(x)[0]
+    return wrap(_rounded(draw(x), dtype or local_of(x).dtype), splits_of(x))
 
 
-@operator("rand_like")
-def _rand_like(func: Any, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-    return wrap(_uniform_like(x, dtype=dtype)[0], splits_of(x))
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in a shorter type; those below 1 stay so."""
+    found = x.to(dtype)
+    return torch.where((x < 1) & (found == 1), 1 - torch.finfo(dtype).eps / 2, found).to(dtype)
 
 
-@operator("randn_like")
-def _randn_like(func: Any, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-    return wrap(_normal_like(x, dtype), splits_of(x))
-
-
-@operator("bernoulli")
-def _bernoulli(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
-    _own_generator(func, x, generator)
-    p = args[0] if args else local_of(x)
-    return wrap((_uniform_like(x, dtype=torch.float64)[0] < p).to(local_of(x).dtype), splits_of(x))
-
-
-@operator("bernoulli_", "uniform_", "normal_", "exponential_")
-def _fill(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
-    _own_generator(func, x, generator)
-    local, kind = local_of(x), func._schema.name[6:]
-    with torch.no_grad():
-        if kind == "normal_":
-            mean, std = _two(args)
-            local.copy_(_normal_like(x, torch.float64) * std + mean)
-            return x
-        drawn = _uniform_like(x, dtype=torch.float64)[0]
-        if kind == "bernoulli_":
-            p = args[0] if args else 0.5
-            local.copy_(drawn < (local_of(p) if isinstance(p, Tensor) else p))
-        elif kind == "uniform_":
-            low, high = _two(args)
-            local.copy_(drawn * (high - low) + low)
-        else:
-            local.copy_(-torch.log1p(-drawn) / (args[0] if args else 1.0))
+@operator("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_")
+def _filled(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
+    if generator is not None:
+        raise shard_error(func, [x], f"a generator {generator!r} is given, from which parts cannot be drawn")
+    name, local = name_of(func), local_of(x)
+    if name == "bernoulli":
+        return wrap((_uniform(x)[0] < (args[0] if args else local)).to(local.dtype), splits_of(x))
+    if name == "normal_":
+        mean, std = args
+        found = _normal(x) * std + mean
+    elif name == "uniform_":
+        low, high = args
+        found = _rounded(_uniform(x)[0] * (high - low) + low, local.dtype)
+    elif name == "bernoulli_":
+        p = part_in(args[0].expand(shape_of(x)), splits_of(x)) if isinstance(args[0], Tensor) else args[0]
+        found = _uniform(x)[0] < p
+    else:
+        found = -torch.log1p(-_uniform(x)[0]) / args[0]
+    # with a gradient of zero for what was there before
+    local.copy_(found)
     return x
 
 
-def _two(given: tuple[float, ...]) -> tuple[float, float]:
-    """Two arguments whose defaults are 0 and 1."""
-    both = (*given, 0.0, 1.0)[:1] + (*given[1:], 1.0)[:1]
-    return both[0], both[1]
+@operator("rrelu")
+def _rrelu(
+    func: Any, x: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False, *_: Any
+) -> Tensor:
+    return _refused(func, x, training) if training else torch.nn.functional.leaky_relu(x, (low + high) / 2)
 
 
-def _own_generator(func: Any, x: Tensor, generator: Any) -> None:
-    if generator is not None:
-        raise shard_error(func, [x], f"a generator {generator!r} is given, from which parts cannot be drawn")
-
-
-@operator("randint_like", "multinomial", "alpha_dropout", "feature_alpha_dropout", "rrelu", "poisson")
+@operator(
+    "alpha_dropout", "feature_alpha_dropout", "randint_like", "multinomial", "poisson", "native_dropout"
+)
 def _refused(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if "alpha" in name_of(func) and not args[1]:
+        return x
     raise shard_error(func, [x], "it draws numbers in a way that depends on the whole tensor")

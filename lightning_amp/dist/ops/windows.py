@@ -1,447 +1,317 @@
-"""Convolution, pooling, resampling and padding along dims that are split: neighbours exchange the rows that overlap."""
+"""Convolution, pooling, unfolding and padding along dims that are split: ranks exchange the rows at their borders."""
 
-from collections.abc import Callable, Sequence
-from math import floor
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import NO_RULE, by_rule
-from lightning_amp.dist.collectives import exchange
-from lightning_amp.dist.owners import Owners, Span
-from lightning_amp.dist.registry import name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import in_order, local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.by_rule import by_rule, plan_without
+from lightning_amp.dist.collectives import all_reduce, exchange
+from lightning_amp.dist.owners import Owners, Run
+from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
+from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
+from lightning_amp.dist.sharded_tensor import (
+    dim_of,
+    in_order,
+    local_of,
+    part_in,
+    redistribute,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import Split, Splits
 
 aten = torch.ops.aten
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows that a rank's outputs read: those of the input, and how many lie before its first and after its last."""
 
-    inside: Span
-    before: int
-    after: int
+    inside: range
+    before: int = 0
+    after: int = 0
 
 
-def _apply(func: Any, *args: Any) -> Tensor:
-    """By rule where batch or channels are split, else the operator itself."""
-    if not any(splits_of(a) for a in args):
-        return func(*args)
-    found = by_rule(func, name_of(func), args, {})
-    if found is NO_RULE:
-        raise shard_error(func, args, "no rule says what it does to a sharded tensor")
-    return found
+class Window(NamedTuple):
+    """Windows along one dim: the rows from the first to the last that one covers, the steps between, rows of padding."""
+
+    span: int
+    stride: int
+    padding: int
+
+    def outputs(self, n: int, ceil: bool = False) -> int:
+        """The number of windows over n rows."""
+        left = n + 2 * self.padding - self.span
+        found = -(-left // self.stride) + 1 if ceil else left // self.stride + 1
+        # the last window begins inside of the input or its left padding
+        return found - 1 if ceil and (found - 1) * self.stride >= n + self.padding else found
 
 
-def _ordered(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tensor, list[Split]]:
-    """A tensor with contiguous parts along some dims; whole along those of which a rank would have no output."""
-    found = list[Split]()
+def in_parts(
+    x: Tensor, dims: Sequence[int], n_out: Sequence[int]
+) -> tuple[Tensor, list[tuple[Split, Owners]]]:
+    """A tensor with contiguous parts along some dims, the splits of these, and the owners of the outputs.
+
+    Outputs belong to ranks in proportion to the inputs. A dim with less outputs than ranks is gathered.
+    """
+    found = list[tuple[Split, Owners]]()
     for split in splits_of(x):
         if split.dim not in dims:
             continue
-        if n_out[dims.index(split.dim)] < split.axis.size:
-            x = redistribute(x, splits_of(x).replaced(split.axis, None))
+        axis, n = split.axis, n_out[dims.index(split.dim)]
+        if n < axis.size:
+            x = redistribute(x, splits_of(x).replaced(axis, None))
             continue
         x = in_order(x, split.dim)
-        now = splits_of(x).on(split.axis)
-        assert now is not None, "it is still split"
-        found.append(now)
+        split = splits_of(x).at(split.dim) or split
+        outputs = split.owners.proportional(n)
+        found.append((split, outputs if min(outputs.counts) else Owners.even(n, axis.size)))
     return x, found
 
 
-def outputs_of(split: Split, n_out: int) -> Owners:
-    """Owners of the outputs: in proportion to the inputs, or even parts where a rank would have none."""
-    found = split.owners.proportional(n_out)
-    return found if min(found.counts) else Owners.even(n_out, split.axis.size)
+def with_rows(part: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.0) -> Tensor:
+    """The part with, along a dim, the rows that this rank reads."""
+    part = exchange(part, split.axis, split.dim, split.owners, tuple((r.inside,) for r in rows))
+    _, before, after = rows[split.axis.rank]
+    return padded(part, split.dim, before, after, fill)
 
 
-def ranges(owners: Owners) -> list[Span]:
-    """The one range of every rank."""
-    return [spans[0] for spans in owners.spans]
+def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None = 0.0) -> Tensor:
+    """A part with rows of one value before and after a dim."""
+    return (
+        F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), before, after], value=fill)
+        if before or after
+        else part
+    )
 
 
-def with_rows(x: Tensor, split: Split, rows: Sequence[_Rows], pad: float = 0.0) -> Tensor:
-    """The tensor with, along a dim, the rows that each rank reads, as if the dim were whole and had this size."""
-    wanted = tuple((row.inside,) for row in rows)
-    part = exchange(local_of(x), split.axis, split.dim, split.owners, wanted)
-    mine = rows[split.axis.rank]
-    if mine.before or mine.after:
-        later = [0, 0] * (part.dim() - 1 - split.dim)
-        part = F.pad(part, [*later, mine.before, mine.after], value=pad)
-    return wrap(part, splits_of(x).replaced(split.axis, None))
-
-
-def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[_Rows]:
+def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[Rows]:
     """The rows that a window of `span` rows reads at each rank's outputs."""
-    found = list[_Rows]()
-    for first, last in ranges(outputs):
-        low, high = first * stride - padding, (last - 1) * stride - padding + span
-        inside = (min(max(low, 0), n), max(min(high, n), 0))
-        inside = inside if inside[0] < inside[1] else (inside[0], inside[0])
-        found.append(_Rows(inside, max(0, min(-low, high - low)), max(0, high - max(n, low))))
+    found = list[Rows]()
+    for (out,) in outputs.spans:
+        low, high = out.start * stride - padding, (out.stop - 1) * stride - padding + span
+        inside = range(min(max(low, 0), n), max(min(high, n), 0))
+        inside = inside or range(inside.start, inside.start)
+        found.append(Rows(inside, max(0, min(-low, high - low)), max(0, high - max(n, low))))
     return found
 
 
-def _with_splits(y: Tensor, splits: Sequence[Split]) -> Tensor:
-    return wrap(local_of(y), Splits.of([*splits_of(y), *splits]))
+def _with_windows(
+    x: Tensor, parts: Sequence[tuple[Split, Owners]], first: int, windows: Sequence[Window], fill: float = 0.0
+) -> tuple[Tensor, list[int], list[Split]]:
+    """The rows of own outputs, the padding that is left to do along each dim from `first` on, and the outputs' splits."""
+    part, size, padding, done = local_of(x), shape_of(x), [w.padding for w in windows], list[Split]()
+    for split, outputs in parts:
+        window = windows[split.dim - first]
+        rows = _read(outputs, window.stride, window.padding, window.span, size[split.dim])
+        part = with_rows(part, split, rows, fill)
+        padding[split.dim - first] = 0
+        done.append(split._replace(owners=outputs))
+    return part, padding, done
 
 
-def _each(value: Any, n: int) -> list[int]:
+def each(value: Any, n: int) -> list[int]:
+    """An argument of one number for all dims, or of one for each."""
     return [int(value)] * n if isinstance(value, int) else list(value) * (n if len(value) == 1 else 1)
 
 
-@operator(*CONVOLUTIONS)
+@operator("conv1d", "conv2d", "conv3d")
 def _convolution(
-    func: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    n = len(shape_of(weight)) - 2
-    first = len(shape_of(x)) - n
-    stride, dilation, kernel = _each(stride, n), _each(dilation, n), shape_of(weight)[2:]
+    func: Any, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Any:
+    kernel = shape_of(weight)[2:]
+    n, first = len(kernel), len(shape_of(x)) - len(kernel)
+    stride, dilation = each(stride, n), each(dilation, n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    if isinstance(padding, str):
-        x, padding = _padded_to_same(func, x, spans) if padding == "same" else (x, [0] * n)
-    padding = _each(padding, n)
-    size = shape_of(x)[first:]
-    n_out = [(m + 2 * p - s) // t + 1 for m, p, s, t in zip(size, padding, spans, stride, strict=True)]
-    x, splits = _ordered(x, range(first, first + n), n_out)
-    done = list[Split]()
-    for split in splits:
-        i = split.dim - first
-        outputs = outputs_of(split, n_out[i])
-        x = with_rows(x, split, _read(outputs, stride[i], padding[i], spans[i], size[i]))
-        padding[i] = 0
-        done.append(split._replace(owners=outputs))
-    conv = getattr(aten, name_of(func)).default
-    added = bias is not None and any(s.dim == first - 1 for s in splits_of(x))
-    y = _apply(conv, x, weight, None if added else bias, stride, padding, dilation, groups)
-    y = _with_splits(y, done)
-    return y + bias.view(-1, *[1] * n) if added and bias is not None else y
+    if padding == "same" and not all(span % 2 for span in spans):
+        # torch pads one row more at the end where the span is even
+        x, padding = F.pad(x, [m for s in reversed(spans) for m in ((s - 1) // 2, s // 2)]), 0
+    padding = [s // 2 for s in spans] if padding == "same" else each(0 if padding == "valid" else padding, n)
+    # channels that are added up leave the bias to the end: it would be added by every rank
+    summed = splits_of(x).at(first - 1) or splits_of(weight).at(1)
+    given = weight, None if summed else bias, stride, padding, dilation, groups
+    dims, conv = range(first, first + n), getattr(aten, name_of(func)).default
+    pointwise = set(stride) == set(spans) == {1} and not any(padding)
+    if pointwise or not any(d in dims for d in splits_of(x).dims):
+        y = by_rule(conv, x, *given)
+    else:
+        windows = [Window(*w) for w in zip(spans, stride, padding, strict=True)]
+        n_out = [w.outputs(m) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
+        x, parts = in_parts(x, dims, n_out)
+        plan = plan_without(conv, x, dims, *given)
+        x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
+        part, padding, done = _with_windows(x, parts, first, windows)
+        y = _computed(plan, lambda w, b: conv(part, w, b, stride, padding, dilation, groups), *given[:2])
+        y = wrap(y, Splits.of([*plan.result, *done]))
+    return y + bias.to(y.dtype).view(-1, *[1] * n) if summed and bias is not None else y
 
 
-def _padded_to_same(func: Any, x: Tensor, spans: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Padding to the same size; torch pads one row more at the end where the span is even."""
-    if all(span % 2 for span in spans):
-        return x, [span // 2 for span in spans]
-    pads = [n for span in reversed(spans) for n in ((span - 1) // 2, (span - 1) - (span - 1) // 2)]
-    return F.pad(x, pads), [0] * len(spans)
+def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
+    """The part of a result by a plan, given parameters in its splits."""
+    splits = iter(plan.arguments[1:])
+    part = call(*[None if p is None else part_in(p, next(splits)) for p in parameters])
+    for axis in plan.sums:
+        part = all_reduce(part, axis)
+    return part
 
 
-@operator(*TRANSPOSED)
+@operator("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed(
     func: Any,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor:
+    w: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    more: Any,
+    groups: int,
+    dilation: Any,
+) -> Any:
     """Every rank computes from all inputs that reach its outputs, and keeps these."""
-    n = len(shape_of(weight)) - 2
-    first = len(shape_of(x)) - n
-    stride, padding, more, dilation = (_each(v, n) for v in (stride, padding, output_padding, dilation))
-    spans = [d * (k - 1) + 1 for d, k in zip(dilation, shape_of(weight)[2:], strict=True)]
-    size = shape_of(x)[first:]
-    n_out = [(size[i] - 1) * stride[i] - 2 * padding[i] + spans[i] + more[i] for i in range(n)]
-    x, splits = _ordered(x, range(first, first + n), n_out)
-    done, keep = list[Split](), list[tuple[int, int, int, int]]()
-    for split in splits:
-        i = split.dim - first
-        outputs, s, p = outputs_of(split, n_out[i]), stride[i], padding[i]
-        rows = list[_Rows]()
-        for low, high in ranges(outputs):
-            start = min(max(0, -(-(low + p - spans[i] + 1) // s)), size[i] - 1)
-            rows.append(_Rows((start, max(start + 1, min(size[i], (high - 1 + p) // s + 1))), 0, 0))
-        x = with_rows(x, split, rows)
-        low, high = ranges(outputs)[split.axis.rank]
-        keep.append((split.dim, low + p - rows[split.axis.rank].inside[0] * s, high - low, i))
-        padding[i] = more[i] = 0
-        done.append(split._replace(owners=outputs))
-    added = bias is not None and bool(keep)
-    y = _apply(func, x, weight, None if added else bias, stride, padding, more, groups, dilation)
-    part, rest = local_of(y), splits_of(y)
-    for dim, start, length, _ in keep:
-        # output_padding: rows that no input reaches are the bias alone
-        missing = max(0, start + length - part.shape[dim])
-        if missing:
-            part = F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), 0, missing])
-        part = part.narrow(dim, start, length)
-    y = _with_splits(wrap(part, rest), done)
-    return y + bias.view(-1, *[1] * n) if added and bias is not None else y
+    kernel = shape_of(w)[2:]
+    n, first = len(kernel), len(shape_of(x)) - len(kernel)
+    stride, padding, more, dilation = (each(v, n) for v in (stride, padding, more, dilation))
+    given, dims = (stride, padding, more, groups, dilation), range(first, first + n)
+    if not any(d in dims for d in splits_of(x).dims):
+        y = by_rule(func, x, w, None, *given)
+    else:
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+        size = shape_of(x)[first:]
+        n_out = [(size[i] - 1) * stride[i] - 2 * padding[i] + spans[i] + more[i] for i in range(n)]
+        x, parts = in_parts(x, dims, n_out)
+        plan = plan_without(func, x, dims, w, None, *given)
+        x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
+        part, keep = local_of(x), list[tuple[int, int, int]]()
+        for split, outputs in parts:
+            i, rows = split.dim - first, list[Rows]()
+            s, p = stride[i], padding[i]
+            for (out,) in outputs.spans:
+                # an output between the reach of two inputs is zero; the one before keeps the count
+                start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
+                rows.append(Rows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
+            part = with_rows(part, split, rows)
+            ((own,), start) = outputs.spans[split.axis.rank], rows[split.axis.rank].inside.start
+            keep.append((split.dim, own.start + p - start * s, len(own)))
+            padding[i] = more[i] = 0
+        y = _computed(plan, lambda w: func(part, w, None, *given), w)
+        for dim, start, length in keep:
+            # rows of output_padding that no input reaches are zero
+            y = padded(y, dim, 0, max(0, start + length - y.shape[dim])).narrow(dim, start, length)
+        y = wrap(y, Splits.of([*plan.result, *[split._replace(owners=outputs) for split, outputs in parts]]))
+    return y if bias is None else y + bias.to(y.dtype).view(-1, *[1] * n)
 
 
-POOLS = ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
-
-
-@operator(*POOLS)
-def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0, *rest: Any) -> Tensor:
+@operator("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0, *rest: Any) -> Any:
     name = name_of(func)
     n, is_max = int(name[-2]), name.startswith("max")
     first = len(shape_of(x)) - n
-    kernel, padding = _each(kernel, n), _each(padding, n)
-    stride = _each(stride, n) if stride not in ((), []) else kernel
-    names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor_override")
+    if not any(d >= first for d in splits_of(x).dims):
+        return BY_RULE
+    names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor")
     more = dict(zip(names, rest, strict=False))
-    dilation = _each(more.get("dilation", 1), n)
+    kernel, dilation = each(kernel, n), each(more.get("dilation", 1), n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    size = shape_of(x)[first:]
-    ceil = bool(more.get("ceil_mode"))
-    n_out = [_pooled(size[i], padding[i], spans[i], stride[i], ceil) for i in range(n)]
-    if not any(s.dim >= first for s in splits_of(x)):
-        return _apply(func, x, kernel, stride, padding, *rest)
-    uneven = ceil or (any(padding) and not more.get("count_include_pad", True))
-    if not is_max and uneven and more.get("divisor_override") is None:
-        return _mean_of_counted(func, x, kernel, stride, padding, n_out, more.get("count_include_pad", True))
-    x, splits = _ordered(x, range(first, first + n), n_out)
-    done = list[Split]()
-    for split in splits:
-        i = split.dim - first
-        outputs = outputs_of(split, n_out[i])
-        fill = float("-inf") if is_max else 0.0
-        x = with_rows(x, split, _read(outputs, stride[i], padding[i], spans[i], size[i]), fill)
-        padding[i] = 0
-        done.append(split._replace(owners=outputs))
-    return _with_splits(_apply(func, x, kernel, stride, padding, *rest), done)
+    strides = each(stride, n) if stride not in ((), []) else kernel
+    windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
+    size, ceil = shape_of(x)[first:], bool(more.get("ceil_mode"))
+    n_out = [w.outputs(m, ceil) for w, m in zip(windows, size, strict=True)]
+    counts_all = more.get("count_include_pad", True)
+    uneven = not is_max and more.get("divisor") is None and (ceil or not counts_all)
+    if uneven:
+        # windows at the border count fewer values: means of full windows, times a factor for every dim
+        ends = [
+            max(0, (out - 1) * w.stride + w.span - m - w.padding)
+            for w, m, out in zip(windows, size, n_out, strict=True)
+        ]
+        x = F.pad(
+            x, [side for w, end in zip(windows[::-1], ends[::-1], strict=True) for side in (w.padding, end)]
+        )
+        windows, rest = [w._replace(padding=0) for w in windows], ()
+    x, parts = in_parts(x, range(first, first + n), n_out)
+    part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
+    y = wrap(
+        func(part, kernel, strides, left, *rest),
+        Splits.of([*splits_of(x).without(*range(first, first + n)), *done]),
+    )
+    for i, (w, p, m, out) in enumerate(zip(windows, each(padding, n), size, n_out, strict=True)):
+        if uneven:
+            starts = [o * w.stride - p for o in range(out)]
+            counts = [
+                min(a + w.span, m + p) - a if counts_all else min(a + w.span, m) - max(a, 0) for a in starts
+            ]
+            factors = torch.tensor([w.span / count for count in counts], dtype=y.dtype, device=y.device)
+            y = y * factors.view([-1, *[1] * (n - 1 - i)])
+    return y
 
 
-def _pooled(n: int, padding: int, span: int, stride: int, ceil: bool) -> int:
-    found = -(-(n + 2 * padding - span) // stride) + 1 if ceil else (n + 2 * padding - span) // stride + 1
-    # the last window begins inside of the input or its left padding
-    return found - 1 if ceil and (found - 1) * stride >= n + padding else found
+@operator("unfold")
+def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
+    """Windows along a dim, as a new last dim."""
+    dim = dim_of(x, dim)
+    shape = [*shape_of(x), size]
+    shape[dim] = (shape[dim] - size) // step + 1
+    if splits_of(x).at(dim) is None:
+        call = Tensor.unfold, TENSOR, dim, size, step
+        return plan_of_call(func, [splits_of(x)], splits_of(x), shape, *call, view=True)
+    x, parts = in_parts(x, [dim], [shape[dim]])
+    part, _, done = _with_windows(x, parts, dim, [Window(size, step, 0)])
+    return wrap(part.unfold(dim, size, step), Splits.of([*splits_of(x).without(dim), *done]), copied=True)
 
 
-def _mean_of_counted(
-    func: Any,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    n_out: Sequence[int],
-    include_pad: bool,
-) -> Tensor:
-    """Averages over windows of which those at the border count fewer values: mean of values by mean of ones."""
-    size = shape_of(x)[-len(kernel) :]
-    values, ones = x, torch.ones_like(x[:1, :1] if len(shape_of(x)) > len(kernel) + 1 else x[:1])
-    inner, outer = list[int](), list[int]()
-    for n, k, s, p, out in reversed(list(zip(size, kernel, stride, padding, n_out, strict=True))):
-        inner += [p, p]
-        outer += [0, max(0, (out - 1) * s + k - n - 2 * p)]
-    values = F.pad(F.pad(values, inner), outer)
-    ones = F.pad(F.pad(ones, inner, value=float(include_pad)), outer)
-    zeros = [0] * len(kernel)
-    return _pool(func, values, kernel, stride, zeros) / _pool(func, ones, kernel, stride, zeros)
-
-
-@operator("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive_mean(func: Any, x: Tensor, size: Sequence[int]) -> Tensor:
-    """Along a split dim a product with the matrix of averages, added up over the ranks."""
-    first = len(shape_of(x)) - len(size)
-    size = [m if n is None else n for n, m in zip(size, shape_of(x)[first:], strict=True)]
-    while split := next(
-        (s for s in splits_of(x) if s.dim >= first and size[s.dim - first] != s.owners.n), None
-    ):
-        n, i = split.owners.n, split.dim - first
-        rows = [(floor(k * n / size[i]), -(-(k + 1) * n // size[i])) for k in range(size[i])]
-        weights = torch.zeros((size[i], n), dtype=local_of(x).dtype, device=local_of(x).device)
-        for k, (start, stop) in enumerate(rows):
-            weights[k, start:stop] = 1 / (stop - start)
-        x = torch.matmul(x.movedim(split.dim, -1), weights.T).movedim(-1, split.dim)
-    done = [s for s in splits_of(x) if s.dim >= first]
-    inside = wrap(local_of(x), Splits.of([s for s in splits_of(x) if s.dim < first]))
-    part = [s.owners.counts[s.axis.rank] for s in done]
-    local = [
-        part[[s.dim for s in done].index(first + i)] if any(s.dim == first + i for s in done) else n
-        for i, n in enumerate(size)
-    ]
-    return _with_splits(_apply(func, inside, local), done)
-
-
-@operator("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def _adaptive_max(func: Any, x: Tensor, size: Sequence[int]) -> Any:
-    first = len(shape_of(x)) - len(size)
-    for split in splits_of(x):
-        if split.dim >= first:
-            x = redistribute(x, splits_of(x).replaced(split.axis, None))
-    return by_rule(func, "sort", (x, size), {}) if splits_of(x) else func(x, size)
+@operator("im2col")
+def _im2col(func: Any, x: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    for k, d, s in zip(kernel, dilation, stride, strict=True):
+        # rows first; then columns lie before the windows of rows
+        x = x.unfold(-2, d * (k - 1) + 1, s)[..., ::d]
+    return x.movedim((-2, -1), (-4, -3)).flatten(-5, -3).flatten(-2)
 
 
 @operator("pad", "constant_pad_nd")
-def _pad(
-    func: Any, x: Tensor, pad: Sequence[int], mode: Any = "constant", value: float | None = None
-) -> Tensor:
-    """Padding of a split dim belongs to the first and the last rank, who get its values from where they lie."""
-    if func is aten.constant_pad_nd.default:
-        mode, value = "constant", mode if not isinstance(mode, str) else 0
-    shape, rest = shape_of(x), list(pad)
+def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> Any:
+    """Rows before a split dim go to the owner of its first index, rows after it to the owner of its last."""
+    if name_of(func) == "constant_pad_nd":
+        mode, value = "constant", 0 if mode == "constant" else mode
+    rest, n_dims = list(pad), len(shape_of(x))
     for dim in sorted(splits_of(x).dims):
-        k = 2 * (len(shape) - 1 - dim)
-        if k >= len(rest) or not any(rest[k : k + 2]):
-            continue
-        before, after = rest[k : k + 2]
-        rest[k : k + 2] = [0, 0]
-        if before < 0 or after < 0:
-            x = x.narrow(dim, max(-before, 0), shape[dim] + min(before, 0) + min(after, 0))
+        k = 2 * (n_dims - 1 - dim)
+        before, after = (*rest[k : k + 2], 0, 0)[:2]
+        if min(before, after) < 0:
+            n = shape_of(x)[dim]
+            x = x.narrow(dim, max(-before, 0), n + min(before, 0) + min(after, 0))
             before, after = max(before, 0), max(after, 0)
-            if splits_of(x).at(dim) is None:
-                rest[k : k + 2] = [before, after]
-                continue
-        x = in_order(x, dim)
         split = splits_of(x).at(dim)
-        assert split is not None, "its parts are moved, not gathered"
-        x = _padded(x, split, before, after, mode, value)
-    if any(rest):
-        part = aten.pad.default(local_of(x), rest, mode, value)
-        x = wrap(part, splits_of(x))
-    return x
+        if k < len(rest):
+            rest[k : k + 2] = [0, 0] if split else [before, after]
+        if split and (before or after):
+            x = _padded(func, x, split, before, after, mode, value)
+    return wrap(aten.pad.default(local_of(x), rest, mode, value), splits_of(x))
 
 
-def _padded(x: Tensor, split: Split, before: int, after: int, mode: str, value: float | None) -> Tensor:
-    axis, dim, owners = split
-    sizes, n, last = list(owners.counts), owners.n, axis.size - 1
-    if mode == "constant":
-        own = [before if axis.rank == 0 else 0, after if axis.rank == last else 0]
-        part = F.pad(local_of(x), [*[0, 0] * (x.dim() - 1 - dim), *own], value=value or 0)
-    else:
-        places = list(range(-before, 0)), list(range(n, n + after))
-        source: dict[str, Callable[[int], int]] = {
-            "reflect": lambda i: -i if i < 0 else 2 * (n - 1) - i,
-            "circular": lambda i: i % n,
-            "replicate": lambda i: min(max(i, 0), n - 1),
-        }
-        left, right = ([source[mode](i) for i in side] for side in places)
-        wanted = [list(spans) for spans in owners.spans]
-        wanted[0] = [*((i, i + 1) for i in left), *wanted[0]]
-        wanted[last] = [*wanted[last], *((i, i + 1) for i in right)]
-        part = exchange(local_of(x), axis, dim, owners, tuple(map(tuple, wanted)))
-    sizes[0] += before
-    sizes[last] += after
-    return wrap(part, splits_of(x).replaced(axis, split._replace(owners=Owners.contiguous(sizes))))
-
-
-class _Taps(NamedTuple):
-    """For every output the inputs that it is a weighted sum of."""
-
-    places: list[list[int]]
-    weights: list[list[float]]
-
-
-def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> _Taps:
-    """The inputs and weights of torch's resampling of one dim.
-
-    Args:
-        mode: "nearest", "nearest-exact", "linear" or "cubic".
-        step: Inputs per output.
-        corners: Whether the first and the last values of both lie on each other.
-    """
-    places, weights = list[list[int]](), list[list[float]]()
-    for o in range(n_out):
-        if mode.startswith("nearest"):
-            exact = 0.5 if mode == "nearest-exact" else 0.0
-            places.append([min(floor((o + exact) * step), n_in - 1)])
-            weights.append([1.0])
-            continue
-        at = o * step if corners else (o + 0.5) * step - 0.5
-        if mode == "linear":
-            at = max(at, 0.0)
-            low = min(floor(at), n_in - 1)
-            share = at - low
-            places.append([low, min(low + 1, n_in - 1)])
-            weights.append([1 - share, share])
-        else:
-            low = floor(at)
-            t = at - low
-            places.append([min(max(low + k, 0), n_in - 1) for k in (-1, 0, 1, 2)])
-            weights.append([_cubic(1 + t, far=True), _cubic(t), _cubic(1 - t), _cubic(2 - t, far=True)])
-    return _Taps(places, weights)
-
-
-def _cubic(x: float, *, far: bool = False) -> float:
-    a = -0.75
-    if far:
-        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-    return ((a + 2) * x - (a + 3)) * x * x + 1
-
-
-RESAMPLING = {
-    "upsample_nearest": "nearest",
-    "_upsample_nearest_exact": "nearest-exact",
-    "upsample_linear": "linear",
-    "upsample_bilinear": "linear",
-    "upsample_trilinear": "linear",
-    "upsample_bicubic": "cubic",
-}
-"""Operators by the start of their names, and how they resample one dim."""
-
-
-@operator(*(f"{start}{n}d" for start in RESAMPLING for n in (1, 2, 3)))
-def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Tensor:
-    """One dim after the other: a split dim by its taps, the others by the operator itself."""
-    name, shape = name_of(func), shape_of(x)
-    mode = RESAMPLING[name[:-2]]
-    smooth = mode in ("linear", "cubic")
-    corners = bool(rest[0]) if smooth else False
-    given = rest[1:] if smooth else rest
-    # one overload has a scale for all dims, the other one for each
-    scales = list(given[0]) if given and isinstance(given[0], list | tuple) else list(given)
-    n = len(shape) - 2
-    scales = scales or [None] * n
-    if size is None:
-        size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
-    x, splits = _ordered(x, range(2, len(shape)), size)
-    done = list[Split]()
-    for split in splits:
-        i, n_in = split.dim - 2, split.owners.n
-        n_out = size[i]
-        if corners:
-            step = (n_in - 1) / (n_out - 1) if n_out > 1 else 0.0
-        else:
-            step = 1 / scales[i] if scales[i] else n_in / n_out
-        outputs = outputs_of(split, n_out)
-        places, weights = taps(mode, n_in, n_out, step, corners)
-        rows = [
-            _Rows((min(map(min, places[a:b])), max(map(max, places[a:b])) + 1), 0, 0)
-            for a, b in ranges(outputs)
-        ]
-        low, high = ranges(outputs)[split.axis.rank]
-        x = with_rows(x, split, rows)
-        first = rows[split.axis.rank].inside[0]
-        part = _weighted(local_of(x), split.dim, first, places[low:high], weights[low:high])
-        x = wrap(part, splits_of(x))
-        done.append(split._replace(owners=outputs))
-    kept = {s.dim: s.owners.counts[s.axis.rank] for s in done}
-    local = [kept.get(i + 2, m) for i, m in enumerate(size)]
-    if local != list(local_of(x).shape[2:]):
-        own_scales = [None if i + 2 in kept else s for i, s in enumerate(scales)]
-        plain = getattr(aten, name).default
-        x = wrap(plain(local_of(x), local, *([corners] if smooth else []), *own_scales), splits_of(x))
-    return _with_splits(x, done)
-
-
-def _weighted(
-    part: Tensor, dim: int, first: int, places: list[list[int]], weights: list[list[float]]
+def _padded(
+    func: Any, x: Tensor, split: Split, before: int, after: int, mode: str, value: float | None
 ) -> Tensor:
-    total: Tensor | None = None
-    form = [-1 if d == dim else 1 for d in range(part.dim())]
-    for tap in range(len(places[0]) if places else 0):
-        index = torch.tensor([row[tap] - first for row in places], dtype=torch.int64, device=part.device)
-        value = part.index_select(dim, index)
-        if len(places[0]) > 1:
-            share = torch.tensor([row[tap] for row in weights], dtype=part.dtype, device=part.device)
-            value = value * share.view(form)
-        total = value if total is None else total + value
-    assert total is not None, "every rank has an output"
-    return total
+    axis, dim, owners = split
+    n, runs = owners.n, list(owners.expanded())
+    first, last = runs[0].rank, runs[-1].rank
+    if mode == "constant":
+        own = before * (axis.rank == first), after * (axis.rank == last)
+        part = padded(local_of(x), dim, *own, value or 0)
+    else:
+        sources = {
+            "reflect": ([range(before, 0, -1)], [range(n - 2, n - 2 - after, -1)]),
+            "circular": ([range(n - before, n)], [range(after)]),
+            "replicate": ([range(1)] * before, [range(n - 1, n)] * after),
+        }
+        if mode != "replicate" and max(before, after) > n - (mode == "reflect"):
+            raise shard_error(func, [x], f"padding {before}, {after} in mode {mode!r} is wider than the dim")
+        wanted = list(map(list, owners.spans))
+        wanted[first] = [*sources[mode][0], *wanted[first]]
+        wanted[last] = [*wanted[last], *sources[mode][1]]
+        part = exchange(local_of(x), axis, dim, owners, tuple(map(tuple, wanted)))
+    wider = Owners.of([Run(before, first), *runs, Run(after, last)], axis.size)
+    return wrap(part, splits_of(x).replaced(axis, split._replace(owners=wider)))

@@ -19,9 +19,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_amp._torch import TorchDispatchMode, tree_leaves
+from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.dist.by_rule import call_of
-from lightning_amp.dist.registry import name_of
+from lightning_amp.dist.registry import name_of, tensors_in
 from lightning_amp.graph.flow import dims_of, sums_of
 from lightning_amp.graph.flow_rules import groups
 from lightning_amp.techniques.tensor3d.atoms import Atoms, Grid, collapsed, varying
@@ -86,7 +86,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute an operator, and follow what it does."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in((args, kwargs))
         if any(t in self._views or self._grids.get(t) for t in given):
             rule = _RULES.get(name_of(func), _by_rule)
             self._keep(found, rule(self, func, args, kwargs, found))
@@ -96,7 +96,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(grids, _View):
             self._views[found] = grids
             return
-        results = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+        results = tensors_in(found)
         own = grids if isinstance(grids, list) else [grids] * len(results)
         for tensor, one in zip(results, own, strict=True):
             one = {axis: collapsed(grid) for axis, grid in one.items()}
@@ -244,8 +244,8 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     """Dims follow as the rules of the library say; what follows none has to be whole."""
     name = name_of(func)
-    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    call, _ = call_of(func, name, args, kwargs, leaves)
+    leaves = tensors_in((args, kwargs))
+    call, _ = call_of(func, args, kwargs, leaves)
     follows = None if call is None else dims_of(call)
     if call is None or follows is None:
         planner.gathered.append(name)
@@ -387,7 +387,7 @@ def _norm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any)
     """Features may be apart: statistics are added up over ranks."""
     x = args[0]
     channel = "batch" in name_of(func)
-    rest = [t for t in tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
+    rest = tensors_in((args[1:], kwargs))
     labels: Labels = list(range(x.dim()))
     rows = [[1] if channel else labels[x.dim() - t.dim() :] for t in rest]
     return planner.combine(name_of(func), [x, *rest], [labels, *rows], labels)

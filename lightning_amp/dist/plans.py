@@ -1,0 +1,217 @@
+"""Plans: how an operator is computed on parts. A call that comes again with the same shapes and splits reuses its plan."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_amp.dist.collectives import all_reduce
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.redistribute import resplit
+from lightning_amp.dist.registry import name_of
+from lightning_amp.dist.sharded_tensor import ShardedTensor, is_view, part_in, splits_of
+from lightning_amp.dist.splits import MeshAxis, Splits, because
+
+TENSOR = object()
+"""Stands for the next of the tensors in the arguments of a plan."""
+
+
+class Layout(NamedTuple):
+    """What torch would return on whole tensors.
+
+    Attributes:
+        strides: Of the results.
+        view: Whether the first of them is a view of the first tensor.
+    """
+
+    strides: tuple[tuple[int, ...], ...]
+    view: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one call is computed on parts.
+
+    Attributes:
+        name: Of the operator, for which collectives are counted.
+        arguments: The splits that its tensors are brought to, in the order of the arguments.
+        result: The splits of its results.
+        shapes: Of the results' parts.
+        sums: Axes over which the results are added up.
+        call, args: What is called in place of the operator; None where this is called as the caller did.
+        settled: The splits that the results get in the end, if some ranks have nothing of them; else None.
+        view: Whether torch's schema says that it returns a view of the first tensor.
+        layout: Strides of the whole results, and whether the first one is a view; filled in where a plan is run.
+        mutable: Whether the first tensor is written to and returned.
+    """
+
+    name: str
+    arguments: tuple[Splits, ...]
+    result: Splits
+    shapes: tuple[tuple[int, ...], ...]
+    sums: tuple[MeshAxis, ...] = ()
+    call: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    settled: Splits | None = None
+    view: bool = False
+    layout: "Layout | None" = None
+    mutable: bool = False
+
+
+def plan_of_call(
+    func: Any, arguments: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
+) -> Plan:
+    """The plan that brings tensors to some splits, and calls a function for a result of a global shape.
+
+    Args:
+        func: The operator that is planned.
+        arguments: Splits of its tensors.
+        splits, shape: Of the result.
+        call: The function and its arguments, in which TENSOR stands for the next tensor.
+        view: As in a plan.
+    """
+    return Plan(
+        name=name_of(func),
+        arguments=tuple(arguments),
+        result=splits,
+        shapes=(tuple(splits.local_shape(shape)),),
+        call=call[0],
+        args=call[1:],
+        settled=_settled(splits),
+        view=view,
+    )
+
+
+PLANS: dict[Any, tuple[Plan, bool]] = {}
+"""By call: its plan, and whether nothing is sent."""
+
+
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """What a plan depends on, hashable; the call's tensors are added to a list.
+
+    Raises:
+        TypeError: An argument cannot be a key.
+    """
+    key = (func, *[_frozen(arg, tensors) for arg in args])
+    return (key, tuple((name, _frozen(value, tensors)) for name, value in kwargs.items())) if kwargs else key
+
+
+def _frozen(value: Any, tensors: list[Tensor]) -> Any:
+    kind = type(value)
+    if kind is ShardedTensor:
+        tensors.append(value)
+        return value.whole_shape, value.splits, value.strides, value.copied, value.held.dtype
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype
+    if kind is list or kind is tuple:
+        # factors of sizes come as lists
+        return tuple([item if type(item) is float else _frozen(item, tensors) for item in value])
+    if kind is float or kind is complex:
+        # no layout depends on it, and it may differ from step to step
+        return kind
+    if kind is slice:
+        return slice, _frozen((value.start, value.stop, value.step), tensors)
+    # 1 and True are equal
+    return (kind, value) if kind is bool else value
+
+
+def keep(key: Any, plan: Plan, tensors: Sequence[Tensor]) -> None:
+    """Keep a plan for the next call on tensors that are split as these are."""
+    if len(PLANS) > 10_000:
+        # shapes that vary from step to step would fill it without end
+        PLANS.clear()
+    stays = all(splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True))
+    PLANS[key] = plan, stays and not plan.sums and plan.settled is None
+
+
+def run(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """The result of a call by its plan."""
+    with because(plan.name):
+        parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]
+        return run_on(parts, plan, func, args, kwargs, tensors)
+
+
+def run_on(
+    parts: list[Tensor],
+    plan: Plan,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+) -> Any:
+    """The result of a call, given the parts of its tensors."""
+    rest = iter(parts)
+    if plan.call is not None:
+        found = plan.call(*_filled(plan.args, rest))
+    elif kwargs:
+        found = func(*_filled(args, rest), **dict(zip(kwargs, _filled(kwargs.values(), rest), strict=True)))
+    else:
+        found = func(*_filled(args, rest))
+    if plan.mutable:
+        return tensors[0]
+    if isinstance(found, Tensor):
+        return _finished(found, plan, 0, parts, tensors)
+    assert len(found) == len(plan.shapes), f"{len(found)} results of {plan.name!r}"
+    results = [_finished(t, plan, i, parts, tensors) for i, t in enumerate(found)]
+    return type(found)(results)
+
+
+def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
+    """Arguments with parts in place of their tensors."""
+    return [
+        next(parts)
+        if value is TENSOR or isinstance(value, Tensor)
+        else type(value)(_filled(value, parts))
+        if type(value) in (list, tuple)
+        else value
+        for value in values
+    ]
+
+
+def _finished(
+    part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]
+) -> Tensor:
+    # a rule that is wrong must not train
+    assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
+    strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)
+    for axis in plan.sums:
+        part = all_reduce(part, axis)
+    splits = plan.result
+    if (plan.call is not None or plan.view) and not view and is_view(part, parts[0]):
+        # such as all indices of a dim, or rows that are next to each other on this rank alone: torch copies
+        part = part.clone()
+    if plan.settled is None and not view and splits:
+        return ShardedTensor(part, splits, False, strides)
+    if plan.settled is not None:
+        part, splits = resplit(part, splits, plan.settled), plan.settled
+    copied = False
+    if view:
+        moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
+        shares = is_view(part, parts[0])
+        copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)
+    return ShardedTensor(part, splits, copied, strides) if splits or copied else laid_out(part, strides, view)
+
+
+def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tensor:
+    """A new whole tensor in the order in memory that torch gives it; a view is left as it is."""
+    if view or strides is None or whole.stride() == strides or whole.numel() < 2:
+        return whole
+    if all(n == 1 or a == b for n, a, b in zip(whole.shape, whole.stride(), strides, strict=True)):
+        return whole
+    return whole.new_empty_strided(whole.shape, strides).copy_(whole)
+
+
+def _settled(splits: Splits) -> Splits | None:
+    """Splits in place of some that leave ranks without an index, which no operator has to expect; None if none do.
+
+    Where there are enough indices they are split evenly, else every rank has the whole of the dim.
+    """
+    found = splits
+    for split in splits:
+        axis, _, owners = split
+        if not all(owners.period_counts):
+            even = split._replace(owners=Owners.even(owners.n, axis.size))
+            found = found.replaced(axis, even if owners.n >= axis.size else None)
+    return None if found is splits else found

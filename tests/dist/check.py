@@ -1,0 +1,131 @@
+"""Compare a call on sharded tensors with the same call on whole ones: results, and gradients of everything given."""
+
+import random
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.ops import ShardedTensor
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.sharded_tensor import redistribute
+from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits
+from lightning_amp.errors import ShardError
+from tests.dist.table.case import Case, made
+
+
+def owners_of(n: int, size: int, how: str) -> Owners:
+    """Even parts, uneven ones of at least one index, or indices in any order."""
+    if how == "even":
+        return Owners.even(n, size)
+    draw = random.Random(f"{n} {size}")
+    ranks = [*range(size), *draw.choices(range(size), k=n - size)]
+    draw.shuffle(ranks)
+    return Owners.from_vector(sorted(ranks) if how == "uneven" else ranks, size)
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
+
+
+def leaves_of(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest difference of two values; infinite where they have other types or shapes."""
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return 0.0 if a == b else float("inf")
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if a.dtype == torch.bool or not a.numel():
+        return float((a != b).any())
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = torch.where(same, 0, (a - b).abs() / b.abs().nan_to_num(0, 0, 0).max().clamp(min=1))
+    return float(apart.detach().nan_to_num(float("inf")).max())
+
+
+def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> float:
+    """The largest difference of results and gradients; an error of the call on sharded tensors is raised."""
+    torch.manual_seed(len(case.name))
+    inputs = made(case.inputs)
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(7)
+        own = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
+        given = [redistribute(t, s) if sharded else t for t, s in zip(own, splits, strict=True)]
+        results = []
+        # of what is refused, one process may have no result
+        with guarded(axes), nullcontext() if sharded or not case.refused else suppress(Exception):
+            results = [whole(t) for t in leaves_of(case.call(*given))]
+        draw = torch.Generator().manual_seed(3)
+        loss = torch.zeros((), dtype=torch.float64)
+        for t in results:
+            if isinstance(t, Tensor) and t.requires_grad:
+                loss = (
+                    loss + (t * torch.randn(t.shape, generator=draw, dtype=torch.float64)).abs().pow(2).sum()
+                )
+        if loss.requires_grad:
+            loss.backward()
+        gradients = []
+        for t in own:
+            grad = torch.zeros_like(t) if t.grad is None else t.grad
+            if sharded and t.requires_grad:
+                for axis in axes:
+                    dist.all_reduce(grad, group=axis.group)
+                    grad /= axis.size
+            gradients.append(grad)
+        found.append([*results, *gradients])
+    if len(found[0]) != len(found[1]):
+        return float("inf")
+    return max([difference(b, a) for a, b in zip(*found, strict=True)], default=0.0)
+
+
+def named_splits(case: Case, axis: MeshAxis, how: str) -> list[Splits]:
+    """The tensors of a case split along the dims that its row names."""
+    found = []
+    for i, t in enumerate(made(case.inputs)):
+        dim = case.at.get(i)
+        split = None if dim is None else Split(axis, dim, owners_of(t.shape[dim], axis.size, how))
+        found.append(WHOLE if split is None else Splits.of([split]))
+    return found
+
+
+def other_splits(case: Case, axes: Sequence[MeshAxis], how: str) -> list[list[Splits]]:
+    """One tensor split along one dim for every axis, in all ways but that of the row."""
+    found = []
+    inputs = made(case.inputs)
+    for i, t in enumerate(inputs):
+        dims = [d for d in range(t.dim()) if t.shape[d] >= axes[0].size]
+        ways = [(d,) for d in dims if case.at != {i: d}] if len(axes) == 1 else list(permutations(dims, 2))
+        for way in ways:
+            own = [Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in zip(axes, way, strict=True)]
+            found.append([Splits.of(own) if k == i else WHOLE for k in range(len(inputs))])
+    return found
+
+
+def outcome(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis], *, named: bool) -> str:
+    """What is wrong; "" where the case is exact or refused as it should be.
+
+    Args:
+        named: Whether the splits are those of the row, which says what is refused; else a ShardError is right too.
+    """
+    what = f"{case.name!r} with {' | '.join(map(str, splits))}"
+    try:
+        apart = compare(case, splits, axes)
+    except ShardError as error:
+        right = case.refused == "?" or not named or (case.refused and case.refused in str(error))
+        return "" if right else f"{what}: {error}"
+    except Exception:
+        return f"{what}: {traceback.format_exc(limit=-3)}"
+    if named and case.refused not in ("", "?"):
+        return f"{what}: not refused"
+    return "" if apart <= case.tolerance else f"{what}: differs by {apart:.1e}"

@@ -1,0 +1,53 @@
+"""One row of the table of operators: a call, the shapes of what it is given, and which dim of which is split."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Case(NamedTuple):
+    """A call on tensors.
+
+    Attributes:
+        name: Of the row; unique.
+        call: Takes the tensors.
+        inputs: Shapes of float64 tensors, or what makes one.
+        at: Number of an input -> its dim that is split.
+        refused: Words of the ShardError that is the right outcome; "" where results and gradients are to be exact.
+        tolerance: Of differences; larger where a shorter type rounds sums over ranks.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    at: dict[int, int]
+    refused: str = ""
+    tolerance: float = 1e-10
+
+
+def case(
+    name: str,
+    call: Callable[..., Any],
+    *inputs: Any,
+    at: Any = 1,
+    refused: str = "",
+    tolerance: float = 1e-10,
+) -> Case:
+    return Case(name, call, inputs, at if isinstance(at, dict) else {0: at}, refused, tolerance)
+
+
+def ints(high: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(high, shape)
+
+
+def bools(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.rand(shape) > 0.4
+
+
+def made(inputs: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors of a case."""
+    return [one() if callable(one) else torch.randn(one, dtype=torch.float64) for one in inputs]

@@ -1,0 +1,132 @@
+"""Every row of the tables is exact on sharded tensors, results and gradients, or refused by the name that the row says.
+
+On 2 ranks parts are even, and each case is split in one way more; on 3 ranks parts are uneven, or have their indices in
+any order; on 4 ranks, as a grid of 2 x 2, tensors are split over one axis or over both. Every case is run on 2 ranks;
+`make full` runs all of them on 3 and 4, where `make test` runs a few.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lightning_amp.dist.sharded_tensor import redistribute
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
+from tests.dist.chains import wrong_chains
+from tests.dist.check import named_splits, other_splits, outcome, owners_of
+from tests.dist.table.case import made
+from tests.dist.table.copies import COPIES
+from tests.dist.table.layers import LAYERS
+from tests.dist.table.modules import MODULES
+from tests.dist.table.odd import ODD
+from tests.dist.table.places import PLACES
+from tests.dist.table.products import PRODUCTS
+from tests.dist.table.values import VALUES
+from tests.ranks import run_ranks
+
+CASES = [*VALUES, *PLACES, *PRODUCTS, *LAYERS]
+REST = [*ODD, *MODULES, *COPIES]
+IN_ORDER = ("put with a step",)
+"""Cases that are refused where a rank owns several ranges."""
+FEW = {2: 1, 3: 3, 4: 3}
+"""By number of ranks: of how many cases one is run."""
+
+
+def grid_axes(rank: int) -> list[MeshAxis]:
+    """The two axes of a grid of 2 x 2 ranks."""
+    pairs = {"rows": [(0, 2), (1, 3)], "columns": [(0, 1), (2, 3)]}
+    found = []
+    for name, groups in pairs.items():
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        own = next(ranks for ranks in groups if rank in ranks)
+        found.append(MeshAxis(name, 2, own.index(rank), made[own]))
+    return found
+
+
+def ways(i: int, case: Any, size: int, axis: MeshAxis, grid: list[MeshAxis]) -> list[Any]:
+    """The splits of a case on a number of ranks: (splits, axes, whether they are those of the row)."""
+    if any(made(case.inputs)[k].shape[d] < size for k, d in case.at.items()):
+        return []
+    if size == 4:
+        both = other_splits(case, grid, "mixed")
+        if i % 2 and both:
+            return [(both[i % len(both)], grid, False)]
+        return [(named_splits(case, axis, "uneven"), [axis], True)]
+    how = "even" if size == 2 else "mixed" if i % 2 and case.name not in IN_ORDER else "uneven"
+    found = [(named_splits(case, axis, how), [axis], True)]
+    others = other_splits(case, [axis], "mixed") if size == 2 else []
+    return found + ([(others[i % len(others)], [axis], False)] if others else [])
+
+
+def everything(rank: int, size: int, of: int) -> dict[str, Any]:
+    """What is wrong on a number of ranks, by kind; of so many cases one is run."""
+    axis = MeshAxis("sequence", size, rank, dist.group.WORLD)
+    grid = grid_axes(rank) if size == 4 else []
+    found: dict[str, Any] = {}
+    for name, table in (("cases", CASES), ("odd", REST if size < 4 else [])):
+        some = enumerate(table[size % of :: of])
+        outcomes = [outcome(c, s, a, named=n) for i, c in some for s, a, n in ways(i, c, size, axis, grid)]
+        found[name] = [text for text in outcomes if text]
+    n = 120 // of if size > 2 else 30
+    found["chains"], refused = wrong_chains(axis, n)
+    found["refused chains"] = refused / n
+    found["drawn"] = drawn(axis)
+    return found
+
+
+def drawn(axis: MeshAxis) -> list[torch.Tensor]:
+    """Random numbers of the same tensor in several layouts."""
+    found = []
+    for how in ("even", "mixed"):
+        x = torch.ones(6, 9, dtype=torch.float64)
+        x = redistribute(x, Splits.of([Split(axis, 1, owners_of(9, axis.size, how))]))
+        torch.manual_seed(3)
+        found.append(torch.stack([F.dropout(x, 0.3), torch.randn_like(x), torch.rand_like(x)]).full_tensor())
+    return found
+
+
+Reports = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(
+    scope="module", params=[FEW, pytest.param({3: 1, 4: 1}, marks=pytest.mark.exhaustive)], ids=["few", "all"]
+)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return {
+        size: run_ranks(everything, size, tmp_path_factory.mktemp(f"on {size}"), of, timeout=400)
+        for size, of in request.param.items()
+    }
+
+
+def wrong(found: Reports, kind: str) -> list[str]:
+    return [text for reports in found.values() for report in reports for text in report[kind]]
+
+
+@pytest.mark.ranks
+def test_operators_are_exact_or_refused_by_name(found: Reports) -> None:
+    assert len(CASES) > 500
+    assert wrong(found, "cases") == []
+
+
+@pytest.mark.ranks
+def test_odd_expressions_are_exact_or_refused_by_name(found: Reports) -> None:
+    assert len(REST) > 400
+    assert wrong(found, "odd") == []
+
+
+@pytest.mark.ranks
+def test_random_chains_of_views_slices_and_concatenations_are_exact(found: Reports) -> None:
+    assert wrong(found, "chains") == []
+    assert max(reports[0]["refused chains"] for reports in found.values()) <= 0.2
+
+
+@pytest.mark.ranks
+def test_random_numbers_do_not_depend_on_the_ranks(found: Reports) -> None:
+    first, *others = [t for reports in found.values() for report in reports for t in report["drawn"]]
+    assert all(torch.equal(first, other) for other in others)
+    dropped, normal, uniform = first
+    assert 0.15 < (dropped == 0).double().mean() < 0.45
+    assert abs(normal.mean()) < 0.4
+    assert 0 <= uniform.min() < uniform.max() < 1
