@@ -15,12 +15,16 @@ from lightning_amp.errors import DataError as DataError
 from lightning_amp.errors import InstallError as InstallError
 from lightning_amp.errors import ModelError as ModelError
 from lightning_amp.errors import PlanError as PlanError
+from lightning_amp.errors import ShardError as ShardError
 
 if TYPE_CHECKING:
     from lightning_amp.data.loading.datamodule import SingleCellDataModule as SingleCellDataModule
     from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
+    from lightning_amp.dist.ops import ShardedTensor as ShardedTensor
+    from lightning_amp.dist.register_shard import check_shard as check_shard
+    from lightning_amp.dist.register_shard import register_shard as register_shard
     from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
     from lightning_amp.graph.build_table import register_flow as register_flow
     from lightning_amp.lightning.callbacks.collect_predictions import (
@@ -53,6 +57,9 @@ _HOME = {
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Change": "parallel.contract.change",
+    "ShardedTensor": "dist.ops",
+    "check_shard": "dist.register_shard",
+    "register_shard": "dist.register_shard",
     "chunk": "parallel.chunk.chunk_module",
     "ModuleChunks": "parallel.chunk.module_chunks",
     "PipelineCut": "planning.pipeline.cut",
@@ -70,7 +77,7 @@ _HOME = {
 
 __version__ = "0.1.0"
 
-__all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", *_HOME]
+__all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", "ShardError", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -80,7 +80,9 @@ def test_every_spec_belongs_to_one_strategy() -> None:
     owned = [spec for row in STRATEGIES.values() for spec in row.specs]
     assert len(owned) == len(set(owned))
     here = {kind for kind in vars(specs).values() if getattr(kind, "__module__", "") == specs.__name__}
-    assert here - {specs.Spec} == set(owned)
+    # a technique of one folder has its spec there
+    elsewhere = {spec for row in STRATEGIES.values() if row.steps for spec in row.specs}
+    assert here - {specs.Spec} == set(owned) - elsewhere
 
 
 def test_axes_follow_from_the_strategies() -> None:

@@ -64,6 +64,12 @@ from lightning_amp.parallel.s1_data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import with_steps
 
+OF_LIGHTNING = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "timeout", "start_method"),
+)
+"""Options that DDPStrategy has too."""
+
 
 class AMPStrategy(MeshStrategy):
     """Automatic modality-aware parallelization.
@@ -119,7 +125,7 @@ class AMPStrategy(MeshStrategy):
 
         Args:
             accelerator, parallel_devices, cluster_environment, precision_plugin: Set by the Trainer.
-            checkpoint_io: As for DDPStrategy.
+            checkpoint_io, process_group_backend, timeout, start_method: As for DDPStrategy.
             policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping from signals to strategies.
             plan: A plan, or the path of one as JSON, to carry out instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
@@ -140,11 +146,7 @@ class AMPStrategy(MeshStrategy):
             fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
-            sequence_dim: Of `strategies="sequence"`: tensors of the batch and the dims that are split over the model
-                axis, such as `{"ids": 1, "labels": 1}`; `{"batch": 1}` where the batch is a tensor.
-            sequence_sizes: "even", "causal", or the sizes of the ranks' parts.
-            sequence_grid: Ranks along each of two dims, such as "2x2".
-            process_group_backend, timeout, start_method: As for DDPStrategy.
+            sequence_dim, sequence_sizes, sequence_grid: Of `strategies="sequence"`: dims that are split, and how.
 
         Raises:
             PlanError: A value outside what is allowed.
@@ -152,16 +154,7 @@ class AMPStrategy(MeshStrategy):
         given = locals()
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         self.request = Request(**{field.name: given[field.name] for field in fields(Request)})
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(**{name: given[name] for name in OF_LIGHTNING})
         self.policy, self.strategies, self.unfit = policy, strategies, self.request.if_unfit
         self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
@@ -180,14 +173,13 @@ class AMPStrategy(MeshStrategy):
     def _model_ranks(self) -> int:
         if self.plan is not None:
             return self.plan.mesh.model
-        asked = self.request.model_parallel_size
-        return 1 if asked == "auto" else asked
+        return 1 if self.request.model_parallel_size == "auto" else self.request.model_parallel_size
 
     @property
     def balance_cells(self) -> bool:
         """Whether the sampler is to balance contacts over the ranks."""
-        asked, planned = self.request.balance_cells, self.plan is not None and self.plan.balance_cells
-        return planned if asked == "auto" else asked
+        planned = self.plan is not None and self.plan.balance_cells
+        return planned if self.request.balance_cells == "auto" else self.request.balance_cells
 
     # --- life-cycle ---
 
