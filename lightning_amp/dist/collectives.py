@@ -73,12 +73,17 @@ def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[in
     return cast(Tensor, _Linear.apply(x, _swap, _swap_back, (axis, source, target)))
 
 
+def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
+    """Memory for what other ranks send; zeros in a dry run, of which a second pass has to give the same."""
+    return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
+
+
 def ring(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis
 ) -> Callable[[], list[Tensor]]:
     """Begin to send tensors to the next rank; the returned function waits for those of the previous rank."""
     sent = [t.contiguous() for t in tensors]
-    found = [tensor.new_empty(list(shape)) for tensor, shape in zip(sent, shapes, strict=True)]
+    found = [_arriving(tensor, shape, axis) for tensor, shape in zip(sent, shapes, strict=True)]
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
     works = list[Any]()
     if axis.group is not None:
@@ -116,7 +121,7 @@ def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
     """Tensors of one shape of all ranks, along a new first dim, without a gradient."""
     if axis.size == 1:
         return x[None]
-    found = x.new_empty((axis.size, *x.shape))
+    found = _arriving(x, (axis.size, *x.shape), axis)
     record(axis, "all_gather", x.nbytes)
     if axis.group is not None:
         _ALL_GATHER(_sendable(found).view(-1), _sendable(x.contiguous()).view(-1), group=axis.group)
@@ -132,7 +137,7 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
     """
     record(axis, "reduce_scatter", rows.nbytes)
     if axis.group is None:
-        return lambda: torch.empty_like(rows[0])
+        return lambda: torch.zeros_like(rows[0])
     found = torch.empty_like(rows)
     # gloo has no reduce-scatter that sends less than an all-reduce
     work = dist.all_to_all_single(found, rows.contiguous(), group=axis.group, async_op=True)
@@ -241,7 +246,7 @@ def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis) -
     if axis.size == 1:
         return list(pieces)
     rows = torch.cat(list(pieces))
-    found = rows.new_empty((sum(take), *rows.shape[1:]))
+    found = _arriving(rows, (sum(take), *rows.shape[1:]), axis)
     if axis.group is not None:
         sizes = [len(piece) for piece in pieces]
         dist.all_to_all_single(_sendable(found), _sendable(rows), list(take), sizes, group=axis.group)

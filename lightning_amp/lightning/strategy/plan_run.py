@@ -301,9 +301,9 @@ def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
         raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
     if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
-            "chunk was asked for in a run that does not train, and how much of it follows from a budget or the plan of"
-            " a fit; give AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json')"
-            " of a fit, or run the module that lightning_amp.chunk(module, batch, budget=...) returns, without 'chunk'"
+            "chunk was asked for in a run that does not train, and how much follows from a budget or a fit's plan:"
+            " give AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or"
+            " run the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
