@@ -25,6 +25,7 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
+from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
@@ -43,8 +44,6 @@ from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 T = TypeVar("T")
-Steps = Callable[[LightningModule], dict[str, Any]]
-"""Module -> what takes the place of its steps, by name."""
 
 
 class StepOfModule:
@@ -56,8 +55,7 @@ class StepOfModule:
         around: What is known of the run.
         batch_size: Another length of the batch.
         trains: Whether the module itself is to train; one that is only planned may be without values.
-        steps: A technique, ranks of the model axis, and the steps that take the place of the module's while it is
-            counted.
+        steps: Steps that take the place of the module's while it is counted.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class StepOfModule:
         around: Around,
         batch_size: int | None = None,
         trains: bool = False,
-        steps: tuple[str, int, Steps] | None = None,
+        steps: DrySteps | None = None,
     ) -> None:
         self._module, self._take_batch, self._around = module, take_batch, around
         self._trains, self._steps = trains, steps
@@ -91,7 +89,7 @@ class StepOfModule:
         decoder: bool = False,
         values: bool = True,
         limit_bytes: int | None = None,
-        steps: tuple[str, int, Steps] | None = None,
+        steps: DrySteps | None = None,
     ) -> "StepOfModule | None":
         """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
         or none if one was looked for. Without `values` a step that needs them is not counted, and with `limit_bytes` it
@@ -120,11 +118,11 @@ class StepOfModule:
             PlanError: It needs values, and takes more than its limit.
         """
         self.take()
+        if self._steps is not None:
+            return self._seen_stepped(self._steps, rates)
         step = self._count_step(None, rates)
         self._profiles[_places(())], chain = step.profile, step.chain
         tables = partial(block_tables, self._module, self._calls[None], shared=shared_statistics)
-        if self._steps is not None:
-            return self._seen_stepped(step, rates, *self._steps[:2])
         return Seen(
             profile=step.profile,
             chain=chain,
@@ -142,18 +140,23 @@ class StepOfModule:
             notes=tuple(self._notes(step)),
         )
 
-    def _seen_stepped(self, step: CountedStep, rates: Rates, name: str, ranks: int) -> Seen:
+    def _seen_stepped(self, steps: DrySteps, rates: Rates) -> Seen:
         """Of rank 0 with the steps of a technique, and what that goes together with."""
-        others = {other for other in TECHNIQUES if other not in STRATEGIES[name].together}
+        steps.choose(self._batch, lambda: self._count_step(None, rates).profile.peak_bytes)
+        steps.sent.clear()
+        step = self._count_step(None, rates)
+        self._profiles[_places(())] = step.profile
+        others = {other for other in TECHNIQUES if other not in STRATEGIES[steps.name].together}
         return Seen(
             profile=step.profile,
             chain=step.chain,
             units=units_of(self._module),
             rates=rates,
-            no_stages=f"it was not tried together with {name}",
-            refused=dict.fromkeys(others, f"it was not tried together with {name}"),
-            over_model=ranks,
-            notes=(*self._notes(step), f"the step was counted on rank 0 of the model axis, with {name}"),
+            no_stages=f"it was not tried together with {steps.name}",
+            refused=dict.fromkeys(others, f"it was not tried together with {steps.name}"),
+            over_model=steps.ranks,
+            # two steps are run
+            notes=(*self._notes(step), steps.note(2 * self._around.batches)),
         )
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
@@ -274,7 +277,7 @@ class StepOfModule:
 
     def _counted(self, count: Callable[..., T], rows: int | None = None) -> T:
         size = self._batch_size if rows is None else rows
-        steps = {} if self._steps is None else self._steps[2](self._module)
+        steps = {} if self._steps is None else self._steps.of(self._module)
         vars(self._module).update(steps)
         try:
             return count(self._module, self._batch, batch_size=size, around=self._around)

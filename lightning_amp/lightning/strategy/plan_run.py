@@ -24,7 +24,7 @@ from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.stepped import dry_steps, with_options
+from lightning_amp.lightning.strategy.stepped import dry_steps, with_spec
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,
@@ -78,7 +78,8 @@ class Facts:
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
         bounded = request.device_memory is not None and request.if_unfit == "refuse"
         limit = self.budget if bounded else None
-        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=dry_steps(request, here))
+        self.steps = dry_steps(request, here, trained)
+        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = {
             name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
@@ -250,7 +251,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
             node_devices=here.node_ranks,
         )
         made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
-        made = with_options(with_sharding(made, request.sharding, launches=rates.launches), request)
+        made = with_spec(with_sharding(made, request.sharding, launches=rates.launches), facts.steps)
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
 

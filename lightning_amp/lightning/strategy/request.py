@@ -32,7 +32,6 @@ OPTIONS_OF = {
     "schedule": "pipeline",
     "fsdp_ranks": "fsdp",
     "fsdp_offload": "fsdp",
-    "sequence_dim": "sequence",
     "sequence_grid": "sequence",
 }
 """Options that say how one strategy is done, which has to be asked for by name."""
@@ -68,7 +67,7 @@ class Request:
     fsdp_ranks: int | None = None
     fsdp_offload: bool = False
     device_speeds: Literal["measure"] | None = None
-    sequence_dim: Mapping[str, int | Sequence[int]] | None = None
+    sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto"
     sequence_sizes: str | Sequence[int] = "even"
     sequence_grid: str = ""
 

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.first_look.step_of_module import Steps
+from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
@@ -20,54 +18,41 @@ from lightning_amp.planning.plan.specs import ShareBatchStatistics
 from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, targets_of, with_steps
 
 
-def with_options(plan: Plan, request: Request) -> Plan:
-    """The plan with the options that a person has given, in the specs of techniques that read them.
+def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:
+    """The plan with what a request, a plan or the first batch says of how the technique is done.
+
+    Raises:
+        PlanError: Nobody has said it.
+    """
+    if steps is None:
+        return plan
+    if not steps.chosen:
+        raise PlanError(
+            f"{steps.name} was asked for in a run whose step cannot be counted, so that its dims are not found; name"
+            " them, as in AMPStrategy(sequence_dim={'ids': 1})"
+        )
+    rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
+    return replace(plan, rules=tuple(rules))
+
+
+def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DrySteps | None:
+    """The technique that a request names, or that the plan of a fit before had, for rank 0 of its model axis.
 
     Raises:
         PlanError: A value outside what is allowed.
     """
-
-    def asked(rule: Rule) -> Rule:
-        read = STRATEGIES[rule.strategy].asked
-        return rule if read is None else replace(rule, spec=read(rule.spec, request))
-
-    return replace(plan, rules=tuple(map(asked, plan.rules)))
-
-
-def dry_steps(request: Request, here: ThisRank) -> tuple[str, int, Steps] | None:
-    """The technique that a request names, ranks of the model axis, and its steps for rank 0, which send nothing.
-
-    Raises:
-        PlanError: A value outside what is allowed.
-    """
+    plan = trained
     if request.plan is not None:
         plan = request.plan if isinstance(request.plan, Plan) else Plan.read(request.plan)
-        if not (name := with_steps(plan.strategies)):
-            return None
-        spec, ranks = _rule_of(name, plan.rules).spec, plan.mesh.model
-    else:
-        name = with_steps(parse_strategies(request.strategies or "S1"))
-        row = STRATEGIES.get(name)
-        if row is None or row.asked is None:
-            return None
-        size = request.model_parallel_size
-        ranks = here.node_ranks if size == "auto" else int(size)
-        ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
-        spec = row.asked(spec, request)
-    axis = MeshAxis("model", ranks, 0, None, sent=[])
-    return name, ranks, partial(steps_of, name=name, spec=spec, mesh=axis)
-
-
-def steps_of(module: pl.LightningModule, *, name: str, spec: Any, mesh: Any) -> dict[str, Any]:
-    """What takes the place of a module's steps.
-
-    Args:
-        name: The technique.
-        spec: Of its rule.
-        mesh: The ranks of the model axis.
-    """
-    found: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
-    return found
+    if plan is not None and (name := with_steps(plan.strategies)):
+        return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model)
+    name = with_steps(parse_strategies(request.strategies or "S1"))
+    if not name or (asked := STRATEGIES[name].asked) is None:
+        return None
+    size = request.model_parallel_size
+    ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
+    spec, chosen = asked(spec, request)
+    return DrySteps(name, spec, here.node_ranks if size == "auto" else int(size), chosen=chosen)
 
 
 def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
@@ -95,7 +80,8 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
             f"{name} was asked for with a data axis of {plan.mesh.data} ranks and a module with BatchNorm, whose"
             " statistics are not exchanged over both axes yet; set share_batch_statistics=False"
         )
-    changed = steps_of(module, name=name, spec=_rule_of(name, plan.rules).spec, mesh=mesh["model"])
+    spec = _rule_of(name, plan.rules).spec
+    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh["model"])
     vars(module).update(changed)
 
     def undo() -> None:

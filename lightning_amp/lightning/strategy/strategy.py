@@ -114,7 +114,7 @@ class AMPStrategy(MeshStrategy):
         fsdp_ranks: int | None = None,
         fsdp_offload: bool = False,
         device_speeds: Literal["measure"] | None = None,
-        sequence_dim: Mapping[str, int | Sequence[int]] | None = None,
+        sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto",
         sequence_sizes: str | Sequence[int] = "even",
         sequence_grid: str = "",
         process_group_backend: str | None = None,

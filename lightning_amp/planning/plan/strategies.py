@@ -41,7 +41,7 @@ class StrategyInfo:
             name: a technique that lies in one folder, and that the Lightning strategy carries out. Gradients of its
             steps are averaged over the model axis too. "" for all others.
         together: Of such a technique: the strategies that it goes together with.
-        asked: Of such a technique: its spec with the options that a person has given.
+        asked: Of such a technique: its spec with the options that a person has given, and whether they say all of it.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
             memory model is to see instead; None leaves its savings out.
     """
@@ -57,7 +57,7 @@ class StrategyInfo:
     install: Callable[..., Any] | None = None
     steps: str = ""
     together: tuple[str, ...] = ()
-    asked: "Callable[[Any, Any], Spec] | None" = None
+    asked: "Callable[[Any, Any], tuple[Spec, bool]] | None" = None
     shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
 
     @property

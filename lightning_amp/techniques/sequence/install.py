@@ -1,5 +1,6 @@
 """Install `sequence`: the steps of a LightningModule run on batches that are split over the model axis."""
 
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -10,8 +11,17 @@ import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel
-from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
+from lightning_amp.techniques.sequence.split_batch import (
+    HowToSplit,
+    read_dims,
+    read_grid,
+    tensors,
+    written_dims,
+)
 from lightning_amp.techniques.sequence.step import STEPS, step_of
+
+MOST_TRIED = 6
+"""Ways to split a batch that are counted, a second or so for each."""
 
 
 def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
@@ -60,3 +70,23 @@ def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
         return (axis_of(mesh),)
     both = mesh._unflatten(0, sizes, ("rows", "columns"))
     return tuple(axis_of(both[name]) for name in ("rows", "columns"))
+
+
+def options(batch: Any, spec: SequenceParallel, ranks: int) -> list[SequenceParallel]:
+    """Specs that split a batch over so many ranks: all tensors with a dim of one length, longest first.
+
+    The first dim of a tensor is that of the samples, unless no other one is long enough.
+    """
+    found: dict[str, int] = {}
+    shapes = [(path, tuple(tensor.shape)) for path, tensor in tensors(batch)]
+    for first in (1, 0):
+        lengths = {n for _, shape in shapes for n in shape[first:] if n >= ranks}
+        for n in sorted(lengths, reverse=True):
+            places = {path: [d for d in range(first, len(shape)) if shape[d] == n] for path, shape in shapes}
+            # of a square image one dim or the other
+            for k in range(max(map(len, places.values()))):
+                dims = ((path, own[min(k, len(own) - 1)]) for path, own in places.items() if own)
+                found.setdefault(written_dims({path: (dim,) for path, dim in dims}), n)
+        if found:
+            break
+    return [replace(spec, dims=dims) for dims in [*found][:MOST_TRIED]]

@@ -23,20 +23,13 @@ class SequenceParallel:
     grid: str = ""
 
 
-def asked(spec: SequenceParallel, request: Any) -> SequenceParallel:
-    """The spec with `sequence_dim`, `sequence_sizes` and `sequence_grid` of a request.
+def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]:
+    """The spec with `sequence_dim`, `sequence_sizes` and `sequence_grid` of a request, and whether it has dims.
 
     Raises:
-        PlanError: There is no `sequence_dim`, or a value outside what is allowed.
+        PlanError: A value outside what is allowed.
     """
     dims, sizes, grid = request.sequence_dim, request.sequence_sizes, request.sequence_grid
-    if not (isinstance(dims, Mapping) and dims and all(map(_is_dims, dims.values()))):
-        raise PlanError(
-            f"sequence_dim={dims!r} was given; sequence requires a dictionary from tensors of the batch to the dims"
-            " that are split, such as {'ids': 1, 'labels': 1}, {'0.image': [2, 3]} for two dims, or {'batch': 1} where"
-            " the batch is a tensor"
-        )
-    written = ",".join(f"{path}:{'/'.join(map(str, _each(own)))}" for path, own in dims.items())
     if isinstance(sizes, Sequence) and not isinstance(sizes, str):
         sizes = ",".join(map(str, sizes))
     if sizes not in ("even", "causal") and not all(part.strip().isdecimal() for part in sizes.split(",")):
@@ -44,13 +37,22 @@ def asked(spec: SequenceParallel, request: Any) -> SequenceParallel:
             f"sequence_sizes={request.sequence_sizes!r} was given; allowed are 'even', 'causal', and the sizes of the"
             " ranks' parts, such as [5, 7]"
         )
+    if dims == "auto" and not grid:
+        return replace(spec, sizes=sizes), False
+    if not (isinstance(dims, Mapping) and dims and all(map(_is_dims, dims.values()))):
+        raise PlanError(
+            f"sequence_dim={dims!r} was given; allowed are 'auto', without a sequence_grid, and a dictionary from"
+            " tensors of the batch to the dims that are split, such as {'ids': 1, 'labels': 1}, {'0.image': [2, 3]} for two"
+            " dims, or {'batch': 1} where the batch is a tensor"
+        )
+    written = ",".join(f"{path}:{'/'.join(map(str, _each(own)))}" for path, own in dims.items())
     two = any(len(_each(own)) == 2 for own in dims.values())
     if two != bool(grid):
         raise PlanError(
             f"sequence_grid={grid!r} was given with sequence_dim={dims!r}; a tensor with two dims requires a grid of"
             " the model axis, such as '2x2', and one dim requires none"
         )
-    return replace(spec, dims=written, sizes=sizes, grid=grid)
+    return replace(spec, dims=written, sizes=sizes, grid=grid), True
 
 
 def _each(dims: Any) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""Run a technique's steps as rank 0 of a model axis that has no other ranks, to count what that rank holds and sends."""
+
+from collections import Counter
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_amp.dist.splits import MeshAxis, Sent
+from lightning_amp.errors import AmpError, ShardError
+from lightning_amp.planning.plan.specs import Spec
+from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.quantities import format_bytes
+
+MOST_SHOWN = 2
+"""Operators that send most, by name."""
+
+
+class DrySteps:
+    """A technique whose steps take the place of a module's while it is counted.
+
+    Attributes:
+        name: Of the technique.
+        spec: Of its rule.
+        ranks: Of the model axis.
+        chosen: Whether the spec says how it is done; else `choose` finds it.
+        sent: Collectives that rank 0 would have issued since the last `clear`.
+
+    Args:
+        name, spec, ranks, chosen: As above.
+    """
+
+    def __init__(self, name: str, spec: Spec, ranks: int, *, chosen: bool = True) -> None:
+        self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
+        self.sent: list[Sent] = []
+
+    def of(self, module: LightningModule) -> dict[str, Any]:
+        """What takes the place of a module's steps, by name."""
+        axis = MeshAxis("model", self.ranks, 0, None, sent=self.sent)
+        found: dict[str, Any] = import_module(STRATEGIES[self.name].steps).install(module, self.spec, axis)
+        return found
+
+    def choose(self, batch: Any, peak_of: Callable[[], int]) -> None:
+        """Take the spec of the least peak, of those that the technique has for a batch.
+
+        Args:
+            batch: The first one.
+            peak_of: Counts the step with the spec of the moment.
+
+        Raises:
+            ShardError: The step can be run with none of them.
+        """
+        if self.chosen:
+            return
+        options = import_module(STRATEGIES[self.name].steps).options(batch, self.spec, self.ranks)
+        peaks, refused = list[tuple[int, Spec]](), list[str]()
+        for spec in options:
+            self.spec = spec
+            try:
+                peaks.append((peak_of(), spec))
+            except AmpError as error:
+                refused.append(f"{spec}: {error.__cause__ or error}")
+        if not peaks:
+            raise ShardError(
+                f"{self.name} has no dims of the batch along which this step can be split over {self.ranks} ranks:"
+                f" {'; '.join(refused) or 'no tensor of the batch has a dim of as many indices'}"
+            )
+        self.spec, self.chosen = min(peaks, key=lambda pair: pair[0])[1], True
+
+    def note(self, n_batches: int) -> str:
+        """What rank 0 sends in one batch, of so many that were run."""
+        if not self.sent:
+            return f"{self.name} sends nothing over the model axis but gradients"
+        kinds = Counter(one.kind for one in self.sent)
+        told = ", ".join(f"{-(-n // n_batches)} {kind}" for kind, n in kinds.most_common())
+        by_operator = Counter[str]()
+        for one in self.sent:
+            by_operator[one.why] += one.n_bytes
+        most = ", ".join(
+            f"{format_bytes(n // n_batches)} for {why}"
+            for why, n in by_operator.most_common(MOST_SHOWN)
+            if why
+        )
+        whole = format_bytes(sum(one.n_bytes for one in self.sent) // n_batches)
+        return f"over the model axis a rank sends {whole} a batch beside gradients ({told}); most: {most}"
