@@ -76,6 +76,25 @@ COPIES = [
     if of != "expanded" or (what == "write to" and name not in ("to", "type_as", "reshape to the same"))
 ]
 COPIES += [
+    # a copy on several ranks, a view in torch
+    case(
+        f"read {name} after a write",
+        lambda x, base=base: _read(lambda y: y, base, x),
+        X,
+        refused="read after a write",
+    )
+    for name, base in {
+        "a row": lambda y: y[:, 1],
+        "a row that is selected": lambda y: y.select(1, 0),
+        "a row of a sample": lambda y: y[0].select(0, 1),
+        "an unbound row": lambda y: y.unbind(1)[2],
+        "features of a row": lambda y: y[:, 1][:, 2:].t(),
+        "the first rows": lambda y: y[:, :1],
+        "a diagonal": lambda y: y.diagonal(0, 0, 1),
+        "rows in groups": lambda y: y.view(2, 3, 3, 6)[:, 0],
+    }.items()
+]
+COPIES += [
     case(f"strides of {of}", lambda x, base=base: list(base(x).stride()), shape, at=dim)
     for of, (base, shape, dim) in BASES.items()
 ]
