@@ -26,6 +26,7 @@ from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
     ShardedTensor,
     copy_of,
+    dense_like,
     held_by,
     is_view,
     local_of,
@@ -105,6 +106,9 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
                 return found
             if not view_of(func) and not name.startswith("unsafe_"):
                 found = mapped(found, lambda t: _unshared(t, tensors))
+            # the order in memory of what attention returns is up to its kernel
+            if name == "scaled_dot_product_attention":
+                return mapped(found, lambda t: wrap(local_of(t), splits_of(t), strides=dense_like(t)))
             layout = layout_of(func, args, kwargs)
             strides = iter(layout.strides if layout else ())
             return mapped(

@@ -260,6 +260,14 @@ def meta_of(x: Tensor) -> Tensor:
     return torch.empty_strided(shape_of(x), strides_of(x), dtype=held_by(x).dtype, device="meta")
 
 
+def dense_like(x: Tensor) -> tuple[int, ...]:
+    """Strides of the whole without gaps, with its dims in the order in memory of the part."""
+    shape, own = shape_of(x), held_by(x).stride()
+    order = sorted(range(len(shape)), key=lambda d: -own[d])
+    found = dict(zip(order, _contiguous([shape[d] for d in order]), strict=True))
+    return tuple(found[d] for d in range(len(shape)))
+
+
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     found, step = list[int](), 1
     for n in reversed(shape):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.table.case import case
@@ -39,6 +40,7 @@ BASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], int]] = {
     "transposed and averaged": (lambda y: y.detach().permute(2, 1, 0).mean(1), X, 1),
     "one row": (lambda y: y[:, None, :4], ROWS, 0),
     "heads": (lambda y: y.view(2, 9, 3, 2).transpose(1, 2), X, 1),
+    "attention": (lambda y: F.scaled_dot_product_attention(*[y.detach()[None]] * 3).transpose(1, 2), X, 1),
     "expanded": (lambda y: y[:, None].expand(3, 2, 6), ROWS, 0),
     "cloned": (lambda y: y.mT.clone(), ROWS, 0),
     "like another": (lambda y: torch.zeros_like(y.mT), ROWS, 0),
