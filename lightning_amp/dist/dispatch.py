@@ -25,6 +25,8 @@ from lightning_amp.dist.registry import (
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
     ShardedTensor,
+    copy_of,
+    dense_like,
     held_by,
     is_view,
     local_of,
@@ -77,10 +79,12 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             found = func(*mapped(args, local_of), **mapped(kwargs, local_of))
             found = args[0] if func._schema.is_mutable else found
-            copied = [held_by(t) for t in call.tensors if getattr(t, "copied", False)]
-            if copied and not func._schema.is_mutable:
-                lost = lambda t: view_of(func) or any(is_view(t, c) for c in copied)  # noqa: E731
-                found = mapped(found, lambda t: wrap(t, WHOLE, copied=True) if lost(t) else t)
+            copy = next((t for t in call.tensors if getattr(t, "copied", False)), None)
+            if copy is not None and not func._schema.is_mutable:
+                lost = lambda t: view_of(func) or is_view(t, held_by(copy))  # noqa: E731
+                found = mapped(
+                    found, lambda t: copy_of(copy, wrap(t, WHOLE, copied=True)) if lost(t) else t
+                )
         return mapped(found, _wrapped)
 
 
@@ -102,6 +106,9 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
                 return found
             if not view_of(func) and not name.startswith("unsafe_"):
                 found = mapped(found, lambda t: _unshared(t, tensors))
+            # the order in memory of what attention returns is up to its kernel
+            if name == "scaled_dot_product_attention":
+                return mapped(found, lambda t: wrap(local_of(t), splits_of(t), strides=dense_like(t)))
             layout = layout_of(func, args, kwargs)
             strides = iter(layout.strides if layout else ())
             return mapped(
@@ -127,7 +134,7 @@ def _with_strides(
         return x
     if type(x) is not ShardedTensor:
         return laid_out(x, strides, view)
-    return ShardedTensor(x.local, x.splits, x.copied, strides)
+    return copy_of(tensors[0], wrap(x.held, x.splits, x.copied, strides))
 
 
 def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

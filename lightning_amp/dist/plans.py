@@ -10,7 +10,7 @@ from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
 from lightning_amp.dist.registry import name_of
-from lightning_amp.dist.sharded_tensor import ShardedTensor, is_view, part_in, splits_of
+from lightning_amp.dist.sharded_tensor import ShardedTensor, copy_of, is_view, part_in, splits_of
 from lightning_amp.dist.splits import MeshAxis, Splits, because
 
 TENSOR = object()
@@ -191,7 +191,10 @@ def _finished(
         moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
         shares = is_view(part, parts[0])
         copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)
-    return ShardedTensor(part, splits, copied, strides) if splits or copied else laid_out(part, strides, view)
+    if not splits and not copied:
+        return laid_out(part, strides, view)
+    found = ShardedTensor(part, splits, copied, strides)
+    return copy_of(tensors[0], found) if copied else found
 
 
 def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.below_autograd import STATE
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
-from lightning_amp.dist.registry import FUNCTIONS, shard_error
+from lightning_amp.dist.registry import FUNCTIONS, describe, shard_error
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits, axis_of
 from lightning_amp.errors import ShardError
 
@@ -38,6 +38,7 @@ class ShardedTensor(Tensor):
         whole_shape: Its global shape.
         strides: Those that the whole would have in torch, which decide whether an operator copies or returns a view.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
+        source: Of such a copy the memory that it is a copy of, and how often that had been written to before.
     """
 
     held: Tensor
@@ -45,6 +46,7 @@ class ShardedTensor(Tensor):
     whole_shape: torch.Size
     strides: tuple[int, ...]
     copied: bool
+    source: tuple[Tensor, int] | None
     _make: Callable[[], Tensor] | None
 
     @staticmethod
@@ -61,8 +63,7 @@ class ShardedTensor(Tensor):
             strides = _contiguous(shape) if splits else local.stride()
         made = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=local.dtype, device=local.device)
         made.held, made.splits, made.whole_shape, made.strides = local, splits, shape, strides
-        made.copied = copied
-        made._make = None
+        made.copied, made.source, made._make = copied, None, None
         return made
 
     @staticmethod
@@ -83,12 +84,21 @@ class ShardedTensor(Tensor):
             torch.Size(shape),
             _contiguous(shape),
         )
-        made.copied, made._make = True, make
+        made.copied, made.source, made._make = True, None, make
         return made
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, with its gradient graph."""
+        """This rank's part, with its gradient graph.
+
+        Raises:
+            ShardError: The tensor is a copy, and what it is a view of in torch has been written to since.
+        """
+        if self.source is not None and self.source[0]._version != self.source[1]:
+            raise ShardError(
+                f"a tensor of shape {describe(self)} is read after a write to the tensor that it is a view of in torch;"
+                " it is a copy, which does not change. Take it after the write, or clone() it before"
+            )
         return self.held if self._make is None else self._make()
 
     @staticmethod
@@ -234,9 +244,32 @@ def strides_of(x: Tensor) -> tuple[int, ...]:
     return x.strides if type(x) is ShardedTensor else x.stride()
 
 
+def copy_of(x: Tensor, copy: Tensor) -> Tensor:
+    """A copy of a tensor that is a view of it in torch, or a view of such a copy; it is not read after a write."""
+    if type(copy) is ShardedTensor and copy.copied:
+        held = held_by(x)
+        copy.source = (
+            x.source
+            if type(x) is ShardedTensor and x.copied
+            # memory of inference mode counts no writes
+            else None
+            if held.is_inference()
+            else (held, held._version)
+        )
+    return copy
+
+
 def meta_of(x: Tensor) -> Tensor:
     """The whole without values, with its strides."""
     return torch.empty_strided(shape_of(x), strides_of(x), dtype=held_by(x).dtype, device="meta")
+
+
+def dense_like(x: Tensor) -> tuple[int, ...]:
+    """Strides of the whole without gaps, with its dims in the order in memory of the part."""
+    shape, own = shape_of(x), held_by(x).stride()
+    order = sorted(range(len(shape)), key=lambda d: -own[d])
+    found = dict(zip(order, _contiguous([shape[d] for d in order]), strict=True))
+    return tuple(found[d] for d in range(len(shape)))
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

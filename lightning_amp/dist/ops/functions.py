@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
-from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, meta_of, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import ShardedTensor, copy_of, local_of, meta_of, shape_of, splits_of, wrap
 
 METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),
@@ -100,7 +100,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 @function(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(x: ShardedTensor) -> Tensor:
-    return wrap(x.local.data, x.splits, x.copied, x.strides)
+    return copy_of(x, wrap(x.local.data, x.splits, x.copied, x.strides))
 
 
 @function(Tensor.contiguous)

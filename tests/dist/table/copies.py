@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.table.case import case
@@ -39,6 +40,7 @@ BASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], int]] = {
     "transposed and averaged": (lambda y: y.detach().permute(2, 1, 0).mean(1), X, 1),
     "one row": (lambda y: y[:, None, :4], ROWS, 0),
     "heads": (lambda y: y.view(2, 9, 3, 2).transpose(1, 2), X, 1),
+    "attention": (lambda y: F.scaled_dot_product_attention(*[y.detach()[None]] * 3).transpose(1, 2), X, 1),
     "expanded": (lambda y: y[:, None].expand(3, 2, 6), ROWS, 0),
     "cloned": (lambda y: y.mT.clone(), ROWS, 0),
     "like another": (lambda y: torch.zeros_like(y.mT), ROWS, 0),
@@ -74,6 +76,25 @@ COPIES = [
     for of, (base, shape, dim) in BASES.items()
     # values that lie in one place cannot be written to
     if of != "expanded" or (what == "write to" and name not in ("to", "type_as", "reshape to the same"))
+]
+COPIES += [
+    # a copy on several ranks, a view in torch
+    case(
+        f"read {name} after a write",
+        lambda x, base=base: _read(lambda y: y, base, x),
+        X,
+        refused="read after a write",
+    )
+    for name, base in {
+        "a row": lambda y: y[:, 1],
+        "a row that is selected": lambda y: y.select(1, 0),
+        "a row of a sample": lambda y: y[0].select(0, 1),
+        "an unbound row": lambda y: y.unbind(1)[2],
+        "features of a row": lambda y: y[:, 1][:, 2:].t(),
+        "the first rows": lambda y: y[:, :1],
+        "a diagonal": lambda y: y.diagonal(0, 0, 1),
+        "rows in groups": lambda y: y.view(2, 3, 3, 6)[:, 0],
+    }.items()
 ]
 COPIES += [
     case(f"strides of {of}", lambda x, base=base: list(base(x).stride()), shape, at=dim)
