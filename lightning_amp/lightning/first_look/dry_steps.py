@@ -1,4 +1,4 @@
-"""Run a technique's steps as rank 0 of a model axis that has no other ranks, to count what that rank holds and sends."""
+"""Run a technique's steps as rank 0 of a model axis without other ranks, to count what that rank holds and sends."""
 
 from collections import Counter
 from collections.abc import Callable

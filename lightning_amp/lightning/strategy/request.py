@@ -32,6 +32,8 @@ OPTIONS_OF = {
     "schedule": "pipeline",
     "fsdp_ranks": "fsdp",
     "fsdp_offload": "fsdp",
+    "sequence_dim": "sequence",
+    "sequence_sizes": "sequence",
     "sequence_grid": "sequence",
 }
 """Options that say how one strategy is done, which has to be asked for by name."""
@@ -145,8 +147,7 @@ class Request:
     def _check_plan(self) -> None:
         chosen = () if self.strategies is None else parse_strategies(self.strategies)
         for name, of in OPTIONS_OF.items():
-            # the defaults are None and False
-            if getattr(self, name) and of not in chosen:
+            if getattr(self, name) != getattr(Request, name) and of not in chosen:
                 raise PlanError(
                     f"{name}={getattr(self, name)!r} was asked for, which is of {of}; ask for strategies={of!r} too, or"
                     " leave it out"

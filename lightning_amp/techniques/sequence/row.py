@@ -42,8 +42,8 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
     if not (isinstance(dims, Mapping) and dims and all(map(_is_dims, dims.values()))):
         raise PlanError(
             f"sequence_dim={dims!r} was given; allowed are 'auto', without a sequence_grid, and a dictionary from"
-            " tensors of the batch to the dims that are split, such as {'ids': 1, 'labels': 1}, {'0.image': [2, 3]} for two"
-            " dims, or {'batch': 1} where the batch is a tensor"
+            " tensors of the batch to the dims that are split, such as {'ids': 1, 'labels': 1}, {'0.image': [2, 3]} for"
+            " two dims, or {'batch': 1} where the batch is a tensor"
         )
     written = ",".join(f"{path}:{'/'.join(map(str, _each(own)))}" for path, own in dims.items())
     two = any(len(_each(own)) == 2 for own in dims.values())

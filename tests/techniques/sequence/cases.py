@@ -149,6 +149,7 @@ CASES = {
         Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute"}
     ),
     "padded": Case(Padded, _genes, {"sequence_dim": {"0": 1, "1": 1}}),
+    "padded, auto": Case(Padded, _genes, {"sequence_dim": "auto"}),
     "picture": Case(
         Picture,
         lambda: torch.randn(2, 2, 12, 8).double(),

@@ -148,7 +148,7 @@ class PerPosition(Noisy):
 
 
 REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], str]] = {
-    "no dims": (lambda: CASES["noise"], {"sequence_dim": None}, PlanError, "sequence requires a dictionary"),
+    "no dims": (lambda: CASES["noise"], {"sequence_dim": None}, PlanError, "allowed are 'auto'"),
     "no tensor": (
         lambda: CASES["noise"],
         {"sequence_dim": {"x": 1}},
