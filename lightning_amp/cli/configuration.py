@@ -33,6 +33,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
     """
     # late: torch takes seconds to load
+    from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.parallel.contract.protocol import find_decoders
     from lightning_amp.parallel.describe_module import describe
@@ -40,6 +41,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     from lightning_amp.planning.modules.plan_step import Counted, plan_step
     from lightning_amp.planning.modules.questions import answers
     from lightning_amp.planning.plan.specs import FullyShard
+    from lightning_amp.planning.plan.strategies import parse_strategies
     from lightning_amp.planning.policies.build_rules import without_shared_statistics
     from lightning_amp.verification.read_configuration import read_step
 
@@ -60,8 +62,13 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     _, named = told_apart(request["strategies"], policy=request["policy"])
     rates, memory = rates_asked(told), request["device_memory"]
 
+    size = request["model_parallel_size"]
+    given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
+    ranks = request["devices"] if size == "auto" else size
+    steps = DrySteps.asked(parse_strategies(request["strategies"] or "S1"), given, ranks)
+
     def step_at(batch_size: int | None) -> StepOfModule:
-        return StepOfModule(module, lambda: batch, around=around, batch_size=batch_size)
+        return StepOfModule(module, lambda: batch, around=around, batch_size=batch_size, steps=steps)
 
     step = step_at(arguments.batch_size)
     fsdp = None
@@ -81,10 +88,11 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         schedule=options.get("schedule"),
         count=step.count,
     )
+    made = with_spec(made, steps)
     if not share:
         made = without_shared_statistics(made)
     code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""
-    if memory is None:
+    if memory is None or steps is not None:
         return made, code
     found = answers(
         lambda n: look(step_at(n)),

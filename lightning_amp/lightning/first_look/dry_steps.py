@@ -1,16 +1,18 @@
 """Run a technique's steps as rank 0 of a model axis without other ranks, to count what that rank holds and sends."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from lightning_amp.dist.splits import MeshAxis, Sent
-from lightning_amp.errors import AmpError, ShardError
+from lightning_amp.errors import AmpError, PlanError, ShardError
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import Spec
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of, with_steps
 from lightning_amp.quantities import format_bytes
 
 MOST_SHOWN = 2
@@ -34,6 +36,20 @@ class DrySteps:
     def __init__(self, name: str, spec: Spec, ranks: int, *, chosen: bool = True) -> None:
         self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
         self.sent: list[Sent] = []
+
+    @classmethod
+    def asked(cls, strategies: Iterable[str], options: Any, ranks: int) -> "DrySteps | None":
+        """Of the strategy that has steps, with the options that a person has given; None where there is none.
+
+        Raises:
+            PlanError: An option outside what is allowed.
+        """
+        name = with_steps(strategies)
+        if not name or (asked := STRATEGIES[name].asked) is None:
+            return None
+        ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
+        spec, chosen = asked(spec, options)
+        return cls(name, spec, ranks, chosen=chosen)
 
     def of(self, module: LightningModule) -> dict[str, Any]:
         """What takes the place of a module's steps, by name."""
@@ -84,3 +100,20 @@ class DrySteps:
         )
         whole = format_bytes(sum(one.n_bytes for one in self.sent) // n_batches)
         return f"over the model axis a rank sends {whole} a batch beside gradients ({told}); most: {most}"
+
+
+def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:
+    """The plan with what a request, a plan or the first batch says of how the technique is done.
+
+    Raises:
+        PlanError: Nobody has said it.
+    """
+    if steps is None:
+        return plan
+    if not steps.chosen:
+        raise PlanError(
+            f"{steps.name} was asked for in a run whose step cannot be counted, so that its dims are not found; name"
+            " them, as in AMPStrategy(sequence_dim={'ids': 1})"
+        )
+    rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
+    return replace(plan, rules=tuple(rules))

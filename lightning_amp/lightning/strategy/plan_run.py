@@ -13,6 +13,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
 from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.first_look.dry_steps import with_spec
 from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks_outside
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
@@ -24,7 +25,7 @@ from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.stepped import dry_steps, with_spec
+from lightning_amp.lightning.strategy.stepped import dry_steps
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,

@@ -1,7 +1,6 @@
 """Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,24 +14,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ShareBatchStatistics
-from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, targets_of, with_steps
-
-
-def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:
-    """The plan with what a request, a plan or the first batch says of how the technique is done.
-
-    Raises:
-        PlanError: Nobody has said it.
-    """
-    if steps is None:
-        return plan
-    if not steps.chosen:
-        raise PlanError(
-            f"{steps.name} was asked for in a run whose step cannot be counted, so that its dims are not found; name"
-            " them, as in AMPStrategy(sequence_dim={'ids': 1})"
-        )
-    rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
-    return replace(plan, rules=tuple(rules))
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, with_steps
 
 
 def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DrySteps | None:
@@ -46,13 +28,9 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
         plan = request.plan if isinstance(request.plan, Plan) else Plan.read(request.plan)
     if plan is not None and (name := with_steps(plan.strategies)):
         return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model)
-    name = with_steps(parse_strategies(request.strategies or "S1"))
-    if not name or (asked := STRATEGIES[name].asked) is None:
-        return None
     size = request.model_parallel_size
-    ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
-    spec, chosen = asked(spec, request)
-    return DrySteps(name, spec, here.node_ranks if size == "auto" else int(size), chosen=chosen)
+    ranks = here.node_ranks if size == "auto" else int(size)
+    return DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
 
 
 def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:

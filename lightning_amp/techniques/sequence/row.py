@@ -29,12 +29,13 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
     Raises:
         PlanError: A value outside what is allowed.
     """
-    dims, sizes, grid = request.sequence_dim, request.sequence_sizes, request.sequence_grid
+    dims, grid = getattr(request, "sequence_dim", "auto"), getattr(request, "sequence_grid", "")
+    given = sizes = getattr(request, "sequence_sizes", "even")
     if isinstance(sizes, Sequence) and not isinstance(sizes, str):
         sizes = ",".join(map(str, sizes))
     if sizes not in ("even", "causal") and not all(part.strip().isdecimal() for part in sizes.split(",")):
         raise PlanError(
-            f"sequence_sizes={request.sequence_sizes!r} was given; allowed are 'even', 'causal', and the sizes of the"
+            f"sequence_sizes={given!r} was given; allowed are 'even', 'causal', and the sizes of the"
             " ranks' parts, such as [5, 7]"
         )
     if dims == "auto" and not grid:
