@@ -20,6 +20,9 @@ from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
 
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+
+# shapes are found beside what counts the operators of a step
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
@@ -35,6 +38,7 @@ __all__ = [
     "included_keys",
     "is_composite",
     "n_dispatch_modes",
+    "no_modes",
     "pop_dispatch_mode",
     "push_dispatch_mode",
     "skip_one_torch_function",

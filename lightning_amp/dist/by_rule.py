@@ -15,6 +15,7 @@ from torch import Tensor
 import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
+from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import PLANS, Layout, Plan, keep, key_of, run
 from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
@@ -147,7 +148,7 @@ def _without_values(
         return given[-1]
 
     kinds = Tensor | torch.device
-    with torch.no_grad():
+    with no_modes(), torch.no_grad():
         out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
     return tensors_in(out), given
 
@@ -282,7 +283,8 @@ def splits_with_whole(
 def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> Plan:
     """The plan of an operator on a tensor with some dims, which are split by other means, as if they were whole."""
     rest = splits_of(x).without(*dims)
-    part = torch.empty(rest.local_shape(shape_of(x)), dtype=held_by(x).dtype, device="meta")
+    with no_modes():
+        part = torch.empty(rest.local_shape(shape_of(x)), dtype=held_by(x).dtype, device="meta")
     given = (ShardedTensor(part, rest), *args)
     plan = rule_plan(func, given, {}, [t for t in given if isinstance(t, Tensor)], dims)
     assert plan is not None, f"{func} has a rule"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import disable_torch_function
+from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, copy_of, local_of, meta_of, shape_of, splits_of, wrap
 
@@ -85,7 +86,9 @@ def _backward(x: Any, *args: Any, **kwargs: Any) -> None:
 @function(Tensor.unflatten)
 def _unflatten(x: Tensor, dim: int, sizes: Any) -> Tensor:
     # torch's own method calls itself without end on a subclass
-    return torch.reshape(x, torch.empty(shape_of(x), device="meta").unflatten(dim, sizes).shape)
+    with no_modes():
+        shape = torch.empty(shape_of(x), device="meta").unflatten(dim, sizes).shape
+    return torch.reshape(x, shape)
 
 
 @function(Tensor.T.__get__)  # type: ignore[attr-defined]
@@ -105,8 +108,9 @@ def _data(x: ShardedTensor) -> Tensor:
 
 @function(Tensor.contiguous)
 def _contiguous(x: ShardedTensor, **kwargs: Any) -> Tensor:
-    whole = meta_of(x)
-    found = whole.contiguous(**kwargs)
+    with no_modes():
+        whole = meta_of(x)
+        found = whole.contiguous(**kwargs)
     if found is whole:
         return x
     part = x.local.clone(**{"memory_format": torch.contiguous_format} | kwargs)

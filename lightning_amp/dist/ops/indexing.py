@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
@@ -90,7 +91,9 @@ def _split(func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
     if splits_of(x).at(dim) is None and name_of(func) in RULES:
         return BY_RULE
     found, start = list[Tensor](), 0
-    for piece in func(torch.empty(shape_of(x)[dim], device="meta"), sizes, 0):
+    with no_modes():
+        pieces = func(torch.empty(shape_of(x)[dim], device="meta"), sizes, 0)
+    for piece in pieces:
         found.append(x.narrow(dim, start, len(piece)))
         start += len(piece)
     return found

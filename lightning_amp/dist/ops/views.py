@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.by_rule import result_shapes, splits_with_whole, view_of
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
@@ -97,7 +98,8 @@ def _other_borders(split: Split, old: Sequence[int], new: Sequence[int], pairs: 
 def _reorder(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
     """Dims in another order."""
     n = len(shape_of(x))
-    strides = func(torch.empty([2] * n, device="meta"), *args, **kwargs).stride()
+    with no_modes():
+        strides = func(torch.empty([2] * n, device="meta"), *args, **kwargs).stride()
     order = [n - stride.bit_length() for stride in strides]
     splits = splits_of(x).mapped(order.index)
     shape = [shape_of(x)[d] for d in order]

@@ -16,11 +16,16 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError, ShardError
+from lightning_amp.footprint.inner_run import BY_ITSELF
+from lightning_amp.lightning.first_look.dry_steps import DrySteps
+from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.time.device_rates import CPU_CORE
+from lightning_amp.techniques.sequence.row import SequenceParallel
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, Case, Noisy, Text
+from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, Case, Noisy, Picture, Text
 
 QUIET = {
     "logger": False,
@@ -193,6 +198,19 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         for name, (_, _, kind, words) in REFUSED.items():
             assert found[name][0] == kind.__name__, (name, found[name])
             assert re.search(words, found[name][1]), (name, found[name])
+
+
+def test_a_rank_holds_its_part_of_what_one_device_holds() -> None:
+    """Of ranks that do not exist; nothing that is made to find shapes is counted."""
+    batch, found = torch.randn(1, 2, 64, 64), {}
+    for ranks in (1, 4, 16):
+        steps = DrySteps("sequence", SequenceParallel(dims="batch:2"), ranks) if ranks > 1 else None
+        step = StepOfModule(Picture(), lambda: batch, around=BY_ITSELF, steps=steps)
+        timeline = step.seen(CPU_CORE).profile.timeline
+        found[ranks] = max(moment.by_kind["activations"] for moment in timeline) - batch.nbytes
+    assert found[4] * 4 < 1.15 * found[1]
+    # of four rows a rank has two more from its neighbours
+    assert found[16] * 16 < 1.6 * found[1]
 
 
 def test_options_are_checked_before_processes_start() -> None:

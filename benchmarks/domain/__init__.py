@@ -1,0 +1,1 @@
+"""Sequence and domain parallelism: what a rank holds and sends."""
