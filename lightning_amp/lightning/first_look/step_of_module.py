@@ -179,6 +179,17 @@ class StepOfModule:
                 " held where they are unfrozen later"
             )
 
+    def with_steps(self, steps: DrySteps) -> "StepOfModule":
+        """The same step, in which those of a technique take the place of the module's."""
+        return StepOfModule(
+            self._module,
+            self._take_batch,
+            around=self._around,
+            batch_size=self._batch_size,
+            trains=self._trains,
+            steps=steps,
+        )
+
     def take(self) -> None:
         """Take one batch, as `seen` does; for `count` and `chain_with` alone."""
         self._batch, self._counts = self._take_batch(), {}

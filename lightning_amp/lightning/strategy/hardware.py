@@ -1,7 +1,7 @@
 """Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -13,6 +13,7 @@ from lightning_amp.lightning.strategy.measured_rates import measured_rates
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.quantities import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +84,25 @@ def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks
     """
     shape = (n_ranks // model_ranks // shard_ranks, shard_ranks, model_ranks)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))
+
+
+def rates_in(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
+    """Rates of the file in the request, else of the device, with a note where the device is not known.
+
+    A CPU is measured only before a race, whose outcome depends on the machine and the moment anyway. Without a race,
+    the default, nothing is measured, and the same request gets the same plan.
+    """
+    if request.rates is not None:
+        found, note = Rates.read(request.rates), ""
+    else:
+        found, note = device_rates(here.device, measure=request.races)
+    # whatever device a file is of, settings are those of the device here
+    found = replace(found, launches=here.device.type != "cpu")
+    return found.on_nodes_of(here.node_ranks), [note] if note else []
+
+
+def budget_in(request: Request, here: ThisRank) -> int:
+    """Bytes of one device: those in the request, else what the device has."""
+    if request.device_memory is not None:
+        return parse_bytes(request.device_memory)
+    return device_budget(here.device, node_ranks=here.node_ranks)

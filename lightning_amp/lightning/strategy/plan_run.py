@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,13 +20,13 @@ from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.first_look.within_budget import step_beside_decoder, within_budget
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
-from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, device_rates
+from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in, rates_in
 from lightning_amp.lightning.strategy.measured_rates import measured_speeds
 from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.stepped import dry_steps
+from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,
@@ -52,7 +53,7 @@ from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.quantities import format_bytes, parse_bytes
+from lightning_amp.quantities import format_bytes
 
 NO_PROFILE = "the step was not profiled, and its peak is not known"
 
@@ -79,7 +80,8 @@ class Facts:
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
         bounded = request.device_memory is not None and request.if_unfit == "refuse"
         limit = self.budget if bounded else None
-        self.steps = dry_steps(request, here, trained)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        self.steps = dry_steps(request, here, None if fits else trained)
         self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = {
@@ -126,12 +128,12 @@ class Facts:
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:
         """What a device reaches, and a note where it is not known."""
-        return _rates(self.request, self.here)
+        return rates_in(self.request, self.here)
 
     @cached_property
     def budget(self) -> int:
         """Bytes of one device."""
-        return _budget(self.request, self.here)
+        return budget_in(self.request, self.here)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -238,7 +240,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         asked = [name for name in parse_strategies(request.strategies or ()) if name not in outside]
     size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
 
-    def make(budget: int) -> Plan:
+    def make(budget: int, asked: Any = asked, size: Any = size, steps: Any = facts.steps) -> Plan:
         made = make_plan(
             profile,
             devices=here.n_ranks,
@@ -252,7 +254,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
             node_devices=here.node_ranks,
         )
         made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
-        made = with_spec(with_sharding(made, request.sharding, launches=rates.launches), facts.steps)
+        made = with_spec(with_sharding(made, request.sharding, launches=rates.launches), steps)
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
 
@@ -279,7 +281,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if seen is None:
         return replace(_evaluated(made, facts, named), uncounted=why)
     assert facts.step is not None, "it has been seen"
-    return plan_module(
+    found = plan_module(
         made,
         seen,
         named=named,
@@ -287,6 +289,8 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
     )
+    whole = found.fits is not False or not request.chooses or strategies is not None
+    return found if whole else in_parts(found, facts.step, partial(make, facts.budget), rates, here)
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
@@ -380,24 +384,3 @@ def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:
     return [
         f"what {', '.join(named)} save outside of the decoder was not counted: the peak is predicted without"
     ]
-
-
-def _rates(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
-    """Rates of the file in the request, else of the device, with a note where the device is not known.
-
-    A CPU is measured only before a race, whose outcome depends on the machine and the moment anyway. Without a race,
-    the default, nothing is measured, and the same request gets the same plan.
-    """
-    if request.rates is not None:
-        found, note = Rates.read(request.rates), ""
-    else:
-        found, note = device_rates(here.device, measure=request.races)
-    # whatever device a file is of, settings are those of the device here
-    found = replace(found, launches=here.device.type != "cpu")
-    return found.on_nodes_of(here.node_ranks), [note] if note else []
-
-
-def _budget(request: Request, here: ThisRank) -> int:
-    if request.device_memory is not None:
-        return parse_bytes(request.device_memory)
-    return device_budget(here.device, node_ranks=here.node_ranks)

@@ -1,20 +1,26 @@
 """Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
+from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ShareBatchStatistics
 from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, with_steps
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.quantities import format_bytes
 
 
 def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DrySteps | None:
@@ -31,6 +37,42 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
     size = request.model_parallel_size
     ranks = here.node_ranks if size == "auto" else int(size)
     return DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
+
+
+def in_parts(
+    whole: Plan, step: StepOfModule, make: Callable[..., Plan], rates: Rates, here: ThisRank
+) -> Plan:
+    """A plan that splits every sample, where no plan that leaves samples whole fits; without one the plan as it is.
+
+    Args:
+        whole: The plan that needs least, of those that leave samples whole.
+        step: The module's.
+        make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
+        rates, here: Of the device, of the run.
+    """
+    for name in (name for name, row in STRATEGIES.items() if row.steps and here.node_ranks > 1):
+        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks)
+        assert steps is not None, "it has steps"
+        counted = step.with_steps(steps)
+        try:
+            seen = counted.seen(rates)
+            base = make(asked=["S1", name], size=here.node_ranks, steps=steps)
+            for more in ((), ("recompute",)):
+                found = plan_module(base, seen, named=more, count=counted.count)
+                if found.fits:
+                    return _chosen(found, name, whole)
+        except AmpError as error:
+            whole = replace(whole, notes=(*whole.notes, f"{name} cannot be: {error}"))
+    return whole
+
+
+def _chosen(found: Plan, name: str, whole: Plan) -> Plan:
+    """A plan that a policy takes."""
+    why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
+    rules = (replace(rule, why=why) if rule.strategy == name else rule for rule in found.rules)
+    return replace(
+        found, policy=whole.policy, rules=tuple(rules), notes=(*found.notes, f"{name} was taken: {why}")
+    )
 
 
 def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:

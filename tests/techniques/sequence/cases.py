@@ -18,7 +18,7 @@ class Steps(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
 
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
@@ -29,7 +29,7 @@ class Steps(pl.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(outputs["loss"].detach().clone())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)

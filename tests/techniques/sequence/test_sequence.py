@@ -62,7 +62,7 @@ def run(case: Case, rank: int, ranks: int, *, rows: slice = slice(None), **optio
     found = trainer.predict(module, loader)
     assert not [name for name in vars(module) if name.endswith("_step")], "the module is as it was"
     return {
-        "losses": module.losses,
+        "losses": [float(loss) for loss in module.losses],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "metrics": metrics,
         "predicted": found,
@@ -211,6 +211,38 @@ def test_a_rank_holds_its_part_of_what_one_device_holds() -> None:
     assert found[4] * 4 < 1.15 * found[1]
     # of four rows a rank has two more from its neighbours
     assert found[16] * 16 < 1.6 * found[1]
+
+
+class Wide(Noisy):
+    """Without a list of blocks that could be computed again, in chunks or in stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.one, self.two = nn.Identity(), nn.Linear(3, 32), nn.Linear(32, 3)  # type: ignore[assignment]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(batch).exp().sin()))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch) - batch.roll(1, 1)).square().mean()
+
+
+LONG = Case(Wide, lambda: torch.randn(1, 400, 3).double(), {})
+
+
+def within(rank: int, ranks: int, budget: int) -> dict[str, Any]:
+    found = run(LONG, rank, ranks, strategies=None, model_parallel_size="auto", device_memory=f"{budget}B")
+    return {**found, "plan": found["plan"].to_json()}
+
+
+@pytest.mark.ranks
+def test_a_policy_splits_samples_where_no_plan_that_leaves_them_whole_fits(tmp_path: Path) -> None:
+    right = run(LONG, 0, 1)
+    for found in run_ranks(within, 2, tmp_path, int(0.7 * right["peak"])):
+        close(found, right)
+        plan = Plan.from_json(found["plan"])
+        assert (plan.policy, plan.strategies, plan.fits) == ("auto", ("S1", "sequence"), True)
+        assert any("every plan that leaves samples whole needs" in note for note in plan.notes)
 
 
 def test_options_are_checked_before_processes_start() -> None:
