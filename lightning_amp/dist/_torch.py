@@ -15,8 +15,6 @@ from torch._C import _ForceDispatchKeyGuard as force_dispatch_keys
 # a dispatch mode sees the operators on parts, not those on the whole
 from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 
-# a function of torch that is written in Python is run, and what it calls is looked up
-from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
 
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -27,6 +25,13 @@ from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from lightning_amp._torch import OpOverload
+
+try:
+    # a function of torch that is written in Python is run, and what it calls is looked up
+    from torch._C import _skip_one_hop_torch_function as skip_one_torch_function
+except ImportError:
+    # before torch 2.13
+    skip_one_torch_function = None  # type: ignore[assignment]
 
 __all__ = [
     "AUTOGRAD_AND_AUTOCAST",

@@ -203,6 +203,8 @@ class ShardedTensor(Tensor):
             return handler(*args, **(kwargs or {}))
         if isinstance(func, types.FunctionType):
             # written in Python: the operators that it calls arrive here one by one
+            if skip_one_torch_function is None:
+                raise ShardError(f"sharded tensors require torch 2.13 or newer, found {torch.__version__}")
             return skip_one_torch_function(func, types_, args, kwargs or {})
         return COMPUTE["function"](func, args, kwargs or {})
 

@@ -47,7 +47,9 @@ def _on_whole(method: Any) -> Any:
     return read
 
 
-FUNCTIONS.update({method: _on_whole(method) for name in VALUES for method in [getattr(Tensor, name)]})
+methods = (getattr(Tensor, name, None) for name in VALUES)
+# some versions of torch lack one
+FUNCTIONS.update({method: _on_whole(method) for method in methods if method is not None})
 
 
 def _of_part(method: Any) -> Any:

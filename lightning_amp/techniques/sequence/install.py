@@ -4,10 +4,12 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
+from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel
@@ -35,6 +37,8 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
     Raises:
         InstallError: A step that was replaced by the user, or that asks for the loader's iterator.
     """
+    if skip_one_torch_function is None:
+        raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
     how = HowToSplit(
         dims=read_dims(spec.dims),
         sizes=spec.sizes if spec.sizes in ("even", "causal") else tuple(map(int, spec.sizes.split(","))),
