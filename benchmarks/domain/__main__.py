@@ -24,8 +24,7 @@ def counted(case: Case, ranks: int) -> dict[str, Any]:
     batch = case.batch()
     steps = DrySteps("sequence", SequenceParallel(dims=case.dims), ranks) if ranks > 1 else None
     profile = StepOfModule(case.make(), lambda: batch, around=BY_ITSELF, steps=steps).seen(CPU_CORE).profile
-    sent = sum(one.n_bytes for one in steps.sent) // 2 if steps is not None else 0
-    # two steps are run
+    sent = sum(one.n_bytes for one in steps.sent) if steps is not None else 0
     most = max(moment.by_kind["activations"] for moment in profile.timeline) - batch.nbytes
     return {"ranks": ranks, "peak": profile.peak_bytes, "activations": most, "sent": sent}
 

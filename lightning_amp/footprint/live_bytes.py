@@ -114,10 +114,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func in _RESIZED and isinstance(result, FakeTensor) and result.device.type == "cpu":
             _resize_to_losses(result, tensors_of(args))
-        is_fake = any(
-            isinstance(tensor, FakeTensor) for tensor in (*(t for t, _ in read), *tensors_of(result))
-        )
-        self._finds_shapes = self._finds_shapes and is_fake
+        if self._finds_shapes:
+            given = (tensor for tensor, _ in read)
+            self._finds_shapes = any(isinstance(t, FakeTensor) for t in (*given, *tensors_of(result)))
         if not self._finds_shapes:
             # else DTensor runs an operator on fake tensors first, to know the shape of the whole: no memory
             outside = func in _MADE_OUTSIDE

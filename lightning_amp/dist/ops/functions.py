@@ -47,9 +47,8 @@ def _on_whole(method: Any) -> Any:
     return read
 
 
-methods = (getattr(Tensor, name, None) for name in VALUES)
 # some versions of torch lack one
-FUNCTIONS.update({method: _on_whole(method) for method in methods if method is not None})
+FUNCTIONS.update({m: _on_whole(m) for name in VALUES if (m := getattr(Tensor, name, None)) is not None})
 
 
 def _of_part(method: Any) -> Any:

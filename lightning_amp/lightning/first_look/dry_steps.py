@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -27,7 +29,7 @@ class DrySteps:
         spec: Of its rule.
         ranks: Of the model axis.
         chosen: Whether the spec says how it is done; else `choose` finds it.
-        sent: Collectives that rank 0 would have issued since the last `clear`.
+        sent: Collectives that rank 0 would have issued for the last batch.
 
     Args:
         name, spec, ranks, chosen: As above.
@@ -51,11 +53,20 @@ class DrySteps:
         spec, chosen = asked(spec, options)
         return cls(name, spec, ranks, chosen=chosen)
 
-    def of(self, module: LightningModule) -> dict[str, Any]:
-        """What takes the place of a module's steps, by name."""
+    def put(self, module: LightningModule) -> Callable[[], None]:
+        """Put the steps in the place of a module's; returns what undoes it."""
         axis = MeshAxis("model", self.ranks, 0, None, sent=self.sent)
-        found: dict[str, Any] = import_module(STRATEGIES[self.name].steps).install(module, self.spec, axis)
-        return found
+        undo = put_steps(module, self.name, self.spec, axis)
+        step = vars(module).get("training_step")
+        if step is not None:
+
+            def begun(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+                # a step is run several times, and may fail without values first
+                self.sent.clear()
+                return step.__func__(module, *args, **kwargs)
+
+            vars(module)["training_step"] = MethodType(wraps(step.__func__)(begun), module)
+        return undo
 
     def choose(self, batch: Any, peak_of: Callable[[], int]) -> None:
         """Take the spec of the least peak, of those that the technique has for a batch.
@@ -84,22 +95,37 @@ class DrySteps:
             )
         self.spec, self.chosen = min(peaks, key=lambda pair: pair[0])[1], True
 
-    def note(self, n_batches: int) -> str:
-        """What rank 0 sends in one batch, of so many that were run."""
+    def note(self) -> str:
+        """What rank 0 sends in one batch."""
         if not self.sent:
             return f"{self.name} sends nothing over the model axis but gradients"
         kinds = Counter(one.kind for one in self.sent)
-        told = ", ".join(f"{-(-n // n_batches)} {kind}" for kind, n in kinds.most_common())
+        told = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
         by_operator = Counter[str]()
         for one in self.sent:
             by_operator[one.why] += one.n_bytes
         most = ", ".join(
-            f"{format_bytes(n // n_batches)} for {why}"
-            for why, n in by_operator.most_common(MOST_SHOWN)
-            if why
+            f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why
         )
-        whole = format_bytes(sum(one.n_bytes for one in self.sent) // n_batches)
+        whole = format_bytes(sum(one.n_bytes for one in self.sent))
         return f"over the model axis a rank sends {whole} a batch beside gradients ({told}); most: {most}"
+
+
+def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
+    """Put the steps of a technique in the place of a module's; returns what undoes it.
+
+    Args:
+        name, spec: Of the technique.
+        mesh: The ranks of the model axis.
+    """
+    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
+    vars(module).update(changed)
+
+    def undo() -> None:
+        for step in changed:
+            vars(module).pop(step, None)
+
+    return undo
 
 
 def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:

@@ -143,7 +143,6 @@ class StepOfModule:
     def _seen_stepped(self, steps: DrySteps, rates: Rates) -> Seen:
         """Of rank 0 with the steps of a technique, and what that goes together with."""
         steps.choose(self._batch, lambda: self._count_step(None, rates).profile.peak_bytes)
-        steps.sent.clear()
         step = self._count_step(None, rates)
         self._profiles[_places(())] = step.profile
         others = {other for other in TECHNIQUES if other not in STRATEGIES[steps.name].together}
@@ -155,8 +154,7 @@ class StepOfModule:
             no_stages=f"it was not tried together with {steps.name}",
             refused=dict.fromkeys(others, f"it was not tried together with {steps.name}"),
             over_model=steps.ranks,
-            # two steps are run
-            notes=(*self._notes(step), steps.note(2 * self._around.batches)),
+            notes=(*self._notes(step), steps.note()),
         )
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
@@ -288,8 +286,7 @@ class StepOfModule:
 
     def _counted(self, count: Callable[..., T], rows: int | None = None) -> T:
         size = self._batch_size if rows is None else rows
-        steps = {} if self._steps is None else self._steps.of(self._module)
-        vars(self._module).update(steps)
+        undo = None if self._steps is None else self._steps.put(self._module)
         try:
             return count(self._module, self._batch, batch_size=size, around=self._around)
         except AmpError:
@@ -300,8 +297,8 @@ class StepOfModule:
                 f" {type(error).__name__}: {error}"
             ) from error
         finally:
-            for name in steps:
-                vars(self._module).pop(name, None)
+            if undo is not None:
+                undo()
 
 
 def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:

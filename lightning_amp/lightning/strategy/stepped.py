@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
+from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.request import Request
@@ -100,15 +98,7 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
             f"{name} was asked for with a data axis of {plan.mesh.data} ranks and a module with BatchNorm, whose"
             " statistics are not exchanged over both axes yet; set share_batch_statistics=False"
         )
-    spec = _rule_of(name, plan.rules).spec
-    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh["model"])
-    vars(module).update(changed)
-
-    def undo() -> None:
-        for step in changed:
-            vars(module).pop(step, None)
-
-    return undo
+    return put_steps(module, name, _rule_of(name, plan.rules).spec, mesh["model"])
 
 
 def _rule_of(name: str, rules: Iterable[Rule]) -> Rule:

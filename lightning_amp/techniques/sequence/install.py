@@ -12,13 +12,12 @@ import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.sequence.row import SequenceParallel
+from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import (
     HowToSplit,
     read_dims,
     read_grid,
     tensors,
-    written_dims,
 )
 from lightning_amp.techniques.sequence.step import STEPS, step_of
 
@@ -35,7 +34,7 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
         mesh: The ranks of the model axis.
 
     Raises:
-        InstallError: A step that was replaced by the user, or that asks for the loader's iterator.
+        InstallError: A step that was replaced by the user, or a torch that is too old.
     """
     if skip_one_torch_function is None:
         raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
@@ -81,7 +80,7 @@ def options(batch: Any, spec: SequenceParallel, ranks: int) -> list[SequencePara
 
     The first dim of a tensor is that of the samples, unless no other one is long enough.
     """
-    found: dict[str, int] = {}
+    found = dict[str, None]()
     shapes = [(path, tuple(tensor.shape)) for path, tensor in tensors(batch)]
     for first in (1, 0):
         lengths = {n for _, shape in shapes for n in shape[first:] if n >= ranks}
@@ -90,7 +89,7 @@ def options(batch: Any, spec: SequenceParallel, ranks: int) -> list[SequencePara
             # of a square image one dim or the other
             for k in range(max(map(len, places.values()))):
                 dims = ((path, own[min(k, len(own) - 1)]) for path, own in places.items() if own)
-                found.setdefault(written_dims({path: (dim,) for path, dim in dims}), n)
+                found[written_dims({path: (dim,) for path, dim in dims})] = None
         if found:
             break
     return [replace(spec, dims=dims) for dims in [*found][:MOST_TRIED]]

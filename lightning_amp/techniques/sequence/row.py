@@ -46,7 +46,7 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
             " tensors of the batch to the dims that are split, such as {'ids': 1, 'labels': 1}, {'0.image': [2, 3]} for"
             " two dims, or {'batch': 1} where the batch is a tensor"
         )
-    written = ",".join(f"{path}:{'/'.join(map(str, _each(own)))}" for path, own in dims.items())
+    written = written_dims({path: _each(own) for path, own in dims.items()})
     two = any(len(_each(own)) == 2 for own in dims.values())
     if two != bool(grid):
         raise PlanError(
@@ -54,6 +54,11 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
             " the model axis, such as '2x2', and one dim requires none"
         )
     return replace(spec, dims=written, sizes=sizes, grid=grid), True
+
+
+def written_dims(dims: Mapping[str, tuple[int, ...]]) -> str:
+    """Dims as a plan has them: "ids:1,image:2/3"; `read_dims` is the reverse."""
+    return ",".join(f"{path}:{'/'.join(map(str, own))}" for path, own in dims.items())
 
 
 def _each(dims: Any) -> tuple[int, ...]:

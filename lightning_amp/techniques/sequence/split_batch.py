@@ -133,11 +133,6 @@ def read_dims(text: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def written_dims(dims: Mapping[str, tuple[int, ...]]) -> str:
-    """The reverse of `read_dims`."""
-    return ",".join(f"{path}:{'/'.join(map(str, own))}" for path, own in dims.items())
-
-
 def read_grid(text: str, size: int) -> tuple[int, ...]:
     """Ranks along each split dim.
 

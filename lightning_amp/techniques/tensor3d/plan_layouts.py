@@ -325,7 +325,7 @@ def _layer(
     return planner.combine(why, [found, bias], [result, ["out"] if bias.dim() == 1 else result], result)
 
 
-@_rule("conv1d", "conv2d", "conv3d")
+@_rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Any:
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -333,20 +333,9 @@ def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, foun
     if given.get("groups", 1) != 1 or x.dim() != weight.dim():
         planner.gathered.append(name_of(func))
         return {}
-    planner.roles(x, 1, weight, 0, 1)
-    return _layer(planner, name_of(func), x, 1, weight, 0, 1, given.get("bias"), found)
-
-
-@_rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _transposed(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Any:
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight = given["input"], given["weight"]
-    if given.get("groups", 1) != 1 or x.dim() != weight.dim():
-        planner.gathered.append(name_of(func))
-        return {}
-    planner.roles(x, 1, weight, 1, 0)
-    return _layer(planner, name_of(func), x, 1, weight, 1, 0, given.get("bias"), found)
+    outputs, inputs = (1, 0) if "transpose" in name_of(func) else (0, 1)
+    planner.roles(x, 1, weight, outputs, inputs)
+    return _layer(planner, name_of(func), x, 1, weight, outputs, inputs, given.get("bias"), found)
 
 
 @_rule("embedding")
