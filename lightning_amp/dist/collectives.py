@@ -164,7 +164,7 @@ def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tens
     pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
     record(axis, "reduce_scatter", rows.nbytes)
     # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
-    got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis)
+    got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
     return _periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
@@ -172,7 +172,6 @@ def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wante
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
     pieces = [pick(rows, 0, ranges) for ranges in send]
-    record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
     return pick(torch.cat(_all_to_all(pieces, take, axis)), 0, order).movedim(0, dim)
 
 
@@ -185,7 +184,6 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
     for ordered in order:
         arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
         given += len(ordered)
-    record(axis, "all_to_all", arrived.nbytes)
     total = rows.new_zeros((owners.counts[axis.rank], *rows.shape[1:]))
     got = _all_to_all(arrived.split(take), [_total(ranges) for ranges in send], axis)
     for ranges, piece in zip(send, got, strict=True):
@@ -199,7 +197,6 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
     rows = x.movedim((a, b), (0, 1))
     pieces = [pick(rows, 1, spans) for spans in want.spans]
     shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
-    record(axis, "all_to_all", sum(piece.nbytes for piece in pieces))
     flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
@@ -241,16 +238,24 @@ def _in_order(runs: Iterable[Run], place: list[int]) -> list[range]:
     return joined(found)
 
 
-def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis) -> list[Tensor]:
+def _all_to_all(
+    pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True
+) -> list[Tensor]:
     """Piece r goes to rank r; the pieces of all ranks, of `take[r]` rows each."""
     if axis.size == 1:
         return list(pieces)
-    rows = torch.cat(list(pieces))
+    # the own piece stays where it is: of a halo it is nearly all
+    sizes = [0 if rank == axis.rank else len(piece) for rank, piece in enumerate(pieces)]
+    take = [0 if rank == axis.rank else n for rank, n in enumerate(take)]
+    rows = torch.cat([piece.narrow(0, 0, n) for piece, n in zip(pieces, sizes, strict=True)])
+    if counted:
+        record(axis, "all_to_all", rows.nbytes)
     found = _arriving(rows, (sum(take), *rows.shape[1:]), axis)
     if axis.group is not None:
-        sizes = [len(piece) for piece in pieces]
-        dist.all_to_all_single(_sendable(found), _sendable(rows), list(take), sizes, group=axis.group)
-    return list(found.split(list(take)))
+        dist.all_to_all_single(_sendable(found), _sendable(rows), take, sizes, group=axis.group)
+    arrived = list(found.split(take))
+    arrived[axis.rank] = pieces[axis.rank]
+    return arrived
 
 
 def _sendable(x: Tensor) -> Tensor:

@@ -60,15 +60,17 @@ class Sent(NamedTuple):
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ring".
-        n_bytes: Bytes that the rank hands in.
+        n_bytes: Bytes that the rank hands in; of an all-to-all and a ring those for other ranks.
         backward: Whether it belongs to the backward pass.
         why: The operator that needs it, "" where it is a rule of autograd.
+        ranks: Of the axis.
     """
 
     kind: str
     n_bytes: int
     backward: bool
     why: str
+    ranks: int
 
 
 class Split(NamedTuple):
@@ -174,4 +176,4 @@ def because(why: str) -> Iterator[None]:
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
     """Count a collective, if the axis counts them."""
     if axis.sent is not None:
-        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get()))
+        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size))

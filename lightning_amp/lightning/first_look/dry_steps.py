@@ -15,10 +15,20 @@ from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of, with_steps
+from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
 from lightning_amp.quantities import format_bytes
 
 MOST_SHOWN = 2
 """Operators that send most, by name."""
+
+_PRICED_AS: dict[str, Kind] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    # bytes to other ranks, all at once
+    "all_to_all": "exchange",
+    "ring": "exchange",
+}
 
 
 class DrySteps:
@@ -94,6 +104,12 @@ class DrySteps:
                 f" {'; '.join(refused) or 'no tensor of the batch has a dim of as many indices'}"
             )
         self.spec, self.chosen = min(peaks, key=lambda pair: pair[0])[1], True
+
+    def sent_seconds(self, links: Links) -> float:
+        """What the collectives of the last batch take, none of them hidden behind computation."""
+        return sum(
+            collective_seconds(_PRICED_AS[one.kind], one.n_bytes, one.ranks, links) for one in self.sent
+        )
 
     def note(self) -> str:
         """What rank 0 sends in one batch."""

@@ -154,6 +154,7 @@ class StepOfModule:
             no_stages=f"it was not tried together with {steps.name}",
             refused=dict.fromkeys(others, f"it was not tried together with {steps.name}"),
             over_model=steps.ranks,
+            sent_seconds=steps.sent_seconds(rates.links),
             notes=(*self._notes(step), steps.note()),
         )
 

@@ -66,6 +66,7 @@ class Seen:
         statistics_bytes: What batch norms make beside their results where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
         over_model: Ranks of the model axis over which gradients are averaged too.
+        sent_seconds: What the step's collectives over the model axis take, without those of gradients.
     """
 
     profile: ModuleProfile
@@ -81,11 +82,12 @@ class Seen:
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     over_model: int = 1
+    sent_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of the step on one device."""
-        return max(self.chain.seconds, LEAST_SECONDS)
+        """Of the step, without the averaging of gradients."""
+        return max(self.chain.seconds, LEAST_SECONDS) + self.sent_seconds
 
     @property
     def held_bytes(self) -> int:
