@@ -47,12 +47,12 @@ class GPT(Net):
 
 
 class ViT(Net):
-    """Full attention over patches of an image."""
+    """Full attention over patches of an image, or of a volume."""
 
-    def __init__(self, side: int, dim: int = 64, depth: int = 4, patch: int = 4) -> None:
+    def __init__(self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2) -> None:
         super().__init__()
-        self.patch = nn.Conv2d(3, dim, patch, patch)
-        self.positions = nn.Parameter(torch.zeros(1, dim, side // patch, side // patch))
+        self.patch = (nn.Conv2d if dims == 2 else nn.Conv3d)(3, dim, patch, patch)
+        self.positions = nn.Parameter(torch.zeros(1, dim, *[side // patch] * dims))
         layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(dim, 4, 4 * dim, **layer)  # type: ignore[arg-type]
@@ -68,24 +68,24 @@ class ViT(Net):
 
 
 class UNet(Net):
-    """Two levels of convolutions with group norm, and skips."""
+    """Two levels of convolutions with group norm, and skips; of an image or a volume."""
 
-    def __init__(self, dim: int = 16) -> None:
+    def __init__(self, dim: int = 16, dims: int = 2) -> None:
         super().__init__()
+        Conv, Up, Pool = (getattr(nn, f"{name}{dims}d") for name in ("Conv", "ConvTranspose", "MaxPool"))
 
         def conv(inside: int, outside: int) -> nn.Sequential:
-            return nn.Sequential(
-                nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(4, outside), nn.SiLU()
-            )
+            return nn.Sequential(Conv(inside, outside, 3, padding=1), nn.GroupNorm(4, outside), nn.SiLU())
 
         self.top, self.middle, self.low = conv(3, dim), conv(dim, 2 * dim), conv(2 * dim, 4 * dim)
-        self.up1, self.up2 = (nn.ConvTranspose2d(2 * n * dim, n * dim, 2, 2) for n in (2, 1))
-        self.back1, self.back2, self.out = conv(4 * dim, 2 * dim), conv(2 * dim, dim), nn.Conv2d(dim, 3, 1)
+        self.up1, self.up2 = (Up(2 * n * dim, n * dim, 2, 2) for n in (2, 1))
+        self.back1, self.back2, self.out = conv(4 * dim, 2 * dim), conv(2 * dim, dim), Conv(dim, 3, 1)
+        self.pool = Pool(2)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         top = self.top(batch)
-        middle = self.middle(F.max_pool2d(top, 2))
-        low = self.low(F.max_pool2d(middle, 2))
+        middle = self.middle(self.pool(top))
+        low = self.low(self.pool(middle))
         middle = self.back1(torch.cat([middle, self.up1(low)], 1))
         return (self.out(self.back2(torch.cat([top, self.up2(middle)], 1))) - batch).square().mean()
 
@@ -112,6 +112,57 @@ class Points(Net):
             x = x + torch.einsum("bsd,bns->bnd", tokens, w)
             x = x + feed(x)
         return (self.head(x)[..., 0] - batch.norm(dim=-1)).square().mean()
+
+
+class Neighbours(Net):
+    """Attention of every pixel to a window around it, as in NATTEN (Hassani et al. 2023), written with `unfold`."""
+
+    def __init__(self, dim: int = 16, window: int = 7, depth: int = 2, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.embed, self.head = nn.Conv2d(3, dim, 1), nn.Conv2d(dim, 3, 1)
+        self.mix = nn.ModuleList(nn.Conv2d(dim, 3 * dim, 1) for _ in range(depth))
+        self.feed = nn.ModuleList(
+            nn.Sequential(nn.GroupNorm(2, dim), nn.Conv2d(dim, 2 * dim, 1), nn.GELU(), nn.Conv2d(2 * dim, dim, 1))
+            for _ in range(depth)
+        )
+
+    def windows(self, x: Tensor) -> Tensor:
+        """[b, h, d, y, x] -> [b, h, d, y, x, window * window]; zeros beyond the border."""
+        half = self.window // 2
+        padded = F.pad(x, (half, half, half, half))
+        return padded.unfold(3, self.window, 1).unfold(4, self.window, 1).flatten(-2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.embed(image)
+        for mix, feed in zip(self.mix, self.feed, strict=True):
+            q, k, v = (t.unflatten(1, (self.heads, -1)) for t in mix(x).chunk(3, 1))
+            scores = torch.einsum("bhdyx,bhdyxw->bhyxw", q, self.windows(k)) / q.shape[2] ** 0.5
+            # a window has no pixel beyond the border
+            inside = self.windows(torch.ones_like(k[:, :, :1]))[:, :, 0] > 0
+            weights = scores.masked_fill(~inside, -torch.inf).softmax(-1)
+            x = x + torch.einsum("bhyxw,bhdyxw->bhdyx", weights, self.windows(v)).flatten(1, 2)
+            x = x + feed(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch) - batch.roll(1, 2)).square().mean()
+
+
+class Translate(Net):
+    """An encoder, and a decoder that attends to it."""
+
+    def __init__(self, words: int = 32, dim: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(words, dim), nn.Embedding(words, dim)
+        self.net = nn.Transformer(dim, 2, depth, depth, 2 * dim, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(dim, words)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        source, target = batch["source"], batch["target"]
+        seen = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
+        x = self.net(self.source(source), self.target(target), tgt_mask=seen, src_key_padding_mask=source == 0)
+        return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
 
 
 class Case(NamedTuple):

@@ -83,6 +83,8 @@ def ring(
 ) -> Callable[[], list[Tensor]]:
     """Begin to send tensors to the next rank; the returned function waits for those of the previous rank."""
     sent = [t.contiguous() for t in tensors]
+    if axis.size == 1:
+        return lambda: sent
     found = [_arriving(tensor, shape, axis) for tensor, shape in zip(sent, shapes, strict=True)]
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
     works = list[Any]()
