@@ -51,7 +51,9 @@ MODULES = {
     "U-Net 2D": Small(lambda: UNet(4), lambda b: torch.randn(b, 3, 16, 12), "batch:2", 16),
     "U-Net 3D": Small(lambda: UNet(4, 3), lambda b: torch.randn(b, 3, 16, 8, 4), "batch:2", 16),
     "Transolver": Small(lambda: Points(8, 4, 2), lambda b: torch.randn(b, 29, 3), "batch:1", 29),
-    "neighbourhood attention": Small(lambda: Neighbours(8), lambda b: torch.randn(b, 3, 17, 9), "batch:2", 17),
+    "neighbourhood attention": Small(
+        lambda: Neighbours(8), lambda b: torch.randn(b, 3, 17, 9), "batch:2", 17
+    ),
     "encoder-decoder": Small(
         Translate,
         lambda b: {"source": _words(b, 15), "target": _words(b, 15)},
@@ -129,7 +131,9 @@ def _on_rank(rank: int, world: int, folder: str, only: str, ranks: list[int]) ->
             worst[name, n] = max(worst.get((name, n), 0.0), error)
             failed += error > BOUND
             if rank == 0 and error > BOUND:
-                print(f"{name}, {n} ranks, {how} ({sizes}), {rows} samples: differs by {error:.1e}", flush=True)
+                print(
+                    f"{name}, {n} ranks, {how} ({sizes}), {rows} samples: differs by {error:.1e}", flush=True
+                )
         dist.barrier()
     if rank == 0:
         print("| module | " + " | ".join(f"{n} ranks" if n > 1 else "1 rank" for n in ranks) + " |")

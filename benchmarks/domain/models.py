@@ -49,13 +49,15 @@ class GPT(Net):
 class ViT(Net):
     """Full attention over patches of an image, or of a volume."""
 
-    def __init__(self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2) -> None:
+    def __init__(
+        self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2, heads: int = 4
+    ) -> None:
         super().__init__()
         self.patch = (nn.Conv2d if dims == 2 else nn.Conv3d)(3, dim, patch, patch)
         self.positions = nn.Parameter(torch.zeros(1, dim, *[side // patch] * dims))
         layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, 4, 4 * dim, **layer)  # type: ignore[arg-type]
+            nn.TransformerEncoderLayer(dim, heads, 4 * dim, **layer)  # type: ignore[arg-type]
             for _ in range(depth)
         )
         self.head = nn.Linear(dim, 1)
@@ -103,15 +105,18 @@ class Points(Net):
             for _ in range(depth)
         )
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embed(batch)
+    def forward(self, points: Tensor) -> Tensor:
+        x = self.embed(points)
         for weights, mix, feed in zip(self.weights, self.mix, self.feed, strict=True):
             w = weights(x).softmax(-1)
             tokens = torch.einsum("bnd,bns->bsd", x, w) / w.sum(1)[..., None]
             tokens = tokens + mix(tokens, tokens, tokens, need_weights=False)[0]
             x = x + torch.einsum("bsd,bns->bnd", tokens, w)
             x = x + feed(x)
-        return (self.head(x)[..., 0] - batch.norm(dim=-1)).square().mean()
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch)[..., 0] - batch.norm(dim=-1)).square().mean()
 
 
 class Neighbours(Net):
@@ -123,7 +128,9 @@ class Neighbours(Net):
         self.embed, self.head = nn.Conv2d(3, dim, 1), nn.Conv2d(dim, 3, 1)
         self.mix = nn.ModuleList(nn.Conv2d(dim, 3 * dim, 1) for _ in range(depth))
         self.feed = nn.ModuleList(
-            nn.Sequential(nn.GroupNorm(2, dim), nn.Conv2d(dim, 2 * dim, 1), nn.GELU(), nn.Conv2d(2 * dim, dim, 1))
+            nn.Sequential(
+                nn.GroupNorm(2, dim), nn.Conv2d(dim, 2 * dim, 1), nn.GELU(), nn.Conv2d(2 * dim, dim, 1)
+            )
             for _ in range(depth)
         )
 
@@ -161,7 +168,9 @@ class Translate(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         source, target = batch["source"], batch["target"]
         seen = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
-        x = self.net(self.source(source), self.target(target), tgt_mask=seen, src_key_padding_mask=source == 0)
+        x = self.net(
+            self.source(source), self.target(target), tgt_mask=seen, src_key_padding_mask=source == 0
+        )
         return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
 
 
