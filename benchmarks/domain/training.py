@@ -1,12 +1,12 @@
 """Train two small models as the ShardTensor paper does, with every sample split over ranks, through the Trainer.
 
-    python -m benchmarks.domain.training transolver     (about 3 minutes)
+    python -m benchmarks.domain.training transolver     (about 10 minutes)
     python -m benchmarks.domain.training storm          (about 2 minutes)
 
 transolver: pressure and velocity around a sphere (potential flow, whose solution is known) at 512 points a rank, on 1,
 2 and 4 ranks, so that the resolution grows with the ranks (Figure 5 of the paper): relative L2 errors on spheres that
-were not trained on. storm: a diffusion model with neighbourhood attention in windows of 49 x 49 over an image, on 2 data
-x 2 domain ranks (Section V-B2): the losses beside those of 2 data ranks with whole images, in float64.
+were not trained on. storm: a diffusion model with neighbourhood attention in windows of 49 x 49 over an image, on 2
+data x 2 domain ranks (Section V-B2): the losses beside those of 2 data ranks with whole images, in float64.
 
 Processes on this machine, connected by gloo. Data are synthetic and drawn by seed.
 """
@@ -18,7 +18,6 @@ import sys
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Trainer, seed_everything
@@ -161,7 +160,8 @@ def main() -> None:
     if asked.what == "storm":
         apart = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
         print(
-            f"{len(losses[0])} steps, loss from {losses[0][0]:.4f} to {losses[0][-1]:.4f}; 2 x 2 ranks differ by {apart:.0e}"
+            f"{len(losses[0])} steps, loss from {losses[0][0]:.4f} to {losses[0][-1]:.4f};"
+            f" 2 x 2 ranks differ by {apart:.0e}"
         )
 
 
