@@ -119,7 +119,7 @@ class StepOfModule:
         """
         self.take()
         if self._steps is not None:
-            return self._seen_stepped(self._steps, rates)
+            return replace(self._seen_stepped(self._steps, rates), fsdp=fsdp)
         step = self._count_step(None, rates)
         self._profiles[_places(())], chain = step.profile, step.chain
         tables = partial(block_tables, self._module, self._calls[None], shared=shared_statistics)
@@ -152,8 +152,10 @@ class StepOfModule:
             units=units_of(self._module),
             rates=rates,
             no_stages=f"it was not tried together with {steps.name}",
-            refused=dict.fromkeys(others, f"it was not tried together with {steps.name}"),
-            over_model=steps.ranks,
+            refused={
+                **refused_techniques(self._module, step, values=self._trains),
+                **dict.fromkeys(others, f"it was not tried together with {steps.name}"),
+            },
             notes=(*self._notes(step), steps.note()),
         )
 
