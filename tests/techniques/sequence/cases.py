@@ -115,6 +115,18 @@ class Picture(Steps):
         return (self(batch) - batch[:, :1].roll(1, 2)).square().mean()
 
 
+class Normed(Picture):
+    """With batch norms of a split tensor and of one that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, image: Tensor) -> Tensor:
+        scale = self.pooled(self.down(image).mean((2, 3)))
+        return super().forward(image) * (1 + scale.mean(1)[:, None, None, None])
+
+
 class Noisy(Steps):
     """Diffusion noise and dropout: random numbers are those of one process."""
 

@@ -27,7 +27,7 @@ from lightning_amp.techniques.sequence.row import SequenceParallel
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, WIDE, Case, Noisy, Picture, Text
+from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, WIDE, Case, Noisy, Normed, Picture, Text
 
 QUIET = {
     "logger": False,
@@ -127,28 +127,6 @@ def on_a_grid(rank: int, ranks: int) -> dict[str, Any]:
     return {**run(TWO_DIMS, rank, ranks), "plan": None}
 
 
-OVER_DATA: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "fsdp": {"strategies": "sequence,fsdp"},
-    "fsdp in groups": {"strategies": "sequence,fsdp", "fsdp_ranks": 2},
-}
-SAMPLES = (3, 1)
-
-
-def over_data_too(rank: int, ranks: int) -> dict[str, Any]:
-    """Two ranks of the data axis have unequal numbers of samples."""
-    case = CASES["noise"]
-    net = Case(lambda: Plain(), case.batch, case.options)
-    own = slice(SAMPLES[0]) if rank < 2 else slice(SAMPLES[0], None)
-    found = {
-        name: run(net, rank, ranks, rows=own, gradients=True, model_parallel_size=2, **options)
-        for name, options in OVER_DATA.items()
-    }
-    # of equal samples on all data ranks
-    found["wide"] = run(WIDE, rank, ranks, model_parallel_size=2)
-    return {name: {**one, "plan": one["plan"].to_json()} for name, one in found.items()}
-
-
 class Plain(Noisy):
     """Without random numbers, whose order depends on how samples are dealt."""
 
@@ -160,14 +138,38 @@ class Plain(Noisy):
         return (self(batch) - batch.cumsum(1)).square().mean()
 
 
+NET = Case(Plain, CASES["noise"].batch, CASES["noise"].options)
+NORMED = Case(Normed, lambda: torch.randn(4, 2, 12, 8).double(), {"sequence_dim": {"batch": 2}})
+OVER_DATA: dict[str, tuple[Case, dict[str, Any]]] = {
+    "plain": (NET, {}),
+    "fsdp": (NET, {"strategies": "sequence,fsdp"}),
+    "fsdp in groups": (NET, {"strategies": "sequence,fsdp", "fsdp_ranks": 2}),
+    "batch norm": (NORMED, {}),
+    "batch norm, fsdp": (NORMED, {"strategies": "sequence,recompute,fsdp"}),
+}
+SAMPLES = (3, 1)
+
+
+def over_data_too(rank: int, ranks: int) -> dict[str, Any]:
+    """Two ranks of the data axis have unequal numbers of samples."""
+    own = slice(SAMPLES[0]) if rank < 2 else slice(SAMPLES[0], None)
+    found = {
+        name: run(case, rank, ranks, rows=own, gradients=True, model_parallel_size=2, **options)
+        for name, (case, options) in OVER_DATA.items()
+    }
+    # of equal samples on all data ranks
+    found["wide"] = run(WIDE, rank, ranks, model_parallel_size=2)
+    return {name: {**one, "plan": one["plan"].to_json()} for name, one in found.items()}
+
+
 @pytest.mark.ranks
 def test_two_dims_and_a_data_axis(tmp_path: Path) -> None:
     right = run(TWO_DIMS, 0, 1)
     for found in run_ranks(on_a_grid, 4, tmp_path):
         close(found, right)
-    right = run(Case(Plain, CASES["noise"].batch, {}), 0, 1, gradients=True)
     ranks = run_ranks(over_data_too, 4, tmp_path)
-    for name in OVER_DATA:
+    for name, (case, _) in OVER_DATA.items():
+        right = run(case, 0, 1, gradients=True)
         for found in ranks:
             same_training(found[name], right)
         losses = torch.tensor([ranks[0][name]["losses"], ranks[2][name]["losses"]], dtype=torch.float64)
@@ -211,7 +213,13 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
     "no dim": (lambda: CASES["noise"], {"sequence_dim": {"batch": 3}}, ShardError, "dim 3 of 'batch'"),
     "sizes": (lambda: CASES["noise"], {"sequence_sizes": [4, 4]}, ShardError, "one size per rank"),
     "grid": (lambda: CASES["noise"], {"sequence_grid": "2x1"}, PlanError, "one dim requires none"),
-    "chunk": (lambda: CASES["text"], {"strategies": "sequence,chunk"}, PlanError, "chunk"),
+    "chunk": (
+        lambda: CASES["text"],
+        {"strategies": "sequence,chunk"},
+        PlanError,
+        "chunk cannot be: it is not supported together with sequence; a rank holds less with recompute and fsdp, and"
+        " with more ranks of the model axis",
+    ),
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
     "an operator": (
         lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options),
