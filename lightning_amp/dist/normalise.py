@@ -109,24 +109,28 @@ def batch_normalised(
     *,
     over: Axes = (),
     once: Callable[[Callable[[], Statistics]], Statistics] = lambda receive: receive(),
-) -> tuple[Tensor, Statistics]:
-    """A tensor, plain or sharded, normalised by channel; with mean, sum of squared deviations and number of values.
+    track: Callable[[Tensor, Tensor, Tensor], None],
+) -> Tensor:
+    """A tensor, plain or sharded, normalised by channel.
 
     Args:
         x, weight, bias, eps: As of torch's batch_norm.
         over: Axes whose ranks have other samples, beside those that the tensor is split over.
         once: Returns what its argument returns, or has returned in a pass before.
+        track: Called with the whole mean, sum of squared deviations and number of values, before anything is saved for
+            the backward pass: a second pass may end there.
     """
     splits, part = splits_of(x), local_of(x)
     channels = splits.at(1)
     own = Splits.of([channels._replace(dim=0)] if channels else [])
     axes = [*(split.axis for split in splits if split.dim != 1), *over]
     mean, m2, count = once(lambda: union_statistics(part, _channel_dims(part), axes))
+    whole_mean, whole_m2 = (part_in(wrap(value, own), WHOLE) for value in (mean, m2))
+    track(whole_mean, whole_m2, count)
     parameters = (None if p is None else part_in(p, own) for p in (weight, bias))
     given = (mean, m2, count, eps, tuple(axes))
     found = _ByChannel.apply(part, *parameters, *given)
-    mean, m2 = (part_in(wrap(value, own), WHOLE) for value in (mean, m2))
-    return wrap(found, splits), (mean, m2, count)
+    return wrap(found, splits)
 
 
 class _Normalise(torch.autograd.Function):

@@ -76,10 +76,12 @@ def _batch_norm(
     if not training:
         return BY_RULE
     momentum, eps = rest[:2]
-    found, (mean_now, m2, count) = batch_normalised(x, weight, bias, eps)
-    if mean is not None and variance is not None:
-        with torch.no_grad():
-            for running, value in ((mean, mean_now), (variance, m2 / (count - 1).clamp(min=1))):
+
+    @torch.no_grad()
+    def track(now: Tensor, m2: Tensor, count: Tensor) -> None:
+        if mean is not None and variance is not None:
+            for running, value in ((mean, now), (variance, m2 / (count - 1).clamp(min=1))):
                 part = part_in(value, splits_of(running))
                 local_of(running).lerp_(part.to(running.dtype), momentum)
-    return found
+
+    return batch_normalised(x, weight, bias, eps, track=track)

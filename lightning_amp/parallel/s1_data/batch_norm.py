@@ -12,6 +12,7 @@ channel has no unbiased variance and makes the running variance nan.
 
 from collections.abc import Callable, Container
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,12 +147,15 @@ class SharedStatistics:
             plain: Tensor = inside(layer, input)
             return plain
         layer._check_input_dim(input)  # type: ignore[no-untyped-call]
-        output, (mean, m2, count) = batch_normalised(
-            input, layer.weight, layer.bias, layer.eps, over=[axis_of(mesh)], once=once
+        return batch_normalised(
+            input,
+            layer.weight,
+            layer.bias,
+            layer.eps,
+            over=[axis_of(mesh)],
+            once=once,
+            track=partial(_track, layer),
         )
-        if layer.training and layer.track_running_stats:
-            _track(layer, mean, m2, count)
-        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedStatistics":
         return self
@@ -162,7 +166,8 @@ class SharedStatistics:
 
 @torch.no_grad()
 def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None:
-    if layer.running_mean is None or layer.running_var is None:
+    tracks = layer.training and layer.track_running_stats
+    if not tracks or layer.running_mean is None or layer.running_var is None:
         return
     momentum = layer.momentum
     if layer.num_batches_tracked is not None:
