@@ -59,10 +59,14 @@ BOOKKEEPING = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators of functional collectives that move nothing."""
 
 
+HANDED_IN = {"allreduce_": lambda args: args[0][0], "_allgather_base_": lambda args: args[1]}
+"""What a rank puts into collectives of c10d."""
+
+
 class CountCollectives(TorchDispatchMode):
     """Counts this rank's collectives by operator; CommDebugMode cannot be entered around a module's backward.
 
-    `sent` has the bytes that the rank put into functional collectives, by operator.
+    `sent` has the bytes that the rank put into functional collectives and those of `HANDED_IN`, by operator.
     """
 
     def __init__(self) -> None:
@@ -79,6 +83,8 @@ class CountCollectives(TorchDispatchMode):
             self.counts[func._opname] += 1
             if func.namespace == "_c10d_functional":
                 self.sent[func._opname] += args[0].nbytes
+            elif func._opname in HANDED_IN:
+                self.sent[func._opname] += HANDED_IN[func._opname](args).nbytes
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,8 @@ Every rank differentiates its own copy of the loss. The copies add up to R times
 is differentiated as the linear map that it is, the sum of all ranks' gradients is R times the gradient: averaged over
 the ranks, as data-parallel gradients are, it is right. No operator has to know which values are replicated.
 
-An axis without a process group is that of a dry run: results have the right shapes, and no values.
+An axis without a process group is that of a dry run: results have the right shapes, and no values. So have those of
+fake tensors, by which a block's operators are written down.
 
 Legend: R ranks of the axis. `rows` are the indices along the dim that is sent, which is the first then.
 """
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_amp._torch import FakeTensor
 from lightning_amp.dist.owners import Owners, Run, joined
 from lightning_amp.dist.splits import MeshAxis, record
 
@@ -113,7 +115,7 @@ def reduce_now(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor
     # a clone: the operator works in place
     found = x.contiguous().clone()
     record(axis, "all_reduce", found.nbytes)
-    if axis.group is not None:
+    if _sends(found, axis):
         dist.all_reduce(_sendable(found), op, group=axis.group)
     return found
 
@@ -125,7 +127,7 @@ def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
         return x[None]
     found = _arriving(x, (axis.size, *x.shape), axis)
     record(axis, "all_gather", x.nbytes)
-    if axis.group is not None:
+    if _sends(found, axis):
         _ALL_GATHER(_sendable(found).view(-1), _sendable(x.contiguous()).view(-1), group=axis.group)
     return found
 
@@ -150,6 +152,10 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
         return found.sum(0)
 
     return arrive
+
+
+def _sends(x: Tensor, axis: MeshAxis) -> bool:
+    return axis.group is not None and not isinstance(x, FakeTensor)
 
 
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:

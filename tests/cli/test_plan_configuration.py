@@ -166,7 +166,7 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert ON_HOST not in on_gpus.notes
     assert on_gpus.predicted_peak_bytes < on_cpus.predicted_peak_bytes
     assert main(["plan", "--config", config, "--devices", "3"]) == 2
-    assert "fsdp_ranks=2 was asked for, found 3 ranks on the data axis" in capsys.readouterr().err
+    assert "fsdp_ranks=2 was asked for, found 3 ranks that average gradients" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -39,7 +39,7 @@ from lightning_amp.planning.modules.seen import Seen, StageChunks
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
@@ -119,7 +119,7 @@ class StepOfModule:
         """
         self.take()
         if self._steps is not None:
-            return self._seen_stepped(self._steps, rates)
+            return replace(self._seen_stepped(self._steps, rates), fsdp=fsdp)
         step = self._count_step(None, rates)
         self._profiles[_places(())], chain = step.profile, step.chain
         tables = partial(block_tables, self._module, self._calls[None], shared=shared_statistics)
@@ -145,15 +145,15 @@ class StepOfModule:
         steps.choose(self._batch, lambda: self._count_step(None, rates).profile.peak_bytes)
         step = self._count_step(None, rates)
         self._profiles[_places(())] = step.profile
-        others = {other for other in TECHNIQUES if other not in STRATEGIES[steps.name].together}
+        why = not_together(steps.name)
+        others = {other: why for other in TECHNIQUES if other not in STRATEGIES[steps.name].together}
         return Seen(
             profile=step.profile,
             chain=step.chain,
             units=units_of(self._module),
             rates=rates,
-            no_stages=f"it was not tried together with {steps.name}",
-            refused=dict.fromkeys(others, f"it was not tried together with {steps.name}"),
-            over_model=steps.ranks,
+            no_stages=why,
+            refused={**refused_techniques(self._module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(rates.links),
             notes=(*self._notes(step), steps.note()),
         )

@@ -62,13 +62,12 @@ class MeshStrategy(DDPStrategy):
             self._meshes[key] = make_mesh(self.root_device.type, n_ranks=key[0], model_ranks=model_ranks)
         return self._meshes[key]
 
-    def _groups_of(self, shard_ranks: int) -> DeviceMesh:
+    def _groups_of(self, model_ranks: int, shard_ranks: int) -> DeviceMesh:
         """The ranks with the axes "replicate", "shard" and "model": a data axis in groups of so many ranks."""
-        world, model = self.world_size, self._model_ranks
-        key = world, model, shard_ranks
+        key = self.world_size, model_ranks, shard_ranks
         if key not in self._meshes:
             self._meshes[key] = make_groups(
-                self.root_device.type, n_ranks=world, model_ranks=model, shard_ranks=shard_ranks
+                self.root_device.type, n_ranks=key[0], model_ranks=model_ranks, shard_ranks=shard_ranks
             )
         return self._meshes[key]
 

@@ -1,4 +1,4 @@
-"""What a plan asks for over the data axis and modules themselves must follow: shared batch statistics, and fsdp."""
+"""What a plan asks for over the ranks that average gradients: shared batch statistics, and fsdp."""
 
 from collections.abc import Callable
 
@@ -41,14 +41,15 @@ def shard_fully(
     fn: TrainerFn | None,
     undo: Undo,
 ) -> Shards:
-    """Split all parameters over the data axis, or in groups of it, when the plan says so; returns shards with these.
+    """Split all parameters over the ranks that average gradients, or in groups of them, when the plan says so; returns
+    shards with these.
 
     In prediction ranks may have unlike numbers of batches, and could not gather parameters together: there parameters
     stay whole, and there are no gradients and no optimisers.
 
     Args:
-        mesh: With the axes "data" and "model".
-        groups_of: The mesh of the ranks with groups of so many of them; all ranks call it.
+        mesh: Of the ranks that average gradients.
+        groups_of: That mesh with groups of so many ranks; all ranks call it.
         shards: What is split over the model axis.
         fn: What the Trainer is doing.
         undo: Gets what takes it back.
@@ -57,8 +58,8 @@ def shard_fully(
     if spec is None or fn == TrainerFn.PREDICTING:
         return shards
     fqns = [rule.fqn for rule in plan.rules if isinstance(rule.spec, FullyShard)]
-    n = spec.shard_ranks or plan.mesh.data
-    groups = groups_of(n) if n < plan.mesh.data else None
-    units = FullySharded(model, fqns, mesh["data"], groups=groups, offload=spec.offload)
+    n = spec.shard_ranks or mesh.size()
+    groups = groups_of(n) if n < mesh.size() else None
+    units = FullySharded(model, fqns, mesh, groups=groups, offload=spec.offload)
     undo.append(units.undo)
     return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)

@@ -15,8 +15,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import ShareBatchStatistics
-from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, with_steps
+from lightning_amp.planning.plan.strategies import STRATEGIES, not_together, parse_strategies, with_steps
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
@@ -85,18 +84,12 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
     others = [s for s in plan.strategies if s != name and s not in STRATEGIES[name].together]
     if others:
         raise PlanError(
-            f"{name} was asked for together with {', '.join(others)}, which is not supported; it goes together with"
-            f" {', '.join(STRATEGIES[name].together)}"
+            f"{', '.join(others)} was asked for together with {name}: {not_together(name)}. Leave one of them out"
         )
     if decoders := list(find_decoders(module)):
         raise PlanError(
             f"{name} was asked for, and {decoders[0]!r} is a decomposed decoder; ask for 'nodes', which splits its"
             " anchors over the model axis"
-        )
-    if any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
-        raise PlanError(
-            f"{name} was asked for with a data axis of {plan.mesh.data} ranks and a module with BatchNorm, whose"
-            " statistics are not exchanged over both axes yet; set share_batch_statistics=False"
         )
     return put_steps(module, name, _rule_of(name, plan.rules).spec, mesh["model"])
 

@@ -221,7 +221,10 @@ class AMPStrategy(MeshStrategy):
         assert plan is not None, "made before it was installed"
         if fn == TrainerFn.FITTING:
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
-        self._shards = shard_fully(plan, self.model, mesh, self._groups_of, self._shards, fn, self._undo)
+        # one where gradients are averaged over the model axis too
+        inner = self.world_size // plan.gradient_ranks
+        averaging, groups_of = self._mesh_of(inner)["data"], partial(self._groups_of, inner)
+        self._shards = shard_fully(plan, self.model, averaging, groups_of, self._shards, fn, self._undo)
         if fn == TrainerFn.FITTING:
             self._step = TrainingStep(
                 module,

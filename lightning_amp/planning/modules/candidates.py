@@ -51,7 +51,7 @@ class Compared:
 def as_it_is(seen: Seen, ranks: int) -> Draft:
     """The step without any technique, its gradients averaged over the ranks."""
     gradients = seen.profile.by_kind["gradients"]
-    sent = collective_seconds("all_reduce", gradients, ranks * seen.over_model, seen.rates.links)
+    sent = collective_seconds("all_reduce", gradients, ranks, seen.rates.links)
     return Draft(
         ranks=ranks,
         peak_bytes=seen.peak_bytes(ranks),

@@ -151,7 +151,8 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
     if (spec := _pipeline_of(given, seen)) is not None:
         return _staged_again(given, seen, spec)
     rules = tuple(rule for rule in given.rules if rule.strategy in TECHNIQUES)
-    made, ranks = _drafted(seen, rules, ranks=given.mesh.data, count=count), given.mesh.data
+    ranks = given.gradient_ranks
+    made = _drafted(seen, rules, ranks=ranks, count=count)
     return replace(
         given,
         predicted_base_bytes=_held(seen, made),
@@ -302,7 +303,7 @@ def _compared(
     refused: dict[tuple[str, ...], str],
     asked: Asked,
 ) -> Compared:
-    ranks = base.mesh.data
+    ranks = base.gradient_ranks
     if named is not None:
         return Compared(best=asked_for(seen, named, ranks=ranks, budget=limit), candidates=(), dropped={})
     return compare(

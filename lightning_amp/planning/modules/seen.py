@@ -1,6 +1,6 @@
 """What is known of a module's training step before a plan is made, what was asked for, and a plan in the making.
 
-Legend: bytes are of one rank; D ranks of the data axis.
+Legend: bytes are of one rank; D ranks that average gradients, those of the data axis in most plans.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,8 +65,7 @@ class Seen:
         refused: Techniques that this module was found to refuse, and why.
         statistics_bytes: What batch norms make beside their results where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
-        over_model: Ranks of the model axis over which gradients are averaged too.
-        sent_seconds: What the step's collectives over the model axis take, without those of gradients.
+        sent_seconds: What collectives over the model axis take, without those of gradients.
     """
 
     profile: ModuleProfile
@@ -81,7 +80,6 @@ class Seen:
     refused: Mapping[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
-    over_model: int = 1
     sent_seconds: float = 0.0
 
     @property
@@ -102,7 +100,7 @@ class Seen:
     def averaging_bytes(self, ranks: int) -> int:
         """What is there when gradients are whole, beside it a byte for each of them, and the small ones' copies; of one
         rank, which averages nothing, 0."""
-        if ranks * self.over_model == 1:
+        if ranks == 1:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
         after = [moment for moment in timeline if moment.phase == OPTIMISER] or timeline[-1:]
@@ -112,8 +110,8 @@ class Seen:
         return there + self.profile.left_bytes + small + len(sizes) + self.agreed_bytes(ranks)
 
     def agreed_bytes(self, ranks: int) -> int:
-        """What ranks of a data axis have in a step to agree on cells and statistics."""
-        return 0 if ranks * self.over_model == 1 else WEIGHT_BYTES + self.statistics_bytes
+        """What ranks that average gradients have in a step to agree on cells and statistics."""
+        return 0 if ranks == 1 else WEIGHT_BYTES + self.statistics_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,13 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.plan.specs import BalanceCells, FullyShard, Spec, StreamStrata
 from lightning_amp.planning.plan.stages import Stage
-from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, specs_by_name, without_blocks
+from lightning_amp.planning.plan.strategies import (
+    STRATEGIES,
+    conflicts,
+    specs_by_name,
+    with_steps,
+    without_blocks,
+)
 
 SCHEMA = 1
 
@@ -143,6 +149,11 @@ class Plan:
         if self.uncounted:
             return None
         return True if self.strata_bytes or self.diagnosis is not None or self.evaluates else None
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which gradients are averaged: the data axis, and the model axis where that splits samples."""
+        return self.mesh.data * (self.mesh.model if with_steps(self.strategies) else 1)
 
     @property
     def fails_at_stratum(self) -> int | None:
@@ -292,5 +303,5 @@ def _contradictions_of_fsdp(plan: Plan) -> Iterator[str]:
     for spec in specs:
         if type(spec.offload) is not bool:
             yield f"offload={spec.offload!r} of fsdp is neither true nor false"
-        if why := spec.no_groups_of(plan.mesh.data):
+        if why := spec.no_groups_of(plan.gradient_ranks):
             yield f"shard_ranks={spec.shard_ranks!r} of fsdp, {why}"

@@ -1,6 +1,6 @@
 """How the fsdp of a plan splits: among which ranks, and where their parts lie; the same in all its rules.
 
-Legend: D ranks of the data axis, S of a group among which parameters are split; all D / S groups have the same.
+Legend: D ranks that average gradients, S of a group among which parameters are split; all D / S groups have the same.
 """
 
 from collections.abc import Iterable
@@ -29,11 +29,11 @@ def with_sharding(plan: Plan, asked: FullyShard | None, *, launches: bool) -> Pl
         launches: Whether the device is another one than the host's processor.
 
     Raises:
-        PlanError: The data axis cannot be divided like that.
+        PlanError: The ranks cannot be divided like that.
     """
     if asked is None:
         return plan
-    if why := asked.no_groups_of(plan.mesh.data):
+    if why := asked.no_groups_of(plan.gradient_ranks):
         raise PlanError(f"fsdp_ranks={asked.shard_ranks!r} was asked for, {why}")
     rules = tuple(
         replace(rule, spec=asked) if isinstance(rule.spec, FullyShard) else rule for rule in plan.rules

@@ -344,6 +344,15 @@ def with_steps(strategies: Iterable[str]) -> str:
     return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
 
 
+def not_together(name: str) -> str:
+    """Why a strategy does not go together with `name`, which has steps, and what to do instead."""
+    others = [other for other in STRATEGIES[name].together if other != "S1"]
+    return (
+        f"it is not supported together with {name}; a rank holds less with {' and '.join(others)}, and with more ranks"
+        " of the model axis (model_parallel_size)"
+    )
+
+
 def specs_by_name() -> dict[str, type[Spec]]:
     """Types of all specs by the name that stands in a plan's JSON."""
     return {spec.__name__: spec for info in STRATEGIES.values() for spec in info.specs}

@@ -17,6 +17,7 @@ from lightning_amp.planning.plan.strategies import (
     STRATEGIES,
     conflicts,
     parse_strategies,
+    with_steps,
 )
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
@@ -220,7 +221,7 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
         _check_parts(chosen, request.shape.decoder, model)
     mesh = MeshShape(data=devices // model, model=model)
     shared = [s for s in chosen if STRATEGIES[s].data_axis]
-    if shared and mesh.data < 2:
+    if shared and mesh.data < 2 and not with_steps(chosen):
         raise PlanError(
             f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has one rank:"
             f" devices={devices}, of which the model axis has {model}; use more devices, a smaller"

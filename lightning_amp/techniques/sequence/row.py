@@ -78,6 +78,6 @@ ROW: dict[str, Any] = {
     "targets": lambda shape: [("", SequenceParallel(dims=""))],
     "model_axis": True,
     "steps": "lightning_amp.techniques.sequence.install",
-    "together": ("S1", "recompute"),
+    "together": ("S1", "recompute", "fsdp"),
     "asked": asked,
 }

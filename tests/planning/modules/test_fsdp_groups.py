@@ -147,7 +147,7 @@ def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
 
 @pytest.mark.parametrize(
     ("shard_ranks", "devices", "allowed"),
-    [(3, 4, "found 4 ranks on the data axis"), (8, 4, "choose one of [2, 4]"), (2, 6, ""), (6, 6, "")],
+    [(3, 4, "found 4 ranks that average gradients"), (8, 4, "choose one of [2, 4]"), (2, 6, ""), (6, 6, "")],
 )
 def test_sizes_that_do_not_divide_are_refused(shard_ranks: int, devices: int, allowed: str) -> None:
     plan, asked = base(None, devices=devices, strategies="fsdp"), FullyShard(shard_ranks=shard_ranks)

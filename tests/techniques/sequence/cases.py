@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
+from tests.lightning.strategy.fsdp_cases import whole
+
 DIM, LENGTH, WORDS = 8, 11, 7
 
 
@@ -19,6 +21,7 @@ class Steps(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.losses: list[Tensor] = []
+        self.gradients: list[dict[str, Tensor]] | None = None
 
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
@@ -30,6 +33,11 @@ class Steps(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach().clone())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.gradients is not None:
+            named = self.named_parameters()
+            self.gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
@@ -44,11 +52,11 @@ class Steps(pl.LightningModule):
 class Text(Steps):
     """A causal transformer with learned positions, whose head has the embedding's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 16) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, DIM), nn.Parameter(0.1 * torch.randn(LENGTH, DIM))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(DIM, 2, inner, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(2)
         )
         self.head = nn.Linear(DIM, WORDS, bias=False)
@@ -107,6 +115,18 @@ class Picture(Steps):
         return (self(batch) - batch[:, :1].roll(1, 2)).square().mean()
 
 
+class Normed(Picture):
+    """With batch norms of a split tensor and of one that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, image: Tensor) -> Tensor:
+        scale = self.pooled(self.down(image).mean((2, 3)))
+        return super().forward(image) * (1 + scale.mean(1)[:, None, None, None])
+
+
 class Noisy(Steps):
     """Diffusion noise and dropout: random numbers are those of one process."""
 
@@ -148,6 +168,10 @@ CASES = {
     "text, recompute": Case(
         Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute"}
     ),
+    "text, fsdp": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,fsdp"}),
+    "text, fsdp, recompute": Case(
+        Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute,fsdp"}
+    ),
     "padded": Case(Padded, _genes, {"sequence_dim": {"0": 1, "1": 1}}),
     "padded, auto": Case(Padded, _genes, {"sequence_dim": "auto"}),
     "picture": Case(
@@ -158,6 +182,12 @@ CASES = {
     "noise": Case(Noisy, lambda: torch.randn(4, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
     "one sample": Case(Noisy, lambda: torch.randn(1, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
 }
+WIDE = Case(
+    lambda: Text(1024),
+    _text,
+    {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute,fsdp"},
+)
+"""Most of the peak are parameters, gradients and the optimiser's state."""
 RANDOM = ["noise", "one sample"]
 TWO_DIMS = Case(
     Picture,

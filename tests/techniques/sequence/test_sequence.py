@@ -19,13 +19,15 @@ from lightning_amp.errors import PlanError, ShardError
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.time.device_rates import CPU_CORE
 from lightning_amp.techniques.sequence.row import SequenceParallel
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, Case, Noisy, Picture, Text
+from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, WIDE, Case, Noisy, Normed, Picture, Text
 
 QUIET = {
     "logger": False,
@@ -35,8 +37,19 @@ QUIET = {
 }
 
 
-def run(case: Case, rank: int, ranks: int, *, rows: slice = slice(None), **options: Any) -> dict[str, Any]:
-    """Three steps with a validation, then a prediction; of one rank without the strategy."""
+def run(
+    case: Case,
+    rank: int,
+    ranks: int,
+    *,
+    rows: slice = slice(None),
+    gradients: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Three steps with a validation, then a prediction; of one rank without the strategy.
+
+    With `gradients` they are kept, which takes memory that no plan knows of.
+    """
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     batches = [case.batch() for _ in range(3)]
@@ -56,6 +69,7 @@ def run(case: Case, rank: int, ranks: int, *, rows: slice = slice(None), **optio
         given["devices"] = 1
     trainer = Trainer(**QUIET | given, use_distributed_sampler=False)
     module = case.module().double()
+    module.gradients = [] if gradients else None
     trainer.fit(module, loader, loader)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     plan = getattr(trainer.strategy, "plan", None)
@@ -63,6 +77,7 @@ def run(case: Case, rank: int, ranks: int, *, rows: slice = slice(None), **optio
     assert not [name for name in vars(module) if name.endswith("_step")], "the module is as it was"
     return {
         "losses": [float(loss) for loss in module.losses],
+        "gradients": module.gradients,
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "metrics": metrics,
         "predicted": found,
@@ -73,11 +88,16 @@ def run(case: Case, rank: int, ranks: int, *, rows: slice = slice(None), **optio
 
 def close(found: dict[str, Any], right: dict[str, Any]) -> None:
     assert found["losses"] == pytest.approx(right["losses"], rel=1e-12)
+    same_training(found, right)
     assert found["metrics"] == pytest.approx(right["metrics"], rel=1e-12)
-    for name, value in right["state"].items():
-        torch.testing.assert_close(found["state"][name], value, rtol=1e-10, atol=1e-12)
     for one, other in zip(found["predicted"], right["predicted"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def same_training(found: dict[str, Any], right: dict[str, Any]) -> None:
+    """All gradients of all steps where they were kept, then parameters and buffers."""
+    torch.testing.assert_close(found["gradients"], right["gradients"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["state"], right["state"], rtol=1e-10, atol=1e-12)
 
 
 def all_cases(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
@@ -96,21 +116,15 @@ def test_modules_train_as_one_process_does(tmp_path: Path) -> None:
         for rank in found:
             close(rank[name], right)
         plan = Plan.from_json(found[0][name]["plan"])
-        assert plan.strategies[-1] == "sequence", name
+        assert plan.strategies == in_order(("S1", *case.options.get("strategies", "sequence").split(","))), (
+            name
+        )
         assert plan.mesh.model == 2
         assert found[0][name]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05), name
 
 
 def on_a_grid(rank: int, ranks: int) -> dict[str, Any]:
     return {**run(TWO_DIMS, rank, ranks), "plan": None}
-
-
-def over_data_too(rank: int, ranks: int) -> dict[str, Any]:
-    """Two ranks of the data axis have two samples each."""
-    case = CASES["noise"]
-    net = Case(lambda: Plain(), case.batch, case.options)
-    own = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-    return {**run(net, rank, ranks, rows=own, model_parallel_size=2), "plan": None}
 
 
 class Plain(Noisy):
@@ -124,15 +138,51 @@ class Plain(Noisy):
         return (self(batch) - batch.cumsum(1)).square().mean()
 
 
+NET = Case(Plain, CASES["noise"].batch, CASES["noise"].options)
+NORMED = Case(Normed, lambda: torch.randn(4, 2, 12, 8).double(), {"sequence_dim": {"batch": 2}})
+OVER_DATA: dict[str, tuple[Case, dict[str, Any]]] = {
+    "plain": (NET, {}),
+    "fsdp": (NET, {"strategies": "sequence,fsdp"}),
+    "fsdp in groups": (NET, {"strategies": "sequence,fsdp", "fsdp_ranks": 2}),
+    "batch norm": (NORMED, {}),
+    "batch norm, fsdp": (NORMED, {"strategies": "sequence,recompute,fsdp"}),
+}
+SAMPLES = (3, 1)
+
+
+def over_data_too(rank: int, ranks: int) -> dict[str, Any]:
+    """Two ranks of the data axis have unequal numbers of samples."""
+    own = slice(SAMPLES[0]) if rank < 2 else slice(SAMPLES[0], None)
+    found = {
+        name: run(case, rank, ranks, rows=own, gradients=True, model_parallel_size=2, **options)
+        for name, (case, options) in OVER_DATA.items()
+    }
+    # of equal samples on all data ranks
+    found["wide"] = run(WIDE, rank, ranks, model_parallel_size=2)
+    return {name: {**one, "plan": one["plan"].to_json()} for name, one in found.items()}
+
+
 @pytest.mark.ranks
 def test_two_dims_and_a_data_axis(tmp_path: Path) -> None:
     right = run(TWO_DIMS, 0, 1)
     for found in run_ranks(on_a_grid, 4, tmp_path):
         close(found, right)
-    right = run(Case(Plain, CASES["noise"].batch, {}), 0, 1)
-    for found in run_ranks(over_data_too, 4, tmp_path):
-        for name, value in right["state"].items():
-            torch.testing.assert_close(found["state"][name], value, rtol=1e-10, atol=1e-12)
+    ranks = run_ranks(over_data_too, 4, tmp_path)
+    for name, (case, _) in OVER_DATA.items():
+        right = run(case, 0, 1, gradients=True)
+        for found in ranks:
+            same_training(found[name], right)
+        losses = torch.tensor([ranks[0][name]["losses"], ranks[2][name]["losses"]], dtype=torch.float64)
+        mean = (losses * torch.tensor(SAMPLES)[:, None]).sum(0) / sum(SAMPLES)
+        torch.testing.assert_close(
+            mean, torch.tensor(right["losses"], dtype=torch.float64), rtol=1e-10, atol=0
+        )
+    right = run(WIDE, 0, 1)
+    for found in ranks:
+        close(found["wide"], right)
+    plan = Plan.from_json(ranks[0]["wide"]["plan"])
+    assert (plan.mesh, plan.gradient_ranks) == (MeshShape(data=2, model=2), 4)
+    assert ranks[0]["wide"]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
 
 
 class Recurrent(Noisy):
@@ -163,8 +213,13 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
     "no dim": (lambda: CASES["noise"], {"sequence_dim": {"batch": 3}}, ShardError, "dim 3 of 'batch'"),
     "sizes": (lambda: CASES["noise"], {"sequence_sizes": [4, 4]}, ShardError, "one size per rank"),
     "grid": (lambda: CASES["noise"], {"sequence_grid": "2x1"}, PlanError, "one dim requires none"),
-    "fsdp": (lambda: CASES["noise"], {"strategies": "sequence,fsdp"}, PlanError, "fsdp"),
-    "chunk": (lambda: CASES["text"], {"strategies": "sequence,chunk"}, PlanError, "chunk"),
+    "chunk": (
+        lambda: CASES["text"],
+        {"strategies": "sequence,chunk"},
+        PlanError,
+        "chunk cannot be: it is not supported together with sequence; a rank holds less with recompute and fsdp, and"
+        " with more ranks of the model axis",
+    ),
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
     "an operator": (
         lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options),
