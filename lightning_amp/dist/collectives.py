@@ -88,6 +88,8 @@ def ring(
     Each is one all-to-all in which a rank has rows for the next one only: as fast as a send and a receive, and it
     works without values, for a simulation.
     """
+    if axis.size == 1:
+        return lambda: list(tensors)
     sent = [t.contiguous() for t in tensors]
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
     found = list[Tensor]()

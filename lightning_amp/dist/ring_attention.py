@@ -44,8 +44,11 @@ def ring_attention(
         mask: For the own queries and all columns; added to the scores, of booleans true where a row sees a column.
         causal: Whether a row sees no later columns.
     """
-    found = _Ring.apply(q, k, v, mask, causal, scale, axis, rows, columns)  # type: ignore[no-untyped-call]
-    return cast(Tensor, found)
+    return cast(Tensor, _Ring.apply(q, k, v, mask, causal, scale, axis, rows, columns))
+
+
+ON_CPU = ("cpu", "meta")
+"""Devices whose blocks are computed in the kernel for CPUs: values, or without them the bytes that these take."""
 
 
 def block_forward(
@@ -57,7 +60,7 @@ def block_forward(
         mask: Added to the scores; of booleans true where a row sees a column.
     """
     bias = _additive(mask, q.dtype)
-    if q.device.type == "cpu":
+    if q.device.type in ON_CPU:
         out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     else:
         scores = _scores(q, k, bias, causal, scale)
@@ -107,7 +110,7 @@ def block_backward(
         out, log_sums: Of all blocks.
     """
     bias = _additive(mask, q.dtype)
-    if q.device.type == "cpu":
+    if q.device.type in ON_CPU:
         return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
     weights = (_scores(q, k, bias, causal, scale) - log_sums[..., None]).exp().nan_to_num(0)
     inner = weights * ((grad @ v.mT) - (grad * out).sum(-1, keepdim=True)).to(_wide(q))
@@ -171,23 +174,28 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, log_sums = ctx.saved_tensors
         causal, scale, axis, rows, columns = ctx.of
-        grad, of_q = grad.contiguous(), torch.zeros_like(q)
-        held = [k, v, torch.zeros_like(k), torch.zeros_like(v)]
+        grad, sums = grad.contiguous(), list[Tensor]()
+        held = [k, v]
         for step in range(axis.size):
             at = (axis.rank - step) % axis.size
             how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
+            # the sums so far of the gradients of the own queries, and of the keys and values that are here
+            so_far = [*sums, *held[2:]]
             if how is not None:
-                a, b, c = block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)
-                of_q += a
-                held[2] += b
-                held[3] += c
+                found = block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)
+                so_far = [a.add_(b) for a, b in zip(so_far, found, strict=True)] if so_far else list(found)
+                del found
+            elif not so_far:
+                so_far = [torch.zeros_like(t) for t in (q, k, v)]
+            sums, held = so_far[:1], [*held[:2], *so_far[1:]]
+            del so_far
             n = len(columns[(at - 1) % axis.size])
             if step + 1 == axis.size:
                 # home again: only gradients are needed
                 held = [k, v, *ring(held[2:], [_with_rows(t, n) for t in (k, v)], axis)()]
             else:
                 held = ring(held, [_with_rows(t, n) for t in (k, v, k, v)], axis)()
-        return of_q, held[2], held[3], None, None, None, None, None, None
+        return sums[0], held[2], held[3], None, None, None, None, None, None
 
 
 def _with_rows(x: Tensor, n: int) -> list[int]:
