@@ -12,7 +12,7 @@ Legend: `log_sums` are the logarithms of the sums of exponentials, [batch, head,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,6 +49,8 @@ def ring_attention(
 
 ON_CPU = ("cpu", "meta")
 """Devices whose blocks are computed in the kernel for CPUs: values, or without them the bytes that these take."""
+MOST_SCORES = 2**24
+"""Of a block, that are there at a time on other devices."""
 
 
 def block_forward(
@@ -63,9 +65,12 @@ def block_forward(
     if q.device.type in ON_CPU:
         out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     else:
-        scores = _scores(q, k, bias, causal, scale)
-        log_sums = scores.logsumexp(-1)
-        out = (scores - log_sums[..., None]).exp().nan_to_num(0).to(v.dtype) @ v
+        parts = list[tuple[Tensor, Tensor]]()
+        for rows, seen in _runs(q, k, bias, causal):
+            scores = _scores(q[..., rows, :], k, seen, scale)
+            sums = scores.logsumexp(-1)
+            parts.append(((scores - sums[..., None]).exp().nan_to_num(0).to(v.dtype) @ v, sums))
+        out, log_sums = (torch.cat(made, 2) for made in zip(*parts, strict=True))
     log_sums = log_sums.to(_wide(q))
     if bias is None:
         return out, log_sums
@@ -78,13 +83,24 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _runs(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Iterator[tuple[slice, Tensor | None]]:
+    """Rows some at a time, and what is added to their scores; a causal block has no mask."""
+    n, columns = q.shape[-2], k.shape[-2]
+    most = max(1, MOST_SCORES // max(1, math.prod(q.shape[:-2]) * columns))
+    for first in range(0, max(1, n), most):
+        rows = slice(first, min(first + most, n))
+        if causal:
+            row, column = (
+                torch.arange(*own, device=q.device) for own in ((rows.start, rows.stop), (columns,))
+            )
+            yield rows, _additive(column <= row[:, None], q.dtype)
+        else:
+            yield rows, bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     scores = (q @ k.mT).to(_wide(q)) * scale
-    scores = scores if bias is None else scores + bias
-    if not causal:
-        return scores
-    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~seen, -math.inf)
+    return scores if bias is None else scores + bias
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -112,10 +128,16 @@ def block_backward(
     bias = _additive(mask, q.dtype)
     if q.device.type in ON_CPU:
         return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
-    weights = (_scores(q, k, bias, causal, scale) - log_sums[..., None]).exp().nan_to_num(0)
-    inner = weights * ((grad @ v.mT) - (grad * out).sum(-1, keepdim=True)).to(_wide(q))
-    inner = inner.to(q.dtype) * scale
-    return inner @ k, inner.mT @ q, weights.to(grad.dtype).mT @ grad
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, seen in _runs(q, k, bias, causal):
+        own, of_out = q[..., rows, :], grad[..., rows, :]
+        weights = (_scores(own, k, seen, scale) - log_sums[..., rows, None]).exp().nan_to_num(0)
+        along = (of_out * out[..., rows, :]).sum(-1, keepdim=True)
+        inner = (weights * (of_out @ v.mT - along).to(_wide(q))).to(q.dtype) * scale
+        of_q[..., rows, :] = inner @ k
+        of_k += inner.mT @ own
+        of_v += weights.to(grad.dtype).mT @ of_out
+    return of_q, of_k, of_v
 
 
 def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
