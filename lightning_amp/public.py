@@ -15,6 +15,7 @@ from lightning_amp.planning.policies.make_plan import plan as plan_data
 # what a profile and a plan print as
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ NOT_LOOKED_FOR = (
 
 
 @overload
-def profile(what: str | Path, *, setting: str | None = None, attention: bool | None = None) -> Profile: ...
+def profile(
+    what: str | Path, *, setting: str | None = None, attention: Attention | None = None
+) -> Profile: ...
 
 
 @overload
@@ -39,7 +42,7 @@ def profile(
     *,
     batch_size: int | None = None,
     setting: str | None = None,
-    attention: bool | None = None,
+    attention: Attention | None = None,
 ) -> Any:
     """Profile a data directory, or a training step of a module.
 
@@ -48,7 +51,8 @@ def profile(
         batch: For a module: an example of what its `training_step` gets.
         batch_size: For a module: profile a batch of this length instead of the example's.
         setting: For a directory: which files to take where it holds several settings.
-        attention: For a directory: whether the Hi-C decoder builds its keys with attention.
+        attention: For a directory: whether the Hi-C decoder builds its keys with attention; "full" for that to all
+            anchors.
 
     Returns:
         A Profile of the directory, or a ModuleProfile; `print` shows its report, and `lightning_amp.plan` plans by it.

@@ -25,7 +25,9 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--setting", help="which files to take where the folder has several settings")
     parser.add_argument(
-        "--keys", choices=["attention", "convolution"], help="how the decoder builds its keys"
+        "--keys",
+        choices=["attention", "full_attention", "convolution"],
+        help="how the decoder builds its keys; attention is local, full_attention to all anchors",
     )
     parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
 
@@ -93,10 +95,8 @@ def read(arguments: argparse.Namespace) -> "Profile":
     """The profile of the data directory that was named."""
     from lightning_amp.profiling.read_profile import profile
 
-    keys = arguments.keys
-    return profile(
-        arguments.data_dir, setting=arguments.setting, attention=None if keys is None else keys == "attention"
-    )
+    attention: Any = {None: None, "attention": True, "full_attention": "full", "convolution": False}
+    return profile(arguments.data_dir, setting=arguments.setting, attention=attention[arguments.keys])
 
 
 def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":

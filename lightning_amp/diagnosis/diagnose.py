@@ -47,10 +47,17 @@ def high_input_dimensionality(modality: ModalityProfile) -> Finding:
 
 
 def attention_decoder(modality: ModalityProfile) -> Finding:
-    """Raised when the modality's decoder builds its keys with attention."""
+    """Raised when the modality's decoder builds its keys with attention; the evidence says how far it reaches."""
     parts = modality.decomposition
     raised = parts is not None and parts.attention
-    evidence = f"keys of {parts.anchors:,} anchors by local attention" if parts and raised else "no attention"
+    evidence = "no attention"
+    if parts is not None and raised:
+        how, width = ("full", f", of an anchor to all {parts.anchors:,}") if parts.full else ("local", "")
+        if parts.window is not None:
+            met = min(3 * parts.window, parts.anchors)
+            width = f", of an anchor to {met:,} in 3 buckets of {parts.window:,}"
+        evidence = f"keys of {parts.anchors:,} anchors by {how} attention{width}"
+        evidence += f" ({parts.known_from})" if parts.known_from else ""
     return Finding(signal=ATTENTION_DECODER, modality=modality.name, raised=raised, evidence=evidence)
 
 

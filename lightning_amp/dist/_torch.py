@@ -1,7 +1,6 @@
 """Names of torch outside its public interface that sharded tensors need, with the reason."""
 
 import torch
-
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C import _dispatch_tls_local_exclude_set as excluded_keys
 from torch._C import _dispatch_tls_local_include_set as included_keys
@@ -14,7 +13,6 @@ from torch._C import _ForceDispatchKeyGuard as force_dispatch_keys
 
 # a dispatch mode sees the operators on parts, not those on the whole
 from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
-
 
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket

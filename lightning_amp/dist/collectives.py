@@ -15,6 +15,7 @@ fake tensors, by which a block's operators are written down.
 Legend: R ranks of the axis. `rows` are the indices along the dim that is sent, which is the first then.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_amp._torch import FakeTensor
+from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.owners import Owners, Run, joined
 from lightning_amp.dist.splits import MeshAxis, record
 
@@ -83,23 +85,29 @@ def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
 def ring(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis
 ) -> Callable[[], list[Tensor]]:
-    """Begin to send tensors to the next rank; the returned function waits for those of the previous rank."""
-    sent = [t.contiguous() for t in tensors]
+    """Begin to send tensors to the next rank; the returned function waits for those of the previous rank.
+
+    Each is one all-to-all in which a rank has rows for the next one only: as fast as a send and a receive, and it
+    works without values, for a simulation.
+    """
     if axis.size == 1:
-        return lambda: sent
-    found = [_arriving(tensor, shape, axis) for tensor, shape in zip(sent, shapes, strict=True)]
+        return lambda: list(tensors)
+    sent = [t.contiguous() for t in tensors]
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
-    works = list[Any]()
-    if axis.group is not None:
-        ranks = dist.get_process_group_ranks(axis.group)
-        after, before = ranks[(axis.rank + 1) % axis.size], ranks[(axis.rank - 1) % axis.size]
-        ops = [dist.P2POp(dist.isend, tensor, after, axis.group) for tensor in sent]
-        ops += [dist.P2POp(dist.irecv, tensor, before, axis.group) for tensor in found]
-        works = dist.batch_isend_irecv(ops)
+    found = list[Tensor]()
+    for tensor, shape in zip(sent, shapes, strict=True):
+        if axis.group is None:
+            found.append(_arriving(tensor, shape, axis))
+            continue
+        given, taken = [0] * axis.size, [0] * axis.size
+        given[(axis.rank + 1) % axis.size], taken[axis.rank - 1] = tensor.numel(), math.prod(shape)
+        under_way = functional.all_to_all_single(tensor.view(-1), taken, given, axis.group)
+        # the wrapper would wait wherever it is looked at
+        found.append(getattr(under_way, "elem", under_way))
 
     def arrive() -> list[Tensor]:
-        for work in works:
-            work.wait()
+        if axis.group is not None:
+            found[:] = [functional.wait_tensor(t).view(s) for t, s in zip(found, shapes, strict=True)]
         # kept until here: a tensor that is being sent must not be freed
         sent.clear()
         return found

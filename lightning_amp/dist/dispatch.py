@@ -53,7 +53,9 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_transform():
         raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     if getattr(func, "__name__", "") == "__set__":
-        raise shard_error(func, args, "it sets an attribute, of which the part would not hear", remedy="use copy_")
+        raise shard_error(
+            func, args, "it sets an attribute, of which the part would not hear", remedy="use copy_"
+        )
     found, call = below_autograd(func, args, kwargs)
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:
@@ -82,9 +84,7 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             copy = next((t for t in call.tensors if getattr(t, "copied", False)), None)
             if copy is not None and not func._schema.is_mutable:
                 lost = lambda t: view_of(func) or is_view(t, held_by(copy))  # noqa: E731
-                found = mapped(
-                    found, lambda t: copy_of(copy, wrap(t, WHOLE, copied=True)) if lost(t) else t
-                )
+                found = mapped(found, lambda t: copy_of(copy, wrap(t, WHOLE, copied=True)) if lost(t) else t)
         return mapped(found, _wrapped)
 
 
@@ -111,9 +111,7 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
                 return mapped(found, lambda t: wrap(local_of(t), splits_of(t), strides=dense_like(t)))
             layout = layout_of(func, args, kwargs)
             strides = iter(layout.strides if layout else ())
-            return mapped(
-                found, lambda t: _with_strides(t, next(strides, None), tensors, view=view_of(func))
-            )
+            return mapped(found, lambda t: _with_strides(t, next(strides, None), tensors, view=view_of(func)))
         return (
             _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
         )
@@ -126,9 +124,7 @@ def _unshared(x: Tensor, tensors: list[Tensor]) -> Tensor:
     return wrap(local_of(x).clone(), splits_of(x))
 
 
-def _with_strides(
-    x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], *, view: bool
-) -> Tensor:
+def _with_strides(x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], *, view: bool) -> Tensor:
     """A result with the strides that it would have in torch, unless it is an argument."""
     if any(t is x for t in tensors):
         return x

@@ -60,7 +60,12 @@ class Plan:
 
 
 def plan_of_call(
-    func: Any, arguments: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
+    func: Any,
+    arguments: Sequence[Splits],
+    splits: Splits,
+    shape: Sequence[int],
+    *call: Any,
+    view: bool = False,
 ) -> Plan:
     """The plan that brings tensors to some splits, and calls a function for a result of a global shape.
 
@@ -170,9 +175,7 @@ def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
     ]
 
 
-def _finished(
-    part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]
-) -> Tensor:
+def _finished(part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     # a rule that is wrong must not train
     assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
     strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)

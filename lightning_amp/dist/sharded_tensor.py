@@ -320,7 +320,8 @@ def in_order(x: Tensor, dim: int) -> Tensor:
 def computed_in(x: Tensor) -> Tensor:
     """A part in the type in which autocast computes products, for operators that autocast does not see."""
     kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    known = torch.amp.is_autocast_available(kind)
+    casts = known and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 

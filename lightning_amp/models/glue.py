@@ -41,14 +41,14 @@ class GLUE(LinkedAutoencoders):
     drawn for the graph depends on `seed`, torch's when the model was made, and on the step; of a cell see its `draw`.
 
     Args:
-        latent_dim: channels D of all latents; even for attention keys.
+        latent_dim: channels D of all latents; even for local attention.
         hidden_dim: channels of the encoders' hidden layers.
         hidden_depth: hidden layers of the encoders.
         dropout: of the encoders.
-        key: "attention" or "convolution" keys of the Hi-C strata.
+        key: "attention" (local), "full_attention" or "convolution" keys of the Hi-C strata.
         variant: form of the attention key, "higlue" or "paper".
         chained: whether the attention key of a stratum reads the previous one's projected anchors.
-        window: anchors per attention bucket; 20 times the number of strata when None.
+        window: anchors per bucket of local attention; 20 times the number of strata when None.
         lam_data: weight of the modalities' terms.
         lam_kl: weight of the divergences from the prior.
         lam_graph: weight of the graph's terms.

@@ -4,7 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_amp.parallel.checks.reach import Reach, reach_of
 from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
+from lightning_amp.parallel.contract.stand_in import in_place_of
 from lightning_amp.parallel.fsdp.units import find_units
 from lightning_amp.parallel.pipeline.blocks import longest_list
 from lightning_amp.parallel.s1_data.batch_norm import has_batch_norms
@@ -25,7 +27,7 @@ def describe(
         optimizer_slots: Copies of the parameters that the optimiser keeps.
     """
     found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
-    shapes = [_decoder_shape(fqn, decoder) for fqn, decoder in found.items()]
+    shapes = [_decoder_shape(module, fqn, decoder) for fqn, decoder in found.items()]
     decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=None)
     wide = {} if decoder is None else _wide_layers(module, decoder)
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
@@ -91,17 +93,27 @@ def _is_of_units(decoder: DecomposedDecoder) -> bool:
     return all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
 
 
-def _decoder_shape(fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
+def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
     strata: list[Any] = list(decoder.strata)
-    attention = any(hasattr(getattr(stratum, "key", None), "attention") for stratum in strata)
+    keys: list[Any] = [
+        stratum.key for stratum in strata if hasattr(getattr(stratum, "key", None), "attention")
+    ]
+    reaches = [reach_of(key.attention) for key in keys]
+    # one that is local needs the techniques of local attention
+    reach = min(reaches, default=Reach(False, ""), key=lambda reach: reach.full)
+    known_from, outer = reach.known_from, module.get_submodule(fqn)
+    if keys and in_place_of(outer) is not outer:
+        known_from = f"detected: {type(outer).__name__} computes what our decoder does with it"
     return DecoderShape(
         fqn=fqn,
         anchors=decoder.n_anchors,
         dim=decoder.dim,
         features=tuple(s.n_features if _is_of_units(decoder) else len(s.feature_anchor) for s in strata),
         distances=tuple(0 if getattr(s, "key", None) is None else k for k, s in enumerate(strata)),
-        attention=attention,
-        window=int(getattr(decoder, "window", 0)) or 1,
+        attention=bool(keys),
+        full=reach.full,
+        known_from=known_from,
+        window=1 if reach.full else int(getattr(decoder, "window", 0)) or 1,
         chained=decoder.chained,
         variant=str(getattr(decoder, "variant", "higlue")),
         n_batches=max(len(getattr(stratum, "scale", "1")) for stratum in strata),

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_amp.errors import AmpError
 from lightning_amp.parallel.checks.key import channels_problem, rows_problem
 from lightning_amp.parallel.checks.strata_loop import walk_of
-from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, CONVOLUTION_KEY
+from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, CONVOLUTION_KEY, ShardableAttention
 from lightning_amp.parallel.contract.stand_in import part
 from lightning_amp.parallel.install import install_rules
 from lightning_amp.planning.plan.model_shape import ModelShape
@@ -68,7 +68,7 @@ def _needed(decoder: Any) -> dict[str, bool]:
         "S2": features,
         "S5": region
         and all(_has(stratum, ("key", "decode")) for stratum in strata)
-        and all(_has(key, ATTENTION_KEY) or _has(key, CONVOLUTION_KEY) for key in keys)
+        and all(_has_channels(key) for key in keys)
         and not any(channels_problem(key, decoder.dim, [0], [decoder.dim - 1]) for key in keys),
         "nodes": features
         and bool(keys)
@@ -80,6 +80,13 @@ def _needed(decoder: Any) -> dict[str, bool]:
 
 def _has(module: nn.Module, children: Iterable[str]) -> bool:
     return all(hasattr(module, name) for name in children)
+
+
+def _has_channels(key: Any) -> bool:
+    """Whether a key has the children that S5 shards."""
+    if not _has(key, ATTENTION_KEY):
+        return _has(key, CONVOLUTION_KEY)
+    return any(isinstance(part, ShardableAttention) for part in key.attention.modules())
 
 
 def _walks(decoder: Any) -> bool:

@@ -18,6 +18,9 @@ class DecompositionProfile:
         features: Features of every stratum, F_k, in column order.
         distances: The bin distance k of every stratum; 0 means contacts of a bin with itself.
         attention: Whether the decoder builds its keys with attention.
+        full: Whether this attention is to all anchors (else to neighbouring buckets).
+        window: Anchors of a bucket of local attention, which is to three buckets; None where it is not known.
+        known_from: What says how far attention reaches, "" without attention.
         bin_bases: Base pairs of an anchor, None where they are not known or not all alike.
     """
 
@@ -25,6 +28,9 @@ class DecompositionProfile:
     features: tuple[int, ...]
     distances: tuple[int, ...]
     attention: bool
+    full: bool = False
+    window: int | None = None
+    known_from: str = ""
     bin_bases: int | None = None
 
     @property

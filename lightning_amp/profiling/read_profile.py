@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -10,26 +11,34 @@ from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import count_graph
 from lightning_amp.data.files.h5ad_header import ModalityHeader, read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
+from lightning_amp.errors import DataError
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
+Attention = bool | Literal["full"]
 PROBABILITY_MODELS = {"rna": "NB", "atac": "ZINB", "methyl": "ZILN", "hic": "HiCZINB"}
 BIN_ENDS = re.compile(r":(\d+)-(\d+)\Z")
 DENSE_RNA_MODEL = "Normal"
 """RNA stored as a dense matrix without a counts layer holds scaled values, not counts."""
 
 
-def profile(data_dir: str | Path, *, setting: str | None = None, attention: bool | None = None) -> Profile:
+def profile(
+    data_dir: str | Path, *, setting: str | None = None, attention: Attention | None = None
+) -> Profile:
     """Profile a data directory.
 
     Args:
         data_dir: A directory written by `lightning-amp prepare`, or by HiGLUE's preprocessing.
         setting: Which files to take where the directory holds several settings.
-        attention: Whether the Hi-C decoder builds its keys with attention; None means that it does as soon as it
-            has more than one stratum, as HiGLUE's does.
+        attention: Whether the Hi-C decoder builds its keys with attention, "full" where that is to all anchors and not
+            to neighbours; None means local attention as soon as there is more than one stratum, as in HiGLUE.
 
     Raises:
         DataError: The directory or one of its files cannot be read.
     """
+    if attention not in (None, True, False, "full"):
+        raise DataError(
+            f"attention={attention!r} was asked for; allowed is True (local), 'full', False or None"
+        )
     directory = find(data_dir, setting=setting)
     found = {name: path for name in PROBABILITY_MODELS if (path := getattr(directory, name)) is not None}
     headers = {name: read_header(path) for name, path in sorted(found.items())}
@@ -41,7 +50,7 @@ def profile(data_dir: str | Path, *, setting: str | None = None, attention: bool
 
 
 def _modality(
-    name: str, headers: dict[str, ModalityHeader], directory: DataDirectory, attention: bool | None
+    name: str, headers: dict[str, ModalityHeader], directory: DataDirectory, attention: Attention | None
 ) -> ModalityProfile:
     header = headers[name]
     others = [h.n_features for other, h in headers.items() if other != name]
@@ -70,13 +79,19 @@ def _spread(header: ModalityHeader) -> float | None:
     return float(header.depth.std() / header.depth.mean())
 
 
-def _decomposition(header: ModalityHeader, attention: bool | None) -> DecompositionProfile:
+def _decomposition(header: ModalityHeader, attention: Attention | None) -> DecompositionProfile:
     layout = read_layout(header.path)
+    attends = layout.n_strata > 1 if attention is None else bool(attention)
+    known_from = (
+        "taken from the number of strata, as in HiGLUE" if attention is None else "as it was asked for"
+    )
     return DecompositionProfile(
         anchors=layout.n_anchors,
         features=tuple(stratum.n_features for stratum in layout.strata),
         distances=tuple(stratum.k for stratum in layout.strata),
-        attention=layout.n_strata > 1 if attention is None else attention,
+        attention=attends,
+        full=attention == "full",
+        known_from=known_from if attends else "",
         bin_bases=_bin_bases(layout),
     )
 

@@ -31,8 +31,8 @@ KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 MADE_OUTSIDE = ("lift_fresh",)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
-WRAPPING = ("_wrap_tensor_autograd",)
-"""Operators that put a tensor into one without its own memory, for which torch's meta kernel makes a new one."""
+WRAPPING = ("_wrap_tensor_autograd", "wait_tensor")
+"""Operators whose result is their argument, in a wrapper or waited for, for which torch's meta kernel makes a new one."""
 
 
 class OutOfBudget(Exception):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_amp.models.decoders.stratified import StratifiedDecoder
+from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
@@ -52,10 +52,10 @@ class DecoderAlone(nn.Module):
             stratum_index=shape.distances,
             n_anchors=shape.anchors,
             n_batches=shape.n_batches,
-            key="attention" if shape.attention else "convolution",
+            key=_key(shape.attention, shape.full),
             variant=cast(Variant, shape.variant),
             chained=shape.chained,
-            window=shape.window,
+            window=None if shape.full else shape.window,
         )
         self.add_module(shape.fqn, decoder)
 
@@ -97,9 +97,10 @@ def decoder_subject(
 def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
     """The reference model for some data, `batch_size` cells per rank and modality."""
     inputs = _inputs(profile)
-    attends = any(m.decomposition is not None and m.decomposition.attention for m in profile.modalities)
+    parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
+    key = _key(any(one.attention for one in parts), any(one.full for one in parts))
     with torch.device("meta"):
-        module = GLUE(latent_dim, key="attention" if attends else "convolution", window=window).build(inputs)
+        module = GLUE(latent_dim, key=key, window=window).build(inputs)
         batch = {}
         for m in profile.modalities:
             draw, index = (torch.empty(batch_size, dtype=torch.int64) for _ in range(2))
@@ -109,6 +110,10 @@ def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, win
         _give_nodes(module.decoders[HIC], inputs.strata.nodes)
     module.log = module.log_dict = _log_nothing  # type: ignore[method-assign]
     return Subject(module=module, batch=batch)
+
+
+def _key(attention: bool, full: bool) -> KeyKind:
+    return "full_attention" if full else "attention" if attention else "convolution"
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ batch                     cells per rank and step
 window                    anchors per attention bucket; 20 K without it
 features                  of every stratum; N - k of stratum k without it
 n_batches                 experimental batches (1)
-key                       attention or convolution (attention)
+key                       attention (local), full_attention (without window) or convolution (attention)
 variant                   higlue or paper (higlue)
 chained                   yes or no (no)
 """
@@ -17,7 +17,11 @@ from lightning_amp.planning.plan.model_shape import LARGEST, WINDOW_PER_STRATUM,
 
 REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")
-CHOICES = {"key": ("attention", "convolution"), "variant": ("higlue", "paper"), "chained": ("no", "yes")}
+CHOICES = {
+    "key": ("attention", "full_attention", "convolution"),
+    "variant": ("higlue", "paper"),
+    "chained": ("no", "yes"),
+}
 MOST_STRATA = 10_000
 """Every stratum is a module; more of them fill the memory of this process without any tensor."""
 DIGITS = 9
@@ -50,15 +54,17 @@ def parse_shape(text: str) -> ShapeRequest:
         if choices[name] not in allowed:
             raise _refusal(text, f"{name}={choices[name]!r} was found", f"{name}={' or '.join(allowed)}")
     _check_sizes(text, numbers, choices)
-    anchors, strata = numbers["anchors"], numbers["strata"]
+    anchors, strata, full = numbers["anchors"], numbers["strata"], choices["key"] == "full_attention"
     decoder = DecoderShape(
         fqn="decoder",
         anchors=anchors,
         dim=numbers["dim"],
         features=tuple(numbers.get("features", anchors - k) for k in range(strata)),
         distances=tuple(range(strata)),
-        attention=choices["key"] == "attention",
-        window=numbers.get("window", WINDOW_PER_STRATUM * strata),
+        attention=choices["key"] != "convolution",
+        full=full,
+        known_from="as the shape says",
+        window=1 if full else numbers.get("window", WINDOW_PER_STRATUM * strata),
         chained=choices["chained"] == "yes",
         variant=choices["variant"],
         n_batches=numbers.get("n_batches", 1),
@@ -94,8 +100,10 @@ def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) ->
             raise _refusal(
                 text, f"{name}={numbers[name]!r} was found", f"as many as anchors={anchors!r}, or fewer"
             )
+    if choices["key"] == "full_attention" and "window" in numbers:
+        raise _refusal(text, f"window={numbers['window']!r} was found", "no window with key=full_attention")
     if choices["key"] == "attention" and numbers["dim"] % 2:
-        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim, or key=convolution")
+        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim, or another key")
     if choices["key"] == "convolution" and choices["chained"] == "yes":
         raise _refusal(text, "chained=yes with key=convolution was found", "chained=yes with key=attention")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_amp.errors import ModelError
+from lightning_amp.models.decoders.full_attention import FullAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 
@@ -18,6 +19,7 @@ FORMS = {
     "higlue, chained": {"variant": "higlue", "chained": True},
     "paper, chained": {"variant": "paper", "chained": True},
     "convolution": {"key": "convolution"},
+    "full attention": {"key": "full_attention"},
     "head": {"strata_weight_head": True},
     "binarized": {"binarized": True},
 }
@@ -26,8 +28,9 @@ forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 def decoder(n_batches=2, **form):
     torch.manual_seed(0)
+    window = None if form.get("key") == "full_attention" else WINDOW
     made = StratifiedDecoder(
-        D, NODES, stratum_index=DISTANCES, n_anchors=N, n_batches=n_batches, window=WINDOW, **form
+        D, NODES, stratum_index=DISTANCES, n_anchors=N, n_batches=n_batches, window=window, **form
     ).double()
     for parameter in made.parameters():  # nothing at its initial zero, so that every term shows
         torch.nn.init.normal_(parameter, std=0.7)
@@ -76,6 +79,14 @@ def attended(qk, values, w):
     return rows
 
 
+def attended_by_all(qk, values):
+    rows = []
+    for query in qk:
+        scores = torch.stack([query @ key for key in qk]) / math.sqrt(D)
+        rows.append(scores.softmax(0) @ torch.stack(values))
+    return rows
+
+
 def gated(row, ff):
     h = ff.weight @ row
     gate = h[D:]
@@ -98,7 +109,10 @@ def key_rows(stratum, v):
     qk = [block.qk.weight @ row for row in p]
     val = [block.value.weight @ row for row in p]
     higlue = block.variant == "higlue"
-    key = [a + b for a, b in zip(val, attended(qk, p if higlue else val, WINDOW), strict=True)]
+    values = p if higlue else val
+    full = isinstance(block.attention, FullAttention)
+    met = attended_by_all(qk, values) if full else attended(qk, values, WINDOW)
+    key = [a + b for a, b in zip(val, met, strict=True)]
     if higlue:
         return [row + gated(layer_norm(row, block.postnorm), block.ff) for row in key], torch.stack(val)
     return [gated(row, block.ff) for row in key], torch.stack(val)
@@ -212,7 +226,9 @@ def test_refusals():
     arguments = {"stratum_index": DISTANCES, "n_anchors": N, "n_batches": 1}
     with pytest.raises(ModelError, match="only attention keys can be chained"):
         StratifiedDecoder(D, NODES, key="convolution", chained=True, **arguments)
-    with pytest.raises(ModelError, match=r"key='dense'\): choose 'attention' or 'convolution'"):
+    with pytest.raises(
+        ModelError, match=r"key='dense'\): choose one of \('attention', 'full_attention', 'convolution'\)"
+    ):
         StratifiedDecoder(D, NODES, key="dense", **arguments)
     with pytest.raises(ModelError, match=r"variant='newest'\): choose one of \('higlue', 'paper'\)"):
         StratifiedDecoder(D, NODES, variant="newest", **arguments)

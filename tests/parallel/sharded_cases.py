@@ -114,7 +114,7 @@ def decoder(case: Case) -> StratifiedDecoder:
         key=case.key,
         variant=case.variant,
         chained=case.chained,
-        window=case.window,
+        window=None if case.key == "full_attention" else case.window,
         strata_weight_head=case.head,
         binarized=case.binarized,
     ).double()

@@ -38,6 +38,7 @@ CASES = {
     "paper": replace(UNEVEN, variant="paper", head=False),
     "paper chained": replace(UNEVEN, variant="paper", chained=True),
     "convolution": replace(UNEVEN, key="convolution"),
+    "full": replace(UNEVEN, key="full_attention", chained=True),
 }
 STEPS = 2
 Row = tuple[str, str, str, str, str, str]
@@ -52,9 +53,14 @@ def techniques(row: Row) -> tuple[str, ...]:
 
 
 def legal(row: Row) -> bool:
-    """Whether a combination can be installed: attention is needed for what shares it out or computes it otherwise."""
-    attends = CASES[row[0]].key == "attention" or not {"S3", "fused", "sdpa", "nodes"} & set(techniques(row))
-    return attends and not any(conflicts(techniques(row)))
+    """Whether a combination can be installed: attention is needed for what shards it or computes it otherwise."""
+    refused = {
+        "attention": set(),
+        "full_attention": {"S3", "S5", "fused", "sdpa"},
+        "convolution": {"S3", "fused", "sdpa", "nodes"},
+    }
+    chosen = techniques(row)
+    return not refused[CASES[row[0]].key] & set(chosen) and not any(conflicts(chosen))
 
 
 ON_ONE = [row for row in product(CASES, ("",), *LOCAL) if legal(row) and techniques(row)]

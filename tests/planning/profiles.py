@@ -1,5 +1,7 @@
 """Profiles and shapes of known size, for tests of diagnosis and planning; no files, no torch."""
 
+from dataclasses import replace
+
 from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
@@ -21,6 +23,11 @@ def hic(
             anchors=anchors, features=features, distances=tuple(range(strata)), attention=attention
         ),
     )
+
+
+def with_full_attention(modality: ModalityProfile) -> ModalityProfile:
+    assert modality.decomposition is not None
+    return replace(modality, decomposition=replace(modality.decomposition, full=True, known_from="as asked"))
 
 
 def rna() -> ModalityProfile:

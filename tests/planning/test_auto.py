@@ -21,7 +21,7 @@ from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
-from tests.planning.profiles import hic, profile, rna
+from tests.planning.profiles import hic, profile, rna, with_full_attention
 
 DATA = profile(hic(anchors=1500, strata=6), rna())
 CONVOLUTION = profile(hic(anchors=1500, strata=6, attention=False), rna())
@@ -169,6 +169,25 @@ def test_decoders_without_attention_and_models_without_a_decoder() -> None:
     alone = plan(profile(rna()), devices=2)
     assert (alone.strategies, alone.candidates, alone.predicted_step_seconds) == (("S1",), (), None)
     assert plan(profile(rna())).strategies == ()
+
+
+FULL = profile(with_full_attention(hic(anchors=1500, strata=6)), rna())
+
+
+def test_full_attention_gets_what_does_not_need_buckets() -> None:
+    found = plan(FULL, devices=4, batch_size=64).candidates
+    taken = {s for c in found for s in c.strategies}
+    assert not taken & {"S3", "S5", "fused", "sdpa"}
+    assert {"S2", "S4", "nodes", "strata", "stream", "recompute"} <= taken
+    for strategy in ("S3", "S5", "fused", "sdpa"):
+        with pytest.raises(
+            PlanError, match=rf"{strategy} need local attention.*is full \(as asked\).*use 'nodes'"
+        ):
+            plan(FULL, devices=4, strategies=strategy)
+    with pytest.raises(PlanError, match="window=20 was asked for, and full attention has no window"):
+        reference_shape(FULL, batch_size=4, window=20)
+    # anchors are split one by one
+    assert plan(FULL, devices=1024, node_devices=1024, strategies="nodes").mesh.model == 1024
 
 
 def test_one_device_has_nothing_to_split() -> None:

@@ -16,10 +16,11 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
 from lightning_amp.planning.policies.make_plan import plan
-from tests.planning.profiles import hic, profile, rna, shape
+from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 
 TABLE_4 = {
     HIGH_INPUT_DIMENSIONALITY: ["S2", "S4"],
@@ -65,6 +66,16 @@ def test_s5_is_added_when_the_epm_under_the_others_exceeds_the_budget() -> None:
     one = profile(hic(strata=1), rna())
     flat = plan(one, devices=8, device_memory="1MiB", batch_size=256, policy="paper")
     assert flat.strategies == others
+
+
+def test_full_attention_has_nothing_in_place_of_s3_and_nodes_in_place_of_s5() -> None:
+    """The paper's two are of local attention; of full attention it names kernels and sequence parallelism."""
+    data = profile(with_full_attention(hic()), rna())
+    others = ("S1", "S2", "S4")
+    peak = predict(reference_shape(data, batch_size=256), others, model_ranks=8).peak_bytes
+    for budget, expected in ((peak, others), (peak - 1, (*others, "nodes"))):
+        made = plan(data, devices=8, device_memory=budget, batch_size=256, policy="paper")
+        assert made.strategies == expected
 
 
 def test_rules_are_installed_in_the_order_of_the_paper() -> None:

@@ -37,6 +37,7 @@ def decoder(**changes: Any) -> DecoderShape:
 
 
 PAPER, CHAINED, CONVOLUTION = {"variant": "paper"}, {"chained": True}, {"attention": False}
+FULL = {"full": True, "window": 1, "anchors": 900}
 SPREAD = {"features": (150, 150, 120, 100)}
 """Features whose anchors are no run, as on several chromosomes: S4 copies their keys."""
 
@@ -140,6 +141,14 @@ CASES: list[Row] = [
     ("nodes,sdpa,S4,stream", 2, 8, {"anchors": 3000, "dim": 64}),
     ("nodes,sdpa,S4,sparse,stream", 3, 64, {"anchors": 2000, "dim": 64}),
     ("nodes,stream", 4, 1, CHAINED | {"anchors": 2000}),
+    ("S1", 1, 8, FULL),
+    ("S2,S4", 2, 8, FULL | PAPER),
+    ("recompute", 1, 8, FULL),
+    ("S4,sparse,stream", 1, 64, FULL | CHAINED | PAPER),
+    ("strata,stream", 2, 8, FULL),
+    ("nodes", 2, 8, FULL),
+    ("nodes,S4", 3, 1, FULL | PAPER),
+    ("nodes,S4,sparse,stream", 3, 8, FULL | CHAINED | {"dim": 64}),
     ("strata", 2, 8, {}),
     ("strata,stream", 3, 8, {"strata": 7}),
     ("strata,stream", 3, 8, CHAINED | {"strata": 7}),
@@ -175,7 +184,7 @@ def choices(row: Row) -> tuple[Any, ...]:
     axes = (("S2", "S5", "nodes", "strata"), ("S3", "fused", "sdpa", "retain"), ("recompute", "stream"))
     chosen = tuple(tuple(name for name in axis if name in names) for axis in axes)
     held = tuple(name in names for name in ("S4", "sparse", "gather"))
-    return (*chosen, *held, sizes.get("variant"), "chained" in sizes, "features" in sizes)
+    return (*chosen, *held, "full" in sizes, sizes.get("variant"), "chained" in sizes, "features" in sizes)
 
 
 @pytest.mark.full

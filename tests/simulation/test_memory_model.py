@@ -21,6 +21,8 @@ CASES = [
     {"anchors": 301, "dim": 32, "batch": 8, "window": 40, "chained": True},
     {"anchors": 250, "dim": 32, "batch": 64, "window": 16},
     {"anchors": 250, "dim": 32, "batch": 16, "window": 32, "key": "convolution"},
+    {"anchors": 250, "dim": 32, "batch": 16, "window": None, "key": "full_attention"},
+    {"anchors": 250, "dim": 31, "batch": 4, "window": None, "key": "full_attention", "variant": "paper"},
 ]
 
 
@@ -58,7 +60,12 @@ AXES = [Axes(), Axes(attention="chunked"), Axes(decode="key-first")]
 
 @pytest.mark.parametrize(
     ("case", "axes"),
-    [(c, a) for c in CASES for a in AXES if not (a.attention == "chunked" and c.get("key") == "convolution")],
+    [
+        (c, a)
+        for c in CASES
+        for a in AXES
+        if a.attention != "chunked" or c.get("key", "attention") == "attention"
+    ],
 )
 def test_prediction_matches_the_bytes_that_are_alive(case, axes) -> None:
     settings = dict(case)

@@ -206,13 +206,19 @@ def test_culprits_are_named_and_nothing_else_is(workers: Workers, name: str) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategies", "mesh", "n_cells"), [("S1,S2,S3,S4,S5", (1, 2), 5), ("S1,S3,stream", (2, 1), 7)]
+    ("key", "strategies", "mesh", "n_cells"),
+    [
+        ("attention", "S1,S2,S3,S4,S5", (1, 2), 5),
+        ("attention", "S1,S3,stream", (2, 1), 7),
+        ("full_attention", "S1,S4,nodes,stream", (1, 2), 5),
+    ],
 )
 def test_the_reference_model_is_equal(
-    workers: Workers, data_dir: Path, strategies: str, mesh: tuple[int, int], n_cells: int
+    workers: Workers, data_dir: Path, key: Any, strategies: str, mesh: tuple[int, int], n_cells: int
 ) -> None:
     """Ranks of a model group read the same cells; draws of the others are keyed by the cell."""
-    model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64)
+    window = 8 if key == "attention" else None
+    model = GLUE(latent_dim=8, hidden_dim=16, key=key, window=window, edges_per_step=64)
     data = SingleCellDataModule(data_dir, batch_size=n_cells)
     found = verified(workers, model, data, strategies=strategies, model_parallel_size=mesh[1])
     assert found.ok, str(found)

@@ -13,7 +13,6 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
-    ShardedTensor,
     dim_of,
     local_of,
     redistribute,
@@ -166,7 +165,9 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
         raise shard_error(Tensor.__setitem__, [x], LOST, remedy="write into the tensor itself, or use where")
     index = list(index) if isinstance(index, tuple) else [index]
     # a boolean is a mask without dims
-    looked_up = [i for i in index if isinstance(i, bool) or not isinstance(i, int | slice | EllipsisType | None)]
+    looked_up = [
+        i for i in index if isinstance(i, bool) or not isinstance(i, int | slice | EllipsisType | None)
+    ]
     if looked_up:
         _put(x, index, looked_up, value)
         return

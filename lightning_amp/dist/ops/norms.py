@@ -11,7 +11,6 @@ from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
 
 
-
 def _normalised(
     x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True
 ) -> Tensor:

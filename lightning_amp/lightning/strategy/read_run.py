@@ -11,7 +11,7 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.describe_module import describe, unpredicted
 from lightning_amp.parallel.supported import with_unsupported
 from lightning_amp.planning.modules.seen import Seen
-from lightning_amp.planning.plan.decoder_only import profile_of_module
+from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
 from lightning_amp.planning.plan.model_shape import (
     LATENT_DIM,
     DecoderShape,
@@ -54,8 +54,7 @@ def read_run(
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
-    attention = None if shape.decoder is None else shape.decoder.attention
-    profile = read_profile(data_dir, setting=getattr(data, "setting", None), attention=attention)
+    profile = read_profile(data_dir, setting=getattr(data, "setting", None))
     profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
     if isinstance(module, GLUE):
         return profile, _with_base(shape, profile, module), notes
@@ -82,6 +81,8 @@ def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape
         others = [m.features for m in used if m is not modality]
         scale = modality.features / max(others) if others else None
         parts = None if decoder is None else modality.decomposition
+        if parts is not None and decoder is not None:
+            parts = replace(parts, **attention_of(decoder))
         modalities.append(replace(modality, scale=scale, decomposition=parts))
     return replace(profile, modalities=tuple(modalities))
 

@@ -39,6 +39,8 @@ class LocalAttention(nn.Module):
         ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
+    reach = "local"
+
     def __init__(self, dim: int, window: int):
         super().__init__()
         check_sizes("LocalAttention", dim, window)

@@ -9,7 +9,7 @@ Legend: cell, anchor (N), dim (D), stratum (K), feature (F in all, F_k of stratu
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from lightning_amp.shapes import Counts, Experiment, Library, LogWeights, PerAnc
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-KeyKind = Literal["attention", "convolution"]
+KeyKind = Literal["attention", "full_attention", "convolution"]
 
 
 class Region(nn.Module):
@@ -58,10 +58,10 @@ class StratifiedDecoder(nn.Module):
         stratum_index: for each stratum, its distance k in anchors; 0 means that the key is v itself.
         n_anchors: anchors N.
         n_batches: experimental batches.
-        key: "attention" or "convolution".
+        key: "attention" (local), "full_attention" or "convolution".
         variant: form of the attention key, "higlue" or "paper".
         chained: each stratum's attention key reads the previous stratum's projected anchors.
-        window: anchors per attention bucket; 20 times the number of strata when None.
+        window: anchors per bucket of local attention; 20 times the number of strata when None.
         strata_weight_head: whether the weights of the strata depend on the cell.
         binarized: Bernoulli likelihood of x > 0 instead of ZINB.
 
@@ -85,7 +85,7 @@ class StratifiedDecoder(nn.Module):
         binarized: bool = False,
     ):
         super().__init__()
-        _check_settings(key, chained)
+        _check_settings(key, chained, window)
         rows = [np.asarray(n, dtype=np.int64) for n in feature_anchors]
         _check_strata(rows, stratum_index, n_anchors)
         self.dim = dim
@@ -93,7 +93,8 @@ class StratifiedDecoder(nn.Module):
         self.n_strata = len(rows)
         self.chained = chained
         self.variant = variant
-        self.window = 20 * self.n_strata if window is None else window
+        # full attention has no buckets: anchors can be split anywhere
+        self.window = 1 if key == "full_attention" else 20 * self.n_strata if window is None else window
         self.n_features = sum(len(r) for r in rows)
         keys = [self._key(key, k) for k in stratum_index]
         ends = list(accumulate(map(len, rows)))
@@ -157,7 +158,7 @@ class StratifiedDecoder(nn.Module):
             return None
         if kind == "convolution":
             return ConvolutionKey(self.dim, stratum)
-        return AttentionKey(self.dim, self.window, variant=self.variant)
+        return AttentionKey(self.dim, None if kind == "full_attention" else self.window, variant=self.variant)
 
     def _check_inputs(self, v: Tensor, x: Tensor | SparseCounts) -> None:
         if x.shape[1] != self.n_features:
@@ -173,13 +174,18 @@ class StratifiedDecoder(nn.Module):
             )
 
 
-def _check_settings(key: KeyKind, chained: bool) -> None:
-    if key not in ("attention", "convolution"):
-        raise ModelError(f"StratifiedDecoder(key={key!r}): choose 'attention' or 'convolution'")
+def _check_settings(key: KeyKind, chained: bool, window: int | None) -> None:
+    if key not in get_args(KeyKind):
+        raise ModelError(f"StratifiedDecoder(key={key!r}): choose one of {get_args(KeyKind)!r}")
+    if key == "full_attention" and window is not None:
+        raise ModelError(
+            f"StratifiedDecoder(key='full_attention', window={window!r}): full attention has no window; leave it out,"
+            " or use key='attention', which is local"
+        )
     if chained and key == "convolution":
         raise ModelError(
             "StratifiedDecoder(chained=True, key='convolution'): only attention keys can be chained; "
-            "use chained=False or key='attention'"
+            "use chained=False, key='attention' or key='full_attention'"
         )
 
 

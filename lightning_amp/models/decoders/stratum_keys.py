@@ -1,8 +1,8 @@
 """Key of one stratum: from the anchor latent v [N, D] to the matrix that cells are multiplied with.
 
-    attention, "higlue"   key = val + LocalAttention(qk, qk, p);  key = key + GEGLU(LayerNorm(key) W_ff^T)
-    attention, "paper"    key = val + LocalAttention(qk, qk, val);  key = GEGLU(key W_ff^T)
-                          with p = LayerNorm(v), qk = p W_qk^T, val = p W_val^T
+    attention, "higlue"   key = val + Attention(qk, qk, p);  key = key + GEGLU(LayerNorm(key) W_ff^T)
+    attention, "paper"    key = val + Attention(qk, qk, val);  key = GEGLU(key W_ff^T)
+                          with p = LayerNorm(v), qk = p W_qk^T, val = p W_val^T, and Attention local or full
     convolution           key = LeakyReLU(Conv1d(v)), depthwise, kernel 2, anchor i meets anchor i + k
 
 No Linear of a key has a bias. Key modules return the key and the latent that a chained decoder hands on.
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
+from lightning_amp.models.decoders.full_attention import FullAttention
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.shapes import PerAnchor
 
@@ -29,10 +30,10 @@ def geglu(h: Float[Tensor, "anchor two_dim"]) -> PerAnchor:
 
 
 class AttentionKey(nn.Module):
-    """Key by local attention and a gated feed-forward layer.
+    """Key by attention and a gated feed-forward layer.
 
     Args:
-        window: anchors per attention bucket.
+        window: anchors per bucket of local attention; None for attention to all anchors.
         variant: "higlue" (values are the normalised anchors; residual, post-normalised feed-forward) or
             "paper" (values are the projected anchors; plain feed-forward, so `postnorm` has no parameters).
 
@@ -40,7 +41,7 @@ class AttentionKey(nn.Module):
         ModelError: unknown variant.
     """
 
-    def __init__(self, dim: int, window: int, *, variant: Variant = "higlue"):
+    def __init__(self, dim: int, window: int | None, *, variant: Variant = "higlue"):
         super().__init__()
         if variant not in get_args(Variant):
             raise ModelError(f"AttentionKey(variant={variant!r}): choose one of {get_args(Variant)!r}")
@@ -50,7 +51,7 @@ class AttentionKey(nn.Module):
         self.value = nn.Linear(dim, dim, bias=False)
         # a random rotation would hide from the cells that a stratum's anchors are those the genes are linked to
         nn.init.eye_(self.value.weight)
-        self.attention = LocalAttention(dim, window)
+        self.attention = FullAttention() if window is None else LocalAttention(dim, window)
         self.postnorm = nn.LayerNorm(dim) if variant == "higlue" else nn.Identity()
         self.ff = nn.Linear(dim, 2 * dim, bias=False)
 

@@ -1,4 +1,4 @@
-"""Sizes that local attention can have, the same for the reference and for what stands in for it."""
+"""Sizes that attention can have, the same for the reference and for what stands in for it."""
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
     """
     if not len(q) == len(k) == len(values):
         raise ModelError(
-            f"local attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} values; every"
+            f"attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} values; every"
             " anchor has one of each: hand in as many"
         )
 

@@ -2,14 +2,16 @@
 
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
-    attention     of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py)
+    attention     local: of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py);
+                  full: keys and values of all ranks pass by (ring_attention.py)
     features      those of the own anchors; the softmax runs over all ranks' features
 
 Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
-sums over ranks. Anchors are sharded in whole buckets, as evenly as they go.
+sums over ranks. Anchors are sharded in whole buckets, as evenly as they go; with full attention one by one.
 
     collectives of a step               forward                      backward
-    every stratum with attention        1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
+    every stratum, local attention      1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
+    every stratum, full attention       2 (R - 1) all-to-all  n D    4 R - 2 all-to-all  n D
     every stratum (not binarized)       1 all-gather  B              1 all-reduce  B
     the whole decoder                   1 all-reduce  1              1 all-gather  n D + B D + K
     the same, v given by its own rows   1 all-reduce  1              1 all-reduce  B D + K
@@ -36,11 +38,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.parallel.checks.key import rows_problem
+from lightning_amp.parallel.checks.reach import full_problem
 from lightning_amp.parallel.checks.same_function import failure
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
 from lightning_amp.parallel.nodes.halo_attention import HaloAttention
+from lightning_amp.parallel.nodes.ring_attention import RingAttention
 from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.parallel.ranks.sharded_region import SharedRegion, share_region
 from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, features_problem
@@ -68,7 +72,9 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
     anchors = shard_anchors(decoder.n_anchors, windows.pop(), mesh["model"])
     region = SharedRegion(anchors.mesh, ("nodes",), summed=True, anchors=anchors, given=spec.vertices)
     swaps: dict[str, nn.Module] = {"region": share_region(decoder, region)}
-    swaps |= {fqn: HaloAttention(attention, anchors) for fqn, attention in attentions.items()}
+    for fqn, attention in attentions.items():
+        local = isinstance(attention, BucketedAttention)
+        swaps[fqn] = HaloAttention(attention, anchors) if local else RingAttention(anchors)
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
         if problem:
@@ -82,7 +88,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
 
 
 def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | None:
-    """Name and module of the outermost bucketed attention of a stratum, in which S3 may have wrapped it."""
+    """Name and module of a stratum's full attention, or outermost bucketed one, in which S3 may have wrapped it."""
     fqn = f"strata.{k}.key"
     key: Any = getattr(decoder.strata[k], "key", "missing")
     if key is None:
@@ -97,13 +103,18 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
             f"a key without state of its own, with the children {ATTENTION_KEY!r}, all but attention of the types"
             f" {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
         )
-    named = cast(nn.Module, children["attention"]).named_modules()
-    found = next(((name, module) for name, module in named if isinstance(module, BucketedAttention)), None)
-    if found is None:
+    outer = cast(nn.Module, children["attention"])
+    named = (
+        (name, module) for name, module in outer.named_modules() if isinstance(module, BucketedAttention)
+    )
+    found = next(named, ("", outer))
+    unlike_full = "" if isinstance(found[1], BucketedAttention) else full_problem(outer)
+    if unlike_full:
         raise _refusal(
             decoder,
-            f"has '{fqn}.attention' {children['attention']!r}",
-            "attention with n_buckets, prepare and attend",
+            f"has '{fqn}.attention' {outer!r}",
+            "attention with n_buckets, prepare and attend, or full attention, softmax(q k^T D^-0.5) values, and this"
+            f" {unlike_full}",
         )
     problem = rows_problem(key, decoder.dim)
     if problem:
@@ -126,8 +137,10 @@ def _has_state(key: Any) -> bool:
 
 
 def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
-    """Anchors of a bucket, if attention sees the two neighbouring buckets of a bucket and no others."""
-    window, buckets = getattr(attention, "window", None), cast(BucketedAttention, attention)
+    """Anchors of a bucket, if attention sees the two neighbouring buckets of a bucket and no others; of full one 1."""
+    if not isinstance(attention, BucketedAttention):
+        return 1
+    window, buckets = getattr(attention, "window", None), attention
     if not (isinstance(window, int) and window > 0) or _buckets(buckets, window) != [1, 2]:
         raise _refusal(
             decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"

@@ -1,6 +1,7 @@
 """Which anchors each rank holds, and how v [N, D] becomes the own rows of it.
 
-Anchors are sharded in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most:
+Anchors are sharded in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most
+(with full attention, which has no buckets, in buckets of one):
 rank r has the buckets [r W // R, (r + 1) W // R). Ranks may differ by one bucket; the last bucket may be short.
 
     take_anchors v -> own rows, forward nothing     backward one all-gather of the rows' gradients, and of the
@@ -42,13 +43,17 @@ class AnchorShards:
     @property
     def sizes(self) -> list[int]:
         """Anchors of every rank."""
-        return [stop - start for start, stop in pairwise(self.bounds)]
+        return list(map(len, self.owned))
+
+    @property
+    def owned(self) -> list[range]:
+        """The anchors of every rank."""
+        return [range(start, stop) for start, stop in pairwise(self.bounds)]
 
     @property
     def own(self) -> range:
         """The anchors of this rank."""
-        rank = self.mesh.get_local_rank()
-        return range(self.bounds[rank], self.bounds[rank + 1])
+        return self.owned[self.mesh.get_local_rank()]
 
     @property
     def n_buckets(self) -> int:

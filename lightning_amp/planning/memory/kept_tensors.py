@@ -73,7 +73,7 @@ def layer_terms(s: RankSizes) -> Terms:
 
 def keeps_val(s: RankSizes) -> bool:
     """Whether attention keeps val, as its values: torch's kernels have a copy of values that do not fill buckets."""
-    return s.paper and (s.fused or (s.in_kernels and not s.ragged))
+    return s.paper and (s.decoder.full or s.fused or (s.in_kernels and not s.ragged))
 
 
 def statistic_terms(s: RankSizes) -> Terms:
@@ -118,12 +118,14 @@ def _product_tables(s: RankSizes) -> int:
 
 def _rows(s: RankSizes) -> int:
     # eager attention and that in chunks keep the norms of keys, before and after the least one
-    return (4 if s.paper else 6) - 2 * (s.fused or s.in_kernels)
+    return (4 if s.paper else 6) - 2 * (s.decoder.full or s.fused or s.in_kernels)
 
 
 def attention_terms(s: RankSizes) -> Terms:
     """What attention keeps by itself."""
     p, w, a = s.padded, s.decoder.window, s.attended
+    if s.decoder.full:
+        return {"attended values and sums of weights [N, D + 1]": s.element * s.anchors * (a + 1)}
     if s.in_kernels:
         return _kernel_terms(s)
     # whole buckets are exchanged, so a neighbour's rows are a bucket of w, however few of them are read

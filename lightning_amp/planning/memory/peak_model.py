@@ -82,6 +82,7 @@ class Estimate:
         beside_bytes: What other strata hold at most that run at the same time.
         region_bytes: The most that these take at the end of the backward pass.
         edge_bytes: Temporaries of the graph's backward pass, when the strata are gone again.
+        summed_bytes: Under recompute the gradients of u and v from later strata, while a stratum runs again.
         tables_bytes: What attention makes in the first stratum that has a key, and keeps from then on.
     """
 
@@ -95,6 +96,7 @@ class Estimate:
     beside_bytes: int = 0
     region_bytes: int
     edge_bytes: int
+    summed_bytes: int = 0
     tables_bytes: int = 0
     tables_from: int = 0
 
@@ -142,7 +144,7 @@ class Estimate:
             # what chained strata hand on is kept, but for the last one's, which nothing reads
             left = self.stratum_bytes
             kept = [sum(left[start : stop - 1]) for start, stop in self.runs for _ in range(start, stop)]
-            whole = [self.base_bytes + self.tables_bytes + n for n in kept]
+            whole = [self.base_bytes + self.tables_bytes + self.summed_bytes + n for n in kept]
             # the forward pass is run again, when the last step's gradients are gone too
             again = [max(s.forward, s.backward) for s in self.strata]
             return [n + m - self.gradient_bytes for n, m in zip(whole, again, strict=True)]
@@ -236,6 +238,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         beside_bytes=_beside(sizes, found),
         region_bytes=region,
         edge_bytes=shape.edge_bytes,
+        summed_bytes=sum(latent_terms(sizes).values()) if sizes is not None and sizes.recomputed else 0,
         tables_bytes=0 if sizes is None else shape.element_bytes * table_numbers(sizes),
         tables_from=_first_key(shape, axes),
     )

@@ -116,13 +116,20 @@ def _making(s: RankSizes) -> Making:
         kept,
         left,
         alive,
-        dropped=s.element * ((not s.decoder.chained) + s.gathered + s.in_kernels) * s.latents,
+        dropped=s.element * _dropped(s) * s.latents,
         feed_forward=s.element * gate,
         # chunks are made again in the backward pass, which holds more
         attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
         feed_forward_back=s.element * gate_back,
         back=statistics + _attending_back(s),
     )
+
+
+def _dropped(s: RankSizes) -> int:
+    """Tensors [N, d] of the key that are there until it is made."""
+    if s.decoder.full:
+        return not (s.decoder.chained or s.paper)
+    return (not s.decoder.chained) + s.gathered + s.in_kernels
 
 
 def _cells(s: RankSizes) -> Cells:
@@ -138,6 +145,9 @@ def _cells(s: RankSizes) -> Cells:
     there_and_back = tables + max(forward + keys, backward, 2 * keys)
     return Cells(kept, there_and_back, 0, tables, there_and_back=True)
 
+
+RING = 7
+"""Tensors [n, D] of a step of the ring: keys and values that are here and on their way, and what a block makes."""
 
 KEY = Term(_key, "placement", "features", "decode", "activations")
 MAKING = Term(_making, "placement", "attention", "activations", of_features=False)
@@ -180,6 +190,8 @@ def _attending(s: RankSizes) -> int:
     """Attention with its inputs and outputs, at its last chunk."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     inputs = 3 * s.latents
+    if s.decoder.full:
+        return sum(attention_terms(s).values()) + s.element * (inputs + RING * s.latents * s.by_nodes)
     if s.fused:
         # the output
         return s.element * (inputs + s.anchors_with_halo * a + s.latents + s.kept_weights + _fused_work(s))
@@ -203,6 +215,12 @@ def _attending_back(s: RankSizes) -> int:
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     # p, qk, and the gradients of key and val
     inputs = (4 - s.gathered - s.in_kernels) * s.latents
+    if s.decoder.full:
+        values = s.latents * (keeps_val(s) or (s.decoder.chained and s.streamed))
+        # gradients of the own queries and of the keys and values that are here, with these, and what is on its way; with
+        # two ranks no block is both preceded and followed by a step of the ring with keys
+        made = (3 if not s.by_nodes else 8 + (s.ranks > 2)) * s.latents
+        return sum(attention_terms(s).values()) + s.element * (inputs + values + made)
     if s.in_kernels:
         values = s.latents * (keeps_val(s) + (s.decoder.chained and s.streamed) + s.by_nodes)
         work = max(_kernel_work_back(s, run) for run in s.kernel_calls)

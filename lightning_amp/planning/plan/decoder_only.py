@@ -3,6 +3,8 @@
 Legend: model_shape.py.
 """
 
+from typing import Any
+
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 
@@ -13,6 +15,17 @@ def profile_of_module(shape: ModelShape) -> Profile:
     return Profile(
         data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None
     )
+
+
+def attention_of(decoder: DecoderShape) -> dict[str, Any]:
+    """What a profile says of a decoder's attention, by name of the field."""
+    window = decoder.window if decoder.attention and not decoder.full else None
+    return {
+        "attention": decoder.attention,
+        "full": decoder.full,
+        "window": window,
+        "known_from": decoder.known_from,
+    }
 
 
 def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
@@ -43,6 +56,6 @@ def _modality(decoder: DecoderShape) -> ModalityProfile:
             anchors=decoder.anchors,
             features=decoder.features,
             distances=decoder.distances,
-            attention=decoder.attention,
+            **attention_of(decoder),
         ),
     )

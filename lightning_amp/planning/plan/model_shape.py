@@ -7,7 +7,7 @@ stratum k, w attention window, V vertices of the guidance graph.
 from dataclasses import dataclass, replace
 
 from lightning_amp.errors import PlanError
-from lightning_amp.profiling.profile import ModalityProfile, Profile
+from lightning_amp.profiling.profile import Profile
 
 LARGEST = 1_000_000
 """Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
@@ -33,13 +33,15 @@ class DecoderShape:
         features: F_k of every stratum.
         distances: k of every stratum; a stratum at 0 uses the anchors as keys and has no block.
         attention: Attention keys (else convolution keys).
-        window: w.
+        window: w; 1 with full attention, whose anchors can be split one by one.
         chained: Every stratum reads the values of the one before.
         variant: "higlue" or "paper".
         n_batches: Experimental batches, the rows of the decoder's tables.
         unsupported: Strategies that the decoder's modules refuse.
         threads: Of the CPU that it runs on; 1 on other devices, which run one stratum at a time.
         launched: Whether it runs on a device that has its operators launched, and no CPU.
+        full: Whether attention is to all anchors (else to neighbouring buckets).
+        known_from: What says how far attention reaches.
     """
 
     fqn: str
@@ -55,6 +57,8 @@ class DecoderShape:
     unsupported: tuple[str, ...] = ()
     threads: int = 1
     launched: bool = False
+    full: bool = False
+    known_from: str = ""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -167,7 +171,9 @@ def decoder_shape(
         features=parts.features,
         distances=parts.distances,
         attention=parts.attention,
-        window=WINDOW_PER_STRATUM * parts.strata if window is None else window,
+        full=parts.full,
+        known_from=parts.known_from,
+        window=1 if parts.full else WINDOW_PER_STRATUM * parts.strata if window is None else window,
         n_batches=modality.batches,
     )
 
@@ -180,7 +186,11 @@ def reference_shape(
     window: int | None = None,
 ) -> ModelShape:
     """The reference model for a profile, for a plan made before there is a module."""
-    check_model(latent_dim=latent_dim, window=window, attention=any(_attends(m) for m in profile.modalities))
+    parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
+    local = any(one.attention and not one.full for one in parts)
+    if window is not None and any(one.full for one in parts):
+        raise PlanError(f"window={window!r} was asked for, and full attention has no window; leave it out")
+    check_model(latent_dim=latent_dim, window=window, attention=local)
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
     shape = ModelShape(
@@ -235,10 +245,6 @@ def _vertices(decoder: DecoderShape | None, profile: Profile) -> VertexShape | N
     return VertexShape(
         fqn="graph_encoder", modality=modality, count=graph.vertices, edges=2 * graph.edges - graph.vertices
     )
-
-
-def _attends(modality: ModalityProfile) -> bool:
-    return modality.decomposition is not None and modality.decomposition.attention
 
 
 def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
@@ -296,7 +302,7 @@ def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None
         PlanError: An argument outside what is allowed.
     """
     if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
-        even = ", even for attention keys" if attention else ""
+        even = ", even for local attention" if attention else ""
         raise PlanError(
             f"latent_dim={latent_dim!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}{even}"
         )

@@ -36,6 +36,8 @@ DECODES = ((), ("S4",))
 LIKELIHOODS = ((), ("sparse",))
 ACTIVATIONS = ((), ("recompute",), ("stream",))
 NEEDS_ATTENTION = {"S3", "fused", "sdpa", "nodes"}
+LOCAL_ATTENTION_ONLY = {"S3", "S5", "fused", "sdpa"}
+"""Of attention: full attention is in torch's kernels as it is, and its scores are sums over all channels."""
 KERNEL_CHANNELS = 8
 """On a device that has its kernels launched torch's attention reads rows of whole 16 bytes, also of bfloat16."""
 TIE = 1.02
@@ -108,6 +110,7 @@ def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], m
         pointless
         or bool(chosen & set(decoder.unsupported))
         or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
+        or (decoder.full and bool(chosen & LOCAL_ATTENTION_ONLY))
         or ("sdpa" in chosen and not _has_kernel(decoder, shape))
         or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
         # where strata or anchors are split S2 has only the wide layers: without these it is the same plan again

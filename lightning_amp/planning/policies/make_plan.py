@@ -19,7 +19,7 @@ from lightning_amp.planning.plan.strategies import (
     parse_strategies,
     with_steps,
 )
-from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
@@ -283,6 +283,13 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
         raise PlanError(
             f"{', '.join(attending)} change attention, but {shape.decoder.fqn!r} builds its keys without attention;"
             f" leave {', '.join(attending)} out"
+        )
+    local = [s for s in chosen if s in LOCAL_ATTENTION_ONLY]
+    if shape.decoder is not None and shape.decoder.full and local:
+        raise PlanError(
+            f"{', '.join(local)} need local attention, and that of {shape.decoder.fqn!r} is full"
+            f" ({shape.decoder.known_from}); it is computed in torch's fused kernels as it is: leave"
+            f" {', '.join(local)} out, or use 'nodes', which splits its anchors over ranks"
         )
     found = list(conflicts(chosen))
     if shape.decoder is not None and "fsdp" in chosen and not found:

@@ -6,6 +6,7 @@
     HIGH_INPUT_DIMENSIONALITY      S2 and S4
     ATTENTION_DECODER              S3
     HEAVY_DECOMPOSITION            S5, when the EPM under the strategies above still exceeds the memory of a device
+    with full attention            nothing in place of S3, for it is in fused kernels, and nodes in place of S5
     a signal from outside          its strategies, whatever the memory and on one device too
 
 The paper maps signals independently of memory, yet its lightweight configurations, which raise the same signals, run
@@ -50,9 +51,11 @@ def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
     asked = {
         s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.from_outside
     }
-    chosen = base | (asked - {"S5"})
+    # the paper's S3 and S5 are of local attention; of full attention it names sequence parallelism (Section 5)
+    split = "nodes" if shape.decoder.full else "S5"
+    chosen = base | (asked - {"S5"} - ({"S3"} if shape.decoder.full else set()))
     if "S5" in asked and peak(chosen) > budget:
-        chosen.add("S5")
+        chosen.add(split)
     first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
     return in_order(chosen), [first, *notes]
 

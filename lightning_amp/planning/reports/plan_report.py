@@ -25,7 +25,7 @@ def profile_report(profile: Profile) -> str:
         parts = m.decomposition
         detail = ""
         if parts is not None:
-            keys = "attention" if parts.attention else "convolution"
+            keys = "full attention" if parts.full else "attention" if parts.attention else "convolution"
             detail = f"{parts.anchors:,} anchors, {parts.strata} strata, {keys} keys"
         rows.append(
             [

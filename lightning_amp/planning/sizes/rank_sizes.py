@@ -107,8 +107,8 @@ class RankSizes:
 
     @property
     def neighbours(self) -> int:
-        """Ranks with anchors next to the own ones."""
-        return min(2, self.ranks - 1) if self.by_nodes else 0
+        """Ranks with anchors next to the own ones, whose rows local attention needs."""
+        return min(2, self.ranks - 1) if self.by_nodes and not self.decoder.full else 0
 
     @property
     def anchors(self) -> int:
@@ -146,7 +146,12 @@ class RankSizes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attention multiplies: p 3 w; fused and sdpa leave out what is masked."""
+        """Pairs of a query and a key that attention multiplies: p 3 w, of full attention n N.
+
+        fused and sdpa leave out what is masked.
+        """
+        if self.decoder.full:
+            return self.anchors * self.decoder.anchors
         if self.in_kernels:
             return self.decoder.window**2 * sum(run.slots for run in self.kernel_calls)
         if not self.fused:

@@ -4,7 +4,8 @@ Of one stratum, forward and backward; those of S5 stand in the docstring of para
 
     S5         scores of attention C x [p, 3 w] in all, norms, products and gradients of the Linear layers, decode
     S2         normaliser: all-gather [B] forward, all-reduce [B] backward; with S5 decode is scattered and gathered
-    nodes      qk and p of w anchors to either neighbour, 4 w D, and their gradients back; the normaliser of S2
+    nodes      qk and p of w anchors to either neighbour, 4 w D, and their gradients back; the normaliser of S2; with
+               full attention those of n anchors in R - 1 steps of a ring, and back with their gradients
     strata     nothing
 
 A forward pass that is recomputed runs its collectives again, and so do chunks of scores under S3. With stream, decode
@@ -58,9 +59,8 @@ def stratum_traffic(s: RankSizes) -> Traffic:
         for there, back in (_hidden_key(s), _hidden_decode(s)):
             forward, backward = forward + there, backward + back
     if s.by_nodes and s.attends:
-        rows = 2 * s.neighbours * s.decoder.window
-        halo: Traffic = (Collective(kind="exchange", numbers=rows * s.decoder.dim),)
-        forward, backward = forward + halo, backward + halo
+        there, back = _ring(s) if s.decoder.full else _halo(s)
+        forward, backward = forward + there, backward + back
     return forward + backward + (forward if s.recomputed else ())
 
 
@@ -97,6 +97,21 @@ def _normaliser(s: RankSizes) -> tuple[Traffic, Traffic]:
         return (), ()
     gathered = Collective(kind="all_gather", numbers=s.cells, calls=s.blocks)
     return (gathered,), (replace(gathered, kind="all_reduce"),)
+
+
+def _halo(s: RankSizes) -> tuple[Traffic, Traffic]:
+    rows = 2 * s.neighbours * s.decoder.window
+    halo = (Collective(kind="exchange", numbers=rows * s.decoder.dim),)
+    return halo, halo
+
+
+def _ring(s: RankSizes) -> tuple[Traffic, Traffic]:
+    steps = s.ranks - 1
+    there, back = (
+        (Collective(kind="exchange", numbers=calls * s.latents, calls=calls),)
+        for calls in (2 * steps, 4 * steps + 2)
+    )
+    return there, back
 
 
 def _hidden_decode(s: RankSizes) -> tuple[Traffic, Traffic]:

@@ -5,7 +5,7 @@ gradients of both factors:
 
     linear       2 n D (D + D + 2 D)        qk, value, feed-forward: 8 n D d under S5
     attention    2 units of 2 pairs a       scores, values; backward 4 units, 5 where scores are computed again: under
-                                            S3, sdpa, and fused without kept weights
+                                            S3, sdpa, fused without kept weights, and in full attention
     decode       2 B N D                    2 B F_k D with S4
     convolution  4 n D                      two taps per channel
 
@@ -85,6 +85,13 @@ def _attention(s: RankSizes) -> Part:
     if not s.attends:
         return NOTHING
     unit = 2.0 * s.pairs * s.attended
+    if s.decoder.full:
+        # a kernel reads three tensors and writes one; a block of the ring merges what it has with that of before
+        rows, blocks, merged = s.latents, s.ranks if s.by_nodes else 1, s.by_nodes
+        return (
+            Pass(2 * unit, (4 + 8 * merged) * rows * blocks, 1 + 12 * merged * blocks),
+            Pass(5 * unit, (8 + 9 * merged) * rows * blocks, 1 + 6 * merged * blocks),
+        )
     if s.axes.attention == "fused":
         return _fused(s, unit)
     if s.in_kernels:
@@ -231,7 +238,7 @@ def _channels(s: RankSizes) -> Part:
 
 def _halo(s: RankSizes) -> Part:
     """What nodes adds: rows for the neighbours, and attention of three more buckets at either end, for one of them."""
-    if not (s.attends and s.by_nodes):
+    if not (s.attends and s.by_nodes) or s.decoder.full:
         return NOTHING
     rows, near = s.anchors * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
     back = (4 + 15 * s.neighbours) * rows

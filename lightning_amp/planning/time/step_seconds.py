@@ -136,7 +136,8 @@ def _seconds(name: str, part: Part, s: TimedSizes, *, forwards: int = 1) -> floa
     done, rates = there_and_back(part, forwards=forwards), s.rates
     share = 1.0
     if name == "attention":
-        share = rates.sdpa_share if s.axes.attention == "sdpa" else rates.attention_share
+        kernel = s.decoder.full or s.axes.attention == "sdpa"
+        share = rates.sdpa_share if kernel else rates.attention_share
     products = done.flops / (share * rates.matmul_flops)
     return products + s.element * done.numbers / rates.memory_bytes + done.kernels * rates.overhead_seconds
 

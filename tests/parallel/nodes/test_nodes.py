@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_amp.dist import ring_attention as ring
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
@@ -57,6 +58,9 @@ class Shuffled(Case):
         return [r[torch.randperm(len(r), generator=generator)].tolist() for r in rows]
 
 
+LOCAL, FULL = Case(), Case(key="full_attention")
+"""23 anchors: 11 and 12 on two ranks, 7, 8 and 8 on three."""
+
 CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
     "alone": (Case(), ("nodes",)),
     "one batch, no head": (Case(n_batches=1, head=False), ("S4", "nodes")),
@@ -74,10 +78,14 @@ CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
     "fused": (Case(anchors=33), ("S4", "fused", "sparse", "nodes")),
     "fused, stream": (Case(chained=True, n_batches=1), ("S4", "fused", "sparse", "nodes", "stream")),
     "stream": (Case(), ("nodes", "stream")),
+    "full": (FULL, ("nodes",)),
+    "full, paper": (Case(key="full_attention", variant="paper", n_batches=1), ("S4", "sparse", "nodes")),
+    "full, chained": (Case(key="full_attention", chained=True), ("S4", "nodes", "stream")),
+    "full, recompute": (Shuffled(key="full_attention"), ("nodes", "recompute")),
     "stream, all": (Case(chained=True, variant="paper", n_batches=1), ("S3", "S4", "nodes", "stream")),
 }
 CASES_BY_RANKS = {
-    2: ("alone", "any order", "whole buckets", "S3 inside", "fused, stream"),
+    2: ("alone", "any order", "whole buckets", "S3 inside", "fused, stream", "full", "full, chained"),
     3: tuple(name for name in CASES if name not in ("S3 inside", "any order", "whole buckets")),
     4: ("few features", "one bucket each", "any order, S4", "recompute", "fused", "stream, all"),
 }
@@ -153,22 +161,29 @@ def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
 
 
 def the_comparison_sees_mistakes(mesh: DeviceMesh) -> None:
-    """Softmax of the own features alone, and rows of no neighbour, are other models."""
+    """Softmax of the own features alone, rows of no neighbour, and a ring that misses a step, are other models."""
 
-    def wrong(owner: Any, name: str, other: Callable[..., Any]) -> list[str]:
+    def wrong(owner: Any, name: str, other: Callable[..., Any], case: Case = LOCAL) -> list[str]:
         right = getattr(owner, name)
         setattr(owner, name, other)
         try:
-            return differences(sharded(Case(), ("nodes",), mesh, 1), expected)
+            return differences(sharded(case, ("nodes",), mesh, 1), reference(case, 1))
         finally:
             setattr(owner, name, right)
 
     def no_rows(rows: AnchorShards, under_way: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.zeros_like(part) for part in finish(rows, under_way))  # type: ignore[return-value]
 
-    expected, finish = reference(Case(), 1), halo.finish
+    def no_last_step(tensors: Any, shapes: Any, axis: Any) -> Any:
+        steps.append(len(tensors))
+        arrive = step(tensors, shapes, axis)
+        # forward every second step of a ring of three brings nothing
+        return (lambda: [0 * t for t in arrive()]) if steps.count(2) % 2 == 0 else arrive
+
+    steps, step, finish = list[int](), ring.ring, halo.finish
     assert len(wrong(AnchorFeatures, "log_softmax", AllFeatures.log_softmax)) > 10
     assert len(wrong(halo, "finish", no_rows)) > 10
+    assert len(wrong(ring, "ring", no_last_step, FULL)) > 10
 
 
 def attention_is_that_of_all_anchors(mesh: DeviceMesh) -> None:
@@ -272,6 +287,27 @@ def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
         "all_reduce": strata * cells * number,
         "all_gather_into_tensor": entering * number,
     }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_a_ring_sends_is_counted(ranks: int) -> None:
+    """Keys and values in all steps but the last; backward with their gradients, which also go the last step home."""
+    model, number, attending = Model(FULL), 8, 2
+    install(model, make_plan(("S4", "nodes"), ranks), fake_mesh(rank=0, ranks=ranks))
+    with CountCollectives() as forward:
+        loss = model()
+    with CountCollectives() as backward:
+        loss.backward()
+    # what is sent is of every rank in turn
+    sizes = [len(own) for own in shard_anchors(23, 1, fake_mesh(rank=0, ranks=ranks)["model"]).owned]
+    held = [sizes[-step % ranks] for step in range(ranks)]
+    steps = ranks - 1
+    for found, calls, rows in (
+        (forward, 2 * steps, 2 * sum(held[:-1])),
+        (backward, (4 * steps + 2) * (ranks > 1), (4 * sum(held[:-1]) + 2 * held[-1]) * (ranks > 1)),
+    ):
+        assert found.counts["all_to_all_single"] == attending * calls
+        assert found.sent["all_to_all_single"] == attending * rows * FULL.dim * number
 
 
 def test_a_short_bucket_is_received_as_it_is() -> None:
@@ -447,7 +483,7 @@ class Failing(LocalAttention):
         (
             "strata.1.key.attention",
             nn.Identity(),
-            r"has 'strata.1.key.attention' Identity\(\); allowed is attention",
+            r"has 'strata.1.key.attention' Identity\(\); allowed is attention.*or full attention.*fails on a small",
         ),
         ("strata.1.key.attention", Distant(4, 3), "attention' whose buckets depend on other buckets"),
         (

@@ -30,6 +30,8 @@ FORMS = {
     "one row for all cells": replace(FIVE, n_batches=1, head=False),
     "one cell": replace(FIVE, cells=1, n_batches=1),
     "convolution": replace(FIVE, key="convolution"),
+    "full attention": replace(FIVE, key="full_attention"),
+    "full attention, paper, chained": replace(FIVE, key="full_attention", variant="paper", chained=True),
     "binarized": replace(FIVE, binarized=True, chained=True),
     "paper": replace(FIVE, variant="paper", chained=True),
 }

@@ -1,0 +1,231 @@
+"""Attention whose queries, keys and values are split along the sequence: blocks travel a ring of ranks.
+
+A rank keeps its queries. Keys and values of one rank after the other pass by, and results of blocks are merged by the
+logarithms of their sums of exponentials (Liu, Zaharia and Abbeel, Ring Attention, 2023). Backward, a block's kernel is
+given the output and the logarithms of all blocks, and yields that block's share; gradients of keys and values travel
+on with their block and end where they belong.
+
+Collectives: R - 1 steps of the ring forward with keys and values, R backward: R - 1 with these and their gradients, and
+one with the gradients alone.
+
+Legend: `log_sums` are the logarithms of the sums of exponentials, [batch, head, row]; R ranks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back
+from lightning_amp.dist.collectives import ring
+from lightning_amp.dist.splits import MeshAxis
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    axis: MeshAxis,
+    rows: Sequence[range],
+    columns: Sequence[range],
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks.
+
+    Args:
+        q, k, v: This rank's parts, [batch, head, row, dim]; as many features of values as of keys.
+        rows, columns: Positions of every rank's queries, and of its keys and values.
+        mask: For the own queries and all columns; added to the scores, of booleans true where a row sees a column.
+        causal: Whether a row sees no later columns.
+    """
+    return cast(Tensor, _Ring.apply(q, k, v, mask, causal, scale, axis, rows, columns))
+
+
+ON_CPU = ("cpu", "meta")
+"""Devices whose blocks are computed in the kernel for CPUs: values, or without them the bytes that these take."""
+MOST_SCORES = 2**24
+"""Of a block, that are there at a time on other devices."""
+
+
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one block and its `log_sums`; of rows that see nothing 0 and minus infinity.
+
+    Args:
+        mask: Added to the scores; of booleans true where a row sees a column.
+    """
+    bias = _additive(mask, q.dtype)
+    if q.device.type in ON_CPU:
+        out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    else:
+        parts = list[tuple[Tensor, Tensor]]()
+        for rows, seen in _runs(q, k, bias, causal):
+            scores = _scores(q[..., rows, :], k, seen, scale)
+            sums = scores.logsumexp(-1)
+            parts.append(((scores - sums[..., None]).exp().nan_to_num(0).to(v.dtype) @ v, sums))
+        out, log_sums = (torch.cat(made, 2) for made in zip(*parts, strict=True))
+    log_sums = log_sums.to(_wide(q))
+    if bias is None:
+        return out, log_sums
+    blind = (bias == -math.inf).all(-1).expand(log_sums.shape)
+    return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type that scores are added up in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _runs(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Iterator[tuple[slice, Tensor | None]]:
+    """Rows some at a time, and what is added to their scores; a causal block has no mask."""
+    n, columns = q.shape[-2], k.shape[-2]
+    most = max(1, MOST_SCORES // max(1, math.prod(q.shape[:-2]) * columns))
+    for first in range(0, max(1, n), most):
+        rows = slice(first, min(first + most, n))
+        if causal:
+            row, column = (
+                torch.arange(*own, device=q.device) for own in ((rows.start, rows.stop), (columns,))
+            )
+            yield rows, _additive(column <= row[:, None], q.dtype)
+        else:
+            yield rows, bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    scores = (q @ k.mT).to(_wide(q)) * scale
+    return scores if bias is None else scores + bias
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A block's share of the gradients of its queries, keys and values.
+
+    Args:
+        out, log_sums: Of all blocks.
+    """
+    bias = _additive(mask, q.dtype)
+    if q.device.type in ON_CPU:
+        return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, seen in _runs(q, k, bias, causal):
+        own, of_out = q[..., rows, :], grad[..., rows, :]
+        weights = (_scores(own, k, seen, scale) - log_sums[..., rows, None]).exp().nan_to_num(0)
+        along = (of_out * out[..., rows, :]).sum(-1, keepdim=True)
+        inner = (weights * (of_out @ v.mT - along).to(_wide(q))).to(q.dtype) * scale
+        of_q[..., rows, :] = inner @ k
+        of_k += inner.mT @ own
+        of_v += weights.to(grad.dtype).mT @ of_out
+    return of_q, of_k, of_v
+
+
+def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
+    """How rows see a block of columns: (whether the kernel is causal, mask); None where they see nothing of it."""
+    if not causal:
+        return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns.start : columns.stop]
+    if columns.start >= rows.stop:
+        return None
+    if columns.stop - 1 <= rows.start:
+        return False, None
+    if rows.start == columns.start:
+        return True, None
+    column = torch.arange(columns.start, columns.stop, device=device)
+    return False, column[None] <= torch.arange(rows.start, rows.stop, device=device)[:, None]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        axis: MeshAxis,
+        rows: Sequence[range],
+        columns: Sequence[range],
+    ) -> Tensor:
+        out: Tensor | None = None
+        log_sums = q.new_empty(0)
+        held = [k, v]
+        for step in range(axis.size):
+            at = (axis.rank - step) % axis.size
+            arrive = None
+            if step + 1 < axis.size:
+                n = len(columns[(at - 1) % axis.size])
+                # sent while this block is computed
+                arrive = ring(held, [_with_rows(t, n) for t in (k, v)], axis)
+            how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
+            if how is not None:
+                found, own = block_forward(q, held[0], held[1], how[1], how[0], scale)
+                out, log_sums = (found, own) if out is None else _merged(out, log_sums, found, own)
+            if arrive is not None:
+                held = arrive()
+        if out is None:
+            out, log_sums = torch.zeros_like(q[..., : v.shape[-1]]), q.new_full(q.shape[:3], -math.inf)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, log_sums)
+        ctx.of = causal, scale, axis, rows, columns
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, log_sums = ctx.saved_tensors
+        causal, scale, axis, rows, columns = ctx.of
+        grad, sums = grad.contiguous(), list[Tensor]()
+        held = [k, v]
+        for step in range(axis.size):
+            at = (axis.rank - step) % axis.size
+            how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
+            # the sums so far of the gradients of the own queries, and of the keys and values that are here
+            so_far = [*sums, *held[2:]]
+            if how is not None:
+                found = block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)
+                so_far = [a.add_(b) for a, b in zip(so_far, found, strict=True)] if so_far else list(found)
+                del found
+            elif not so_far:
+                so_far = [torch.zeros_like(t) for t in (q, k, v)]
+            sums, held = so_far[:1], [*held[:2], *so_far[1:]]
+            del so_far
+            n = len(columns[(at - 1) % axis.size])
+            if step + 1 == axis.size:
+                # home again: only gradients are needed
+                held = [k, v, *ring(held[2:], [_with_rows(t, n) for t in (k, v)], axis)()]
+            else:
+                held = ring(held, [_with_rows(t, n) for t in (k, v, k, v)], axis)()
+        return sums[0], held[2], held[3], None, None, None, None, None, None
+
+
+def _with_rows(x: Tensor, n: int) -> list[int]:
+    return [*x.shape[:2], n, x.shape[3]]
+
+
+def _merged(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two blocks' results as one."""
+    both = torch.logaddexp(of_a, of_b)
+    share_a, share_b = ((own - both).exp().nan_to_num(0)[..., None] for own in (of_a, of_b))
+    return a * share_a + b * share_b, both

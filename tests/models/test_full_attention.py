@@ -1,0 +1,64 @@
+"""Claim: FullAttention is softmax(q k^T D^-0.5) values, and never holds the scores of all anchors."""
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.models.decoders.full_attention import FullAttention
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import AttentionKey
+
+
+def inputs(n: int, dim: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, dim, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def test_values_and_gradients_are_those_of_the_definition() -> None:
+    for n, dim in ((1, 1), (7, 3), (130, 8)):
+        q, k, values = given = inputs(n, dim)
+        expected = (q @ k.T / dim**0.5).softmax(-1) @ values
+        upstream = torch.linspace(-1, 1, n * dim, dtype=torch.float64).view(n, dim)
+        right = torch.autograd.grad(expected, given, upstream)
+        # rows whose channels are not side by side too
+        for rows in (given, [x.T.contiguous().T for x in given]):
+            found = FullAttention()(*rows)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+            for a, b in zip(torch.autograd.grad(found, given, upstream), right, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+def test_no_scores_of_all_anchors_are_held() -> None:
+    n, dim = 1500, 8
+    tensor = 4 * n * dim
+    for device in ("cpu", "meta"):
+        rows = [x.detach().to(device).requires_grad_() for x in inputs(n, dim, torch.float32)]
+        with LiveBytes() as live:
+            FullAttention()(*rows).sum().backward()
+        # the output and its gradient, of every input one, sums of weights; scores would be 187 tensors
+        assert live.peak < 7 * tensor, device
+
+
+def test_parameters_are_those_of_local_attention() -> None:
+    full, local = AttentionKey(6, None), AttentionKey(6, 5)
+    full.load_state_dict(local.state_dict())
+    assert isinstance(full.attention, FullAttention)
+
+
+def test_what_has_no_kernel_or_no_window_is_refused() -> None:
+    q, k, values = inputs(6, 2)
+    with pytest.raises(ModelError, match="attention was called with 5 queries, 6 keys and 6 values"):
+        FullAttention()(q[:5], k, values)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(
+            ModelError, match=r"2 channels of torch.complex128 on 'cpu', for which torch has no fused"
+        ),
+    ):
+        FullAttention()(*(x.detach().cdouble() for x in (q, k, values)))
+    arguments = {"stratum_index": [0, 1], "n_anchors": 6, "n_batches": 1, "key": "full_attention"}
+    with pytest.raises(ModelError, match=r"window=3\): full attention has no window"):
+        StratifiedDecoder(2, [range(6), range(5)], window=3, **arguments)
