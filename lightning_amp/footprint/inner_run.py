@@ -45,8 +45,8 @@ class Around:
         datamodule: Whose hooks may change a batch, and which the module may ask for.
         values: Whether a step that cannot run without values runs with them, which takes its memory and its time.
         limit_bytes: Most bytes that it may take then, together with the module that it is a copy of.
-        own_parts: What `trainer.strategy.own_parts` is for hooks that hand over a part of a batch; None where nothing is
-            known of ranks.
+        own_parts: What hooks that hand over a part of a batch find as `trainer.strategy.own_parts`; None where nothing
+            is known of ranks.
         unfreezes: Whether a callback will unfreeze parameters later: the step trains them already, and some optimiser
             has them.
     """

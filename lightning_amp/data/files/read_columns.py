@@ -19,7 +19,7 @@ from scipy import sparse
 from lightning_amp.data.files.h5ad_header import shape_of
 from lightning_amp.data.files.hdf5 import open_h5ad
 
-BLOCK = 2**21
+BLOCK = 2**19
 """Entries that are read together."""
 
 
@@ -85,7 +85,11 @@ def _of_columns(matrix: Any, columns: slice) -> sparse.csr_matrix:
     for _, block in _blocks(matrix, columns):
         lengths += np.diff(block.tocsr().indptr)
     indptr = np.concatenate([[0], np.cumsum(lengths)])
-    data, indices, place = np.empty(indptr[-1], np.float32), np.empty(indptr[-1], np.int32), indptr[:-1].copy()
+    data, indices, place = (
+        np.empty(indptr[-1], np.float32),
+        np.empty(indptr[-1], np.int32),
+        indptr[:-1].copy(),
+    )
     for first, block in _blocks(matrix, columns):
         rows = block.tocsr()
         each = np.diff(rows.indptr)

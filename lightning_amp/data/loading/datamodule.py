@@ -188,7 +188,9 @@ class SingleCellDataModule(pl.LightningDataModule):
                 " sparse out"
             )
         layout = read_layout(paths[HIC]) if HIC in paths else None
-        own = {modality: self._own(modality, read_header(path).n_features) for modality, path in paths.items()}
+        own = {
+            modality: self._own(modality, read_header(path).n_features) for modality, path in paths.items()
+        }
         self.tables = {modality: CellTable(path, modality, own[modality]) for modality, path in paths.items()}
         vars(self).pop("on_after_batch_transfer", None)
         if any(own.values()):

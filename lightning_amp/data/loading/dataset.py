@@ -114,9 +114,7 @@ class CellTable:
                 "store them in layers['counts']"
             )
         if not self.contacts.any():
-            raise DataError(
-                f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality"
-            )
+            raise DataError(f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality")
 
 
 class MultiModalDataset(Dataset[Batch]):

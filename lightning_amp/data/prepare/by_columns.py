@@ -1,6 +1,5 @@
 """Stores the matrices of a prepared h5ad as CSC, so that a rank reads its own columns and no others."""
 
-import os
 from pathlib import Path
 
 import h5py
@@ -31,7 +30,7 @@ def store_by_columns(path: Path) -> None:
         for name in ("X", *(f"layers/{layer}" for layer in source["layers"])):
             _turn(path, source[name], file.create_group(name))
             check()
-    os.replace(aside, path)
+    aside.replace(path)
 
 
 def _turn(path: Path, rows: h5py.Group, columns: h5py.Group) -> None:

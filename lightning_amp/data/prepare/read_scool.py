@@ -89,9 +89,7 @@ class ScoolFile:
         """
         return next(self.iterate([cell]))[1]
 
-    def iterate(
-        self, cells: Iterable[str], own: slice | None = None
-    ) -> Iterator[tuple[str, pd.DataFrame]]:
+    def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
         """Yield name and pixels of each of the cells, opening the file once; errors as in `pixels`.
 
         Args:

@@ -1,7 +1,7 @@
 """A strategy over a mesh of data and model ranks: data ranks read different cells, a model group the same ones.
 
 Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
-are logged with sync_dist count them once. Knows nothing of plans.
+are logged with sync_dist count them once. Of a plan it only knows how batches are split.
 """
 
 from typing import Any
@@ -21,14 +21,18 @@ from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_b
 from lightning_amp.lightning.steps.cell_order import with_same_draws
 from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
 from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.scores.dense_entries import find_entries
 from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood
+from lightning_amp.planning.plan.plan import Plan
 
 
 class MeshStrategy(DDPStrategy):
-    """Which cells a rank reads, and what ranks count; AMPStrategy says `_model_ranks` and `own_parts`, and overrides nothing else."""
+    """Which cells a rank reads, and what ranks count; AMPStrategy says `_model_ranks` and overrides nothing else."""
 
     _meshes: dict[tuple[int, ...], DeviceMesh]
+    request: Request
+    plan: Plan | None
 
     @classmethod
     def register_strategies(cls, strategy_registry: object) -> None:
@@ -47,7 +51,10 @@ class MeshStrategy(DDPStrategy):
     @property
     def own_parts(self) -> OwnParts:
         """Which part of a batch this rank may read alone, for `lightning_amp.own_part` and `as_sharded`."""
-        raise NotImplementedError
+        # late, for it reaches every technique, which a Trainer does not need
+        from lightning_amp.lightning.strategy.stepped import own_parts_of
+
+        return own_parts_of(self.request, self.plan, self._here)
 
     @property
     def data_parallel_size(self) -> int:

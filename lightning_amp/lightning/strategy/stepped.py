@@ -46,11 +46,8 @@ def own_parts_of(request: Request, plan: Plan | None, here: ThisRank) -> OwnPart
         here: The rank.
     """
     given = _given(request) if plan is None else plan
-    asked = request.model_parallel_size
-    if given is not None:
-        size = given.mesh.model
-    else:
-        size = 1 if here.n_ranks == 1 else 0 if asked == "auto" else asked
+    asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
+    size = given.mesh.model if given is not None else asked if here.n_ranks > 1 else 1
     splits = plan is not None and bool(with_steps(plan.strategies))
     even = request.sequence_sizes == "even" and not request.sequence_grid
     dims = request.sequence_dim if even and isinstance(request.sequence_dim, Mapping) else {}

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.lightning._compat import (
     broadcast_module,
     default_pg_timeout,
@@ -175,14 +174,6 @@ class AMPStrategy(MeshStrategy):
         if self.plan is not None:
             return self.plan.mesh.model
         return 1 if self.request.model_parallel_size == "auto" else self.request.model_parallel_size
-
-    @property
-    def own_parts(self) -> OwnParts:
-        """Which part of a batch this rank may read alone, for `lightning_amp.own_part` and `as_sharded`."""
-        # late, as in _plan_and_install
-        from lightning_amp.lightning.strategy.stepped import own_parts_of
-
-        return own_parts_of(self.request, self.plan, self._here)
 
     @property
     def balance_cells(self) -> bool:

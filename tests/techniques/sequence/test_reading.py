@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_amp
-from lightning_amp import AMPStrategy, ShardedTensor, ShardError, SingleCellDataModule
+from lightning_amp import AMPStrategy, DataError, ShardedTensor, ShardError, SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
 from tests.lightning.strategy.strategy_cases import RunningRanks
@@ -42,6 +42,33 @@ class OwnGenes(LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return {"x": lightning_amp.as_sharded(batch["x"], self.trainer, dim=1, length=GENES)}
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
+class ByHand(OwnGenes):
+    """With `from_local` and the sizes of the parts."""
+
+    sizes: tuple[int, ...] | None = (7, 6)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        mesh = self.trainer.strategy.mesh["model"]
+        return {"x": ShardedTensor.from_local(batch["x"], mesh, dim=1, sizes=self.sizes)}
+
+
+class WithoutSizes(ByHand):
+    sizes = None
+
+
+class NotHandedOver(OwnGenes):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Before(OwnGenes):
+    def setup(self, stage: str) -> None:
+        lightning_amp.own_part(GENES, self.trainer)
 
 
 class WholeGenes(OwnGenes):
@@ -73,6 +100,9 @@ class Autoencoder(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.seen.append(type(self.read(batch)).__name__)
 
@@ -100,12 +130,15 @@ def trained(module: Any, data: Any, rank: int, ranks: int, **options: Any) -> di
         accelerator="cpu",
         max_steps=3,
         precision="64-true",
-        limit_val_batches=0,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
     trainer.fit(module, datamodule=data)
     plan = getattr(trainer.strategy, "plan", None)
+    (val,) = trainer.validate(module, datamodule=data, verbose=False)
     return {
+        "val": val["val"],
         "losses": module.losses,
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "seen": module.seen,
@@ -128,6 +161,7 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     path, found = f"{folder}/genes.h5ad", {}
     named = {"sequence_dim": {"x": 1}}
     found["own"] = trained(Autoencoder(), OwnGenes(path), rank, ranks, **named)
+    found["by hand"] = trained(Autoencoder(), ByHand(path), rank, ranks, **named)
     found["auto"] = trained(Autoencoder(), OwnGenes(path), rank, ranks)
     found["whole"] = trained(Autoencoder(), WholeGenes(path), rank, ranks, **named)
     found["recompute"] = trained(
@@ -150,6 +184,7 @@ def test_parts_that_ranks_have_read_train_as_whole_rows_do(tmp_path: Path) -> No
         for name, one in found.items():
             expected = ours if name == "ours" else right
             assert one["seen"] == ["Tensor" if name == "whole" else "ShardedTensor"] * 3, name
+            assert one["val"] == pytest.approx(expected["val"], rel=1e-12), name
             assert one["losses"] == pytest.approx(expected["losses"], rel=1e-12), name
             for key, value in expected["state"].items():
                 torch.testing.assert_close(one["state"][key], value, rtol=1e-12, atol=1e-14)
@@ -157,3 +192,44 @@ def test_parts_that_ranks_have_read_train_as_whole_rows_do(tmp_path: Path) -> No
         plans = {name: Plan.from_json(one["plan"]) for name, one in found.items()}
         assert not any(plan.uncounted for plan in plans.values()), rank
         assert plans["own"].predicted_peak_bytes < plans["whole"].predicted_peak_bytes
+
+
+NAMED = {"sequence_dim": {"x": 1}}
+REFUSED: dict[str, tuple[type[OwnGenes], dict[str, Any], type[Exception], str]] = {
+    "no technique": (OwnGenes, {"strategies": "S1"}, ShardError, "no technique of this run splits"),
+    "policy": (OwnGenes, {"strategies": None}, ShardError, "no technique of this run splits"),
+    "grid": (
+        OwnGenes,
+        {"sequence_dim": {"x": [0, 1]}, "sequence_grid": "1x2"},
+        ShardError,
+        "'x' of the batch is split over another axis",
+    ),
+    "by hand, no technique": (ByHand, {"strategies": "S1"}, ShardError, "no technique of this run splits"),
+    "without sizes": (WithoutSizes, NAMED, ShardError, "from_local was called without sizes before the fit"),
+    "not handed over": (NotHandedOver, NAMED, DataError, "hands over lightning_amp.as_sharded"),
+    "before the plan": (
+        Before,
+        {**NAMED, "model_parallel_size": "auto"},
+        ShardError,
+        "own_part was called before a plan is made",
+    ),
+}
+
+
+def refused(rank: int, ranks: int, path: str) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (data, options, _, _) in REFUSED.items():
+        try:
+            trained(Autoencoder(), data(path), rank, ranks, **options)
+            found[name] = "", ""
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
+@pytest.mark.ranks
+def test_parts_that_no_technique_takes_are_refused(tmp_path: Path) -> None:
+    for found in run_ranks(refused, 2, tmp_path, written(tmp_path)):
+        for name, (_, _, kind, words) in REFUSED.items():
+            assert found[name][0] == kind.__name__, (name, found[name])
+            assert re.search(words, found[name][1]), (name, found[name])
