@@ -23,7 +23,7 @@ class OwnParts:
     Attributes:
         rank, size: This rank, and ranks of the model axis; size 0 where a plan is still to find it.
         axis: Gives the axis; None where no technique splits the batches of the run.
-        dims: Tensors of the batch whose dims a person has named to be split evenly, and these dims.
+        dims: Tensors of the batch that a person has named to be split evenly, and along which dims.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ class OwnParts:
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def part(self, length: int) -> slice:
-        """The own indices of a dim of some length; see `own_part`."""
+        """See `own_part`."""
         if not self.size:
             raise ShardError(
                 "own_part was called before a plan is made, and model_parallel_size='auto' leaves the size of the model"
@@ -43,17 +43,15 @@ class OwnParts:
                 f"own_part({length!r}) for {self.size!r} ranks of the model axis; a dim requires at least one index per"
                 " rank: read it whole, or use fewer ranks"
             )
-        sizes = Owners.even(length, self.size).counts
-        start = sum(sizes[: self.rank])
-        return slice(start, start + sizes[self.rank])
+        (own,) = Owners.even(length, self.size).spans[self.rank]
+        return slice(own.start, own.stop)
 
     def sharded(self, local: Tensor, *, dim: int, length: int) -> Tensor:
-        """The whole of a part; see `as_sharded`."""
-        found = local.shape[dim]
-        if found == length:
+        """See `as_sharded`."""
+        if local.shape[dim] == length:
             return local
         own = self.part(length)
-        if found != own.stop - own.start:
+        if local.shape[dim] != own.stop - own.start:
             raise ShardError(
                 f"as_sharded(dim={dim!r}, length={length!r}) got a tensor of shape {tuple(local.shape)!r}; rank"
                 f" {self.rank!r} of {self.size!r} of the model axis owns {own.stop - own.start!r} indices: read those of"
@@ -63,11 +61,7 @@ class OwnParts:
         return ShardedTensor.from_local(local, self.model_axis(), dim=dim, sizes=sizes)
 
     def model_axis(self) -> MeshAxis:
-        """The axis that the batches of the run are split over.
-
-        Raises:
-            ShardError: There is none.
-        """
+        """The axis that the batches of the run are split over, or a ShardError."""
         if self.axis is None:
             raise ShardError(
                 "the batch has a tensor that is split over the model axis, and no technique of this run splits batches;"

@@ -1,10 +1,7 @@
 """Reads some columns of the matrix of an h5ad, in memory that falls with the columns.
 
-    CSC      the entries of the own columns are read, and no others
-    CSR      every entry is read, a few rows at a time, and those of other columns are dropped
-    dense    the own columns are read, a few rows at a time
-
-No temporary is larger than `BLOCK` entries or one row, one column.
+Of CSC the own columns are read alone. Of CSR every entry is read, a few rows at a time, and of a dense matrix the own
+columns, a few rows at a time.
 """
 
 from collections.abc import Iterator
@@ -36,96 +33,66 @@ def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
     """
     with open_h5ad(path) as file:
         matrix = file[source]
-        if is_by_columns(matrix):
-            return _of_columns(matrix, columns)
-        # of the entries that are not written no page is ever taken
-        shape, n = shape_of(matrix), 0
-        most = len(matrix["data"]) if isinstance(matrix, h5py.Group) else shape[0] * _width(columns)
+        found = sparse.csr_matrix((shape_of(matrix)[0], columns.stop - columns.start), dtype=np.float32)
+        lengths, by_columns, n = np.zeros(found.shape[0], np.int64), is_by_columns(matrix), 0
+        if by_columns:
+            # counted first, so that the entries are never in memory twice
+            for _, _, block in _blocks(matrix, columns):
+                lengths += np.diff(block.indptr)
+            most = int(lengths.sum())
+        else:
+            most = len(matrix["data"]) if isinstance(matrix, h5py.Group) else int(np.prod(found.shape))
+        place = np.cumsum(lengths) - lengths
+        # where nothing is written no memory is taken
         data, indices = np.empty(most, np.float32), np.empty(most, np.int32)
-        lengths = []
-        for _, block in _blocks(matrix, columns):
-            own = block if isinstance(matrix, h5py.Dataset) else block[:, columns]
-            data[n : n + own.nnz], indices[n : n + own.nnz] = own.data, own.indices
-            lengths.append(np.diff(own.indptr))
-            n += own.nnz
-        indptr = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    return _csr(data[:n], indices[:n], indptr, (shape[0], _width(columns)))
+        for row, column, block in _blocks(matrix, columns):
+            each, where = np.diff(block.indptr), np.arange(n, n + block.nnz)
+            if by_columns:
+                where += np.repeat(place - block.indptr[:-1], each) - n
+                place += each
+            else:
+                lengths[row : row + len(each)] = each
+            data[where], indices[where] = block.data, block.indices + column
+            n += block.nnz
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    # set, for the constructor looks at all indices
+    found.data, found.indices, found.has_canonical_format = data[:n], indices[:n], True
+    found.indptr = ends.astype(np.int32 if n < 2**31 else np.int64)
+    return found
 
 
 def read_totals(path: Path, source: str) -> NDArray[np.float64]:
-    """Sum the matrix of an h5ad over all its columns, [cell]; every entry is read, and none is kept.
-
-    Exact for whole numbers; fractions are added up in the order of the file.
-    """
+    """Sum the matrix of an h5ad over its columns, [cell]; exact for whole numbers, and no entry is kept."""
     with open_h5ad(path) as file:
-        matrix = file[source]
-        shape = shape_of(matrix)
-        totals, by_columns = np.zeros(shape[0]), is_by_columns(matrix)
-        for first, block in _blocks(matrix, slice(0, shape[1])):
-            rows = slice(None) if by_columns else slice(first, first + block.shape[0])
-            totals[rows] += np.asarray(block.sum(axis=1, dtype=np.float64)).ravel()
+        n_cells, n_features = shape_of(file[source])
+        totals = np.zeros(n_cells)
+        for row, _, block in _blocks(file[source], slice(0, n_features)):
+            totals[row : row + block.shape[0]] += np.asarray(block.sum(axis=1, dtype=np.float64)).ravel()
     return totals
 
 
 def is_by_columns(matrix: Any) -> bool:
     """Whether a matrix is stored as CSC."""
+    # late: cells that are made in memory need no reader of files
     from anndata.io import sparse_dataset
 
     return isinstance(matrix, h5py.Group) and sparse_dataset(matrix).format == "csc"
 
 
-def _width(columns: slice) -> int:
-    return int(columns.stop - columns.start)
-
-
-def _of_columns(matrix: Any, columns: slice) -> sparse.csr_matrix:
-    """Of a CSC matrix, of which the rows are counted first, so that both forms are never whole in memory."""
-    shape = (shape_of(matrix)[0], _width(columns))
-    lengths = np.zeros(shape[0], np.int64)
-    for _, block in _blocks(matrix, columns):
-        lengths += np.diff(block.tocsr().indptr)
-    indptr = np.concatenate([[0], np.cumsum(lengths)])
-    data, indices, place = (
-        np.empty(indptr[-1], np.float32),
-        np.empty(indptr[-1], np.int32),
-        indptr[:-1].copy(),
-    )
-    for first, block in _blocks(matrix, columns):
-        rows = block.tocsr()
-        each = np.diff(rows.indptr)
-        where = np.arange(rows.nnz) + np.repeat(place - rows.indptr[:-1], each)
-        data[where], indices[where] = rows.data, rows.indices + (first - columns.start)
-        place += each
-    return _csr(data, indices, indptr, shape)
-
-
-def _csr(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> sparse.csr_matrix:
-    found = sparse.csr_matrix(shape, dtype=np.float32)
-    # set, for the constructor looks at all indices and copies what it makes narrower
-    found.data, found.indices = data, indices
-    found.indptr = indptr.astype(np.int32 if indptr[-1] < 2**31 else np.int64)
-    found.has_canonical_format = True
-    return found
-
-
-def _blocks(matrix: Any, columns: slice) -> Iterator[tuple[int, Any]]:
-    """Blocks of a matrix with their first column if it is CSC, else their first row; of CSR with all columns."""
+def _blocks(matrix: Any, columns: slice) -> Iterator[tuple[int, int, Any]]:
+    """CSR blocks of the own columns, with the first row and the first own column of each."""
     if isinstance(matrix, h5py.Dataset):
-        step = max(1, BLOCK // max(1, _width(columns)))
-        for first in range(0, matrix.shape[0], step):
-            yield first, sparse.csr_matrix(matrix[first : first + step, columns], dtype=np.float32)
+        step = max(1, BLOCK // (columns.stop - columns.start))
+        for row in range(0, matrix.shape[0], step):
+            yield row, 0, sparse.csr_matrix(matrix[row : row + step, columns], dtype=np.float32)
         return
-    # late: cells that are made in memory need no reader of files
     from anndata.io import sparse_dataset
 
-    stored, by_columns = sparse_dataset(matrix), is_by_columns(matrix)
-    ends = matrix["indptr"][:]
-    last, first = (columns.stop, columns.start) if by_columns else (len(ends) - 1, 0)
+    stored, by_columns, ends = sparse_dataset(matrix), is_by_columns(matrix), matrix["indptr"][:]
+    first, last = (columns.start, columns.stop) if by_columns else (0, len(ends) - 1)
     while first < last:
-        full = int(np.searchsorted(ends, ends[first] + BLOCK, side="right")) - 1
-        stop = min(max(first + 1, full), last)
-        block = stored[:, first:stop] if by_columns else stored[first:stop]
-        block = block.astype(np.float32, copy=False)
+        stop = min(max(first + 1, int(np.searchsorted(ends, ends[first] + BLOCK, side="right")) - 1), last)
+        block = (stored[:, first:stop] if by_columns else stored[first:stop]).astype(np.float32, copy=False)
         block.sum_duplicates()
-        yield first, block
+        yield (0, first - columns.start, block.tocsr()) if by_columns else (first, 0, block[:, columns])
         first = stop

@@ -1,7 +1,4 @@
-"""Data sets of the cells of a file, of which a rank reads its own columns or bins alone.
-
-They are read by the process that asks, also by a loader's workers: no file stays open across a fork.
-"""
+"""Data sets of the cells of a file, of which a rank reads its own columns or bins alone."""
 
 import os
 from collections.abc import Sequence
@@ -24,12 +21,8 @@ from lightning_amp.errors import DataError
 class OwnColumns(Dataset[Tensor]):
     """Some columns of the cells of an h5ad; an item is a float32 tensor [own column].
 
-    Of a dense matrix rows are read when they are asked for. Of a sparse one the own columns are read once and stay in
-    memory; where it is CSR every rank reads the whole file for that, a few rows at a time.
-
-    Attributes:
-        columns: The first and one past the last column.
-        n_features: Columns of the whole file.
+    Of a dense matrix rows are read when they are asked for, by every worker for itself. Of a sparse one the own columns
+    are read once and stay in memory; where it is CSR the whole file is read for that, a few rows at a time.
 
     Args:
         path: The h5ad.
@@ -45,15 +38,14 @@ class OwnColumns(Dataset[Tensor]):
         with open_h5ad(self.path) as file:
             if source not in file:
                 raise DataError(f"{self.path}: {source!r} was asked for, found {sorted(file)!r}")
-            matrix = file[source]
-            self._n_cells, self.n_features = shape_of(matrix)
-            dense = isinstance(matrix, h5py.Dataset)
+            self.n_cells, self.n_features = shape_of(file[source])
+            dense = isinstance(file[source], h5py.Dataset)
         self.columns = _run(columns, self.n_features, f"{self.path}, {source}, columns")
         self._counts = None if dense else read_columns(self.path, source, self.columns)
         self._open: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
-        return self._n_cells
+        return self.n_cells
 
     def __getitem__(self, cell: int) -> Tensor:
         return self.rows([cell])[0]
@@ -63,20 +55,17 @@ class OwnColumns(Dataset[Tensor]):
         return [*self.rows(cells)]
 
     def rows(self, cells: Sequence[int] | np.ndarray) -> Tensor:
-        """Some cells as float32 [cell, own column], in the order asked, repeats allowed."""
+        """Some cells as [cell, own column], in the order asked, repeats allowed."""
         if self._counts is not None:
             return torch.from_numpy(self._counts[cells].toarray())
-        unique, where = np.unique(np.asarray(cells), return_inverse=True)
-        return torch.from_numpy(self._matrix()[unique, self.columns][where].astype(np.float32, copy=False))
-
-    def _matrix(self) -> Any:
-        # a handle that is used in two processes reads wrong bytes
+        # an open file that is taken into another process reads wrong bytes there
         if self._open is None or self._open[0] != os.getpid():
-            self._open = os.getpid(), h5py.File(self.path, "r")
-        return self._open[1][self.source]
+            self._open = os.getpid(), h5py.File(self.path, "r")[self.source]
+        unique, where = np.unique(np.asarray(cells), return_inverse=True)
+        return torch.from_numpy(self._open[1][unique, self.columns][where].astype(np.float32, copy=False))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as a worker that is not forked gets it: without the open file."""
+        """Of a copy, as a worker that is not forked gets it."""
         return {**vars(self), "_open": None}
 
 
@@ -84,11 +73,6 @@ class OwnBins(Dataset[Tensor]):
     """Contacts of the cells of a .scool from own bins upwards; an item is a float32 tensor [stratum, own bin].
 
     Element (k, i) counts the contacts of the i-th own bin with the k-th bin after it on its chromosome.
-
-    Attributes:
-        cells: Names of the cells, in the order of the items.
-        bins: The first and one past the last own bin.
-        n_bins: Bins of the whole file.
 
     Args:
         path: The .scool.
@@ -101,10 +85,10 @@ class OwnBins(Dataset[Tensor]):
 
     def __init__(self, path: str | Path, bins: slice | None = None, *, strata: int) -> None:
         self._file, self.strata = ScoolFile(Path(path)), strata
-        self.cells, table = self._file.cells(), self._file.bins()
-        self.n_bins = len(table)
+        self.cells, chromosomes = self._file.cells(), self._file.bins()["chrom"].to_numpy().astype(str)
+        self.n_bins = len(chromosomes)
         self.bins = _run(bins, self.n_bins, f"{path}, bins")
-        self._chromosome = np.unique(table["chrom"].to_numpy().astype(str), return_inverse=True)[1]
+        self._chromosome = np.unique(chromosomes, return_inverse=True)[1]
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -114,25 +98,18 @@ class OwnBins(Dataset[Tensor]):
 
     def __getitems__(self, cells: Sequence[int]) -> list[Tensor]:
         """The items of a batch; the file is opened once."""
-        found = []
-        for _, table in self._file.iterate((self.cells[cell] for cell in cells), self.bins):
-            first, second = table["bin1_id"].to_numpy(), table["bin2_id"].to_numpy()
+        found = torch.zeros(len(cells), self.strata, self.bins.stop - self.bins.start)
+        names = [self.cells[cell] for cell in cells]
+        for item, (_, table) in zip(found.numpy(), self._file.iterate(names, self.bins), strict=True):
+            first, second, count = (table[name].to_numpy() for name in ("bin1_id", "bin2_id", "count"))
             kept = (second - first < self.strata) & (self._chromosome[first] == self._chromosome[second])
-            item = np.zeros((self.strata, self.bins.stop - self.bins.start), np.float32)
-            np.add.at(
-                item,
-                ((second - first)[kept], first[kept] - self.bins.start),
-                table["count"].to_numpy()[kept],
-            )
-            found.append(torch.from_numpy(item))
-        return found
+            np.add.at(item, ((second - first)[kept], first[kept] - self.bins.start), count[kept])
+        return [*found]
 
 
 def _run(asked: slice | None, n: int, what: str) -> slice:
     """The first and one past the last of n, as whole numbers."""
-    if asked is None:
-        return slice(0, n)
-    start, stop, step = asked.indices(n)
-    if step != 1 or not 0 <= start < stop or (asked.stop or 0) > n:
+    start, stop, step = (asked or slice(None)).indices(n)
+    if step != 1 or start >= stop or (asked is not None and (asked.stop or 0) > n):
         raise DataError(f"{what} {asked!r} were asked for, found {n!r}; allowed is a run of these")
     return slice(start, stop)
