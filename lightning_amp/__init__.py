@@ -19,10 +19,14 @@ from lightning_amp.errors import ShardError as ShardError
 
 if TYPE_CHECKING:
     from lightning_amp.data.loading.datamodule import SingleCellDataModule as SingleCellDataModule
+    from lightning_amp.data.loading.own_columns import OwnBins as OwnBins
+    from lightning_amp.data.loading.own_columns import OwnColumns as OwnColumns
     from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis.diagnose import diagnose as diagnose
     from lightning_amp.diagnosis.diagnose import register_signal as register_signal
     from lightning_amp.dist.ops import ShardedTensor as ShardedTensor
+    from lightning_amp.dist.own_parts import as_sharded as as_sharded
+    from lightning_amp.dist.own_parts import own_part as own_part
     from lightning_amp.dist.register_shard import check_shard as check_shard
     from lightning_amp.dist.register_shard import register_shard as register_shard
     from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
@@ -58,6 +62,10 @@ _HOME = {
     "GLUE": "models.glue",
     "Change": "parallel.contract.change",
     "ShardedTensor": "dist.ops",
+    "OwnBins": "data.loading.own_columns",
+    "OwnColumns": "data.loading.own_columns",
+    "own_part": "dist.own_parts",
+    "as_sharded": "dist.own_parts",
     "check_shard": "dist.register_shard",
     "register_shard": "dist.register_shard",
     "chunk": "parallel.chunk.chunk_module",

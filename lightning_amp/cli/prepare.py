@@ -40,6 +40,9 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loop-quantile", type=float, default=0.98, help="pseudobulk quantile of graph edges"
     )
+    parser.add_argument(
+        "--by-columns", action="store_true", help="store counts by columns, for ranks that read their own"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     parser.set_defaults(run=_run)
 
@@ -60,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> None:
         cis_only=not arguments.trans,
         chromosomes=arguments.chromosomes.split(",") if arguments.chromosomes else None,
         loop_quantile=arguments.loop_quantile,
+        by_columns=arguments.by_columns,
         overwrite=arguments.overwrite,
     )
     print(f"{prepared_report(directory)}\n")
@@ -74,7 +78,7 @@ def prepared_report(directory: "DataDirectory") -> str:
     from lightning_amp.data.files.hdf5 import open_h5ad
 
     with open_h5ad(directory.modalities["hic"]) as file:
-        hic, n_hic = read_elem(file["uns/amp"]), len(file["X/indptr"]) - 1
+        hic, n_hic = read_elem(file["uns/amp"]), int(file["X"].attrs["shape"][0])
         n_chroms = len(file["var/chrom/categories"])
     with open_h5ad(directory.modalities["rna"]) as file:
         rna, (n_rna, n_genes) = read_elem(file["uns/amp"]), file["X"].attrs["shape"].tolist()

@@ -114,10 +114,15 @@ class ShardedTensor(Tensor):
             sizes: Sizes of all ranks' parts there; None asks the ranks, a collective of a few bytes.
 
         Raises:
-            ShardError: A part is empty, or of another size than `sizes` says.
+            ShardError: A part is empty, or of another size than `sizes` says; or `sizes` is None in a dry run.
         """
         axis = axis_of(mesh)
         dim = range(local.dim())[dim]
+        if sizes is None and axis.group is None:
+            raise ShardError(
+                "from_local was called without sizes before the fit, where the step is counted and nothing is sent; give"
+                " the size of every rank's part, or use lightning_amp.as_sharded, which knows them"
+            )
         if sizes is None:
             found: list[Any] = [None] * axis.size
             dist.all_gather_object(found, local.shape[dim], group=axis.group)

@@ -45,6 +45,8 @@ class Around:
         datamodule: Whose hooks may change a batch, and which the module may ask for.
         values: Whether a step that cannot run without values runs with them, which takes its memory and its time.
         limit_bytes: Most bytes that it may take then, together with the module that it is a copy of.
+        own_parts: What hooks that hand over a part of a batch find as `trainer.strategy.own_parts`; None where nothing
+            is known of ranks.
         unfreezes: Whether a callback will unfreeze parameters later: the step trains them already, and some optimiser
             has them.
     """
@@ -58,6 +60,7 @@ class Around:
     values: bool = True
     limit_bytes: int | None = None
     unfreezes: bool = False
+    own_parts: Any = None
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
@@ -148,7 +151,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     trainer = Trainer(
         accelerator="cpu",
-        strategy=_Here(device, counter, fake),
+        strategy=_Here(device, counter, fake, around.own_parts),
         plugins=plugins,
         precision=precision,
         gradient_clip_val=around.gradient_clip_val,
@@ -213,9 +216,16 @@ class _Repeated:
 class _Here(SingleDeviceStrategy):
     """One device, on which the module stays as it is: fake parameters cannot be moved."""
 
-    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None) -> None:
+    def __init__(
+        self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, own_parts: Any
+    ) -> None:
         super().__init__(device=device)
-        self._counter, self._fake = counter, fake
+        self._counter, self._fake, self.own_parts = counter, fake, own_parts
+
+    @property
+    def mesh(self) -> dict[str, Any]:
+        """For hooks that hand over a part of a batch; the axis sends nothing."""
+        return {"model": self.own_parts.model_axis()}
 
     def setup_environment(self) -> None:
         """Nothing: the device is in use already."""

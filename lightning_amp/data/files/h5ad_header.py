@@ -49,7 +49,7 @@ def read_header(h5ad_path: str | Path) -> ModalityHeader:
             raise DataError(
                 f"{path}: neither X nor layers['counts'] found; write raw counts into one of them"
             )
-        shape = _shape(matrix)
+        shape = shape_of(matrix)
         if shape != (n_cells, n_features):
             raise DataError(
                 f"{path}: {matrix.name!r} has shape {shape!r} but obs and var have "
@@ -67,7 +67,7 @@ def read_header(h5ad_path: str | Path) -> ModalityHeader:
         )
 
 
-def _shape(matrix: Any) -> tuple[int, ...]:
+def shape_of(matrix: Any) -> tuple[int, ...]:
     """Return the shape of a dense or sparse matrix; h5sparse wrote another attribute before anndata 0.7."""
     if isinstance(matrix, h5py.Dataset):
         return tuple(int(n) for n in matrix.shape)

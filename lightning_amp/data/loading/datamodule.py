@@ -17,6 +17,7 @@ from lightning_amp.data.batch import Batch
 from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import Graph, read_graph
+from lightning_amp.data.files.h5ad_header import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
@@ -174,8 +175,9 @@ class SingleCellDataModule(pl.LightningDataModule):
         return cls.from_anndata(rna=mdata.mod[rna], hic=mdata.mod[hic], **options)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read everything once; counts stay sparse."""
-        if self.tables:
+        """Read everything once; counts stay sparse. Under `strategies="sequence"` a rank keeps its own columns of the
+        modalities whose x is split: `sequence_dim={"rna.x": 1}` with a number as `model_parallel_size`."""
+        if self.tables and all(t.columns == self._own(m, t.n_features) for m, t in self.tables.items()):
             return
         directory = find(self.data_dir, setting=self.setting)
         paths = self._chosen(directory)
@@ -186,7 +188,14 @@ class SingleCellDataModule(pl.LightningDataModule):
                 " sparse out"
             )
         layout = read_layout(paths[HIC]) if HIC in paths else None
-        self.tables = {modality: CellTable(path, modality) for modality, path in paths.items()}
+        own = {
+            modality: self._own(modality, read_header(path).n_features) for modality, path in paths.items()
+        }
+        self.tables = {modality: CellTable(path, modality, own[modality]) for modality, path in paths.items()}
+        vars(self).pop("on_after_batch_transfer", None)
+        if any(own.values()):
+            # on the instance, for Lightning leaves the module's own hook out where the class has one
+            vars(self)["on_after_batch_transfer"] = self._after_transfer
         self.directory, self.layout, self.graph = directory, layout, graph
 
     def train_dataloader(self) -> StepLoader:
@@ -233,6 +242,26 @@ class SingleCellDataModule(pl.LightningDataModule):
                 "all anew with `lightning-amp prepare`"
             )
         return np.array([row_of[name] for name in names], dtype=np.int64)
+
+    def _own(self, modality: str, n_features: int) -> slice | None:
+        """The columns that this rank reads alone; None where it reads all."""
+        parts = getattr(getattr(self.trainer, "strategy", None), "own_parts", None)
+        if parts is None or parts.size < 2 or parts.dims.get(f"{modality}.x") not in ((1,), (-1,)):
+            return None
+        if modality == HIC and self.sparse is True:
+            return None
+        own: slice = parts.part(n_features)
+        return own
+
+    def _after_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        """Own columns are parts of a sharded tensor from here on."""
+        assert self.trainer is not None, "own columns are read with a Trainer"
+        parts, cells = self.trainer.strategy.own_parts, dict[str, Any](batch)  # type: ignore[attr-defined]
+        for modality, part in batch.items():
+            if self.tables[modality].columns is not None:
+                x = parts.sharded(part["x"], dim=1, length=self.tables[modality].n_features)
+                cells[modality] = {**part, "x": x}
+        return self.trainer.lightning_module.on_after_batch_transfer(cells, dataloader_idx)
 
     def _chosen(self, directory: DataDirectory) -> dict[str, Path]:
         """Return the files of the modalities that were asked for."""

@@ -21,6 +21,7 @@ from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.files.h5ad_header import read_header
 from lightning_amp.data.files.hdf5 import index_of, open_h5ad, read_strings
 from lightning_amp.data.files.raw_counts import fault_of_counts
+from lightning_amp.data.files.read_columns import read_columns, read_totals
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
@@ -42,24 +43,33 @@ class CellTable:
     Args:
         path: h5ad file; counts are taken from layers["counts"] when present, else from X
         modality: "hic", "rna" and "atac" must hold whole numbers
+        columns: the features whose counts are kept; library sizes are of all
 
     Raises:
         DataError: the file cannot be read, or its counts are negative, fractional, not finite or all zero
     """
 
-    def __init__(self, path: Path, modality: str) -> None:
+    def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:
         self.path = Path(path)
-        self.modality = modality
+        self.modality, self.columns = modality, columns
         # late: cells that are made in memory need no reader of files
         from anndata.io import read_elem
 
-        source = "layers/counts" if read_header(self.path).has_counts_layer else "X"
-        with open_h5ad(self.path) as file:
-            self.counts = _as_csr(read_elem(file[source]))
+        header = read_header(self.path)
+        self.n_cells, self.n_features = header.n_cells, header.n_features
+        source = "layers/counts" if header.has_counts_layer else "X"
+        self.contacts: NDArray[np.float64]
+        if columns is None:
+            with open_h5ad(self.path) as file:
+                self.counts = _as_csr(read_elem(file[source]))
+            self.contacts = np.asarray(self.counts.sum(axis=1, dtype=np.float64)).ravel()
+        else:
+            self.counts, self.contacts = (
+                read_columns(self.path, source, columns),
+                read_totals(self.path, source),
+            )
         obs = self.read_obs()
         self._check_counts(source)
-        self.n_cells, self.n_features = self.counts.shape
-        self.contacts: NDArray[np.float64] = np.asarray(self.counts.sum(axis=1, dtype=np.float64)).ravel()
         self.obs_names: NDArray[np.str_] = obs.index.to_numpy().astype(str)
         labels = obs["batch"].astype(str) if "batch" in obs else np.full(self.n_cells, "0")
         self.batch_names, codes = np.unique(labels, return_inverse=True)
@@ -82,7 +92,7 @@ class CellTable:
     @property
     def share(self) -> float:
         """Part of the counts that are not zero."""
-        return float(self.counts.nnz / (self.n_cells * self.n_features))
+        return float(self.counts.nnz / np.prod(self.counts.shape, dtype=np.float64))
 
     def rows(self, indices: NDArray[np.int64], *, sparse: bool = False) -> CellRows:
         """Return some rows of the file as tensors, in the order asked, repeats allowed; x by its entries if
@@ -103,10 +113,8 @@ class CellTable:
                 f"{where}: found {fault[0]} values, e.g. {fault[1]!r}; raw counts are needed, "
                 "store them in layers['counts']"
             )
-        if not self.counts.data.any():
-            raise DataError(
-                f"{where}: none of its {self.counts.shape[0]!r} cells has a count; drop this modality"
-            )
+        if not self.contacts.any():
+            raise DataError(f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality")
 
 
 class MultiModalDataset(Dataset[Batch]):

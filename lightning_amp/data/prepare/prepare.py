@@ -10,6 +10,7 @@ from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.resolution import format_resolution, parse_resolution
 from lightning_amp.data.files.write_aside import write_aside
+from lightning_amp.data.prepare.by_columns import store_by_columns
 from lightning_amp.data.prepare.cell_labels import label_cells, read_labels
 from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
 from lightning_amp.data.prepare.gene_positions import read_genes
@@ -36,6 +37,7 @@ def prepare(
     cis_only: bool = True,
     chromosomes: Sequence[str] | None = None,
     loop_quantile: float = 0.98,
+    by_columns: bool = False,
     overwrite: bool = False,
 ) -> DataDirectory:
     """Prepare a data directory; Hi-C cells are streamed, so memory grows with the genome and the RNA alone.
@@ -54,6 +56,8 @@ def prepare(
         chromosomes: Chromosomes to keep, with or without "chr"; by default all but scaffolds and the mitochondrial
             one.
         loop_quantile: Quantile above which summed contacts become edges of the graph.
+        by_columns: Store counts as CSC, so that ranks that split the features read their own columns alone; the
+            contacts are read once more for every 64 million of them.
         overwrite: Replace an existing data directory.
 
     Raises:
@@ -82,6 +86,9 @@ def prepare(
             min_depth=min_depth,
             source=scool.path,
         )
+        if by_columns:
+            for path in find(aside).modalities.values():
+                store_by_columns(path)
     return find(Path(out))
 
 

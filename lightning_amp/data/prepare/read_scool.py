@@ -89,8 +89,13 @@ class ScoolFile:
         """
         return next(self.iterate([cell]))[1]
 
-    def iterate(self, cells: Iterable[str]) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yield name and pixels of each of the cells, opening the file once; errors as in `pixels`."""
+    def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
+        """Yield name and pixels of each of the cells, opening the file once; errors as in `pixels`.
+
+        Args:
+            cells: Names, as the file writes them.
+            own: Bins whose pixels alone are read, those with bin1_id among them; None is all.
+        """
         # cooler takes a second to import and only reading contacts needs it.
         from cooler.api import pixels
 
@@ -105,7 +110,9 @@ class ScoolFile:
                         f"{where} is not in the file, found e.g. {some!r}; use a name from cells()"
                     )
                 _check_cell(group, file, bins, where)
-                table = pixels(group, fields=PIXELS, join=False)
+                offset = group["indexes/bin1_offset"]
+                run = (0, None) if own is None else (int(offset[own.start]), int(offset[own.stop]))
+                table = pixels(group, *run, fields=PIXELS, join=False)
                 _check_pixels(table, len(bins), where)
                 yield cell, table
 

@@ -40,6 +40,7 @@ class DrySteps:
         ranks: Of the model axis.
         chosen: Whether the spec says how it is done; else `choose` finds it.
         sent: Collectives that rank 0 would have issued for the last batch.
+        axis: The model axis of a dry run, in which nothing is sent.
 
     Args:
         name, spec, ranks, chosen: As above.
@@ -48,6 +49,7 @@ class DrySteps:
     def __init__(self, name: str, spec: Spec, ranks: int, *, chosen: bool = True) -> None:
         self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
         self.sent: list[Sent] = []
+        self.axis = MeshAxis("model", ranks, 0, None, sent=self.sent)
 
     @classmethod
     def asked(cls, strategies: Iterable[str], options: Any, ranks: int) -> "DrySteps | None":
@@ -65,8 +67,7 @@ class DrySteps:
 
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
-        axis = MeshAxis("model", self.ranks, 0, None, sent=self.sent)
-        undo = put_steps(module, self.name, self.spec, axis)
+        undo = put_steps(module, self.name, self.spec, self.axis)
         step = vars(module).get("training_step")
         if step is not None:
 

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import AmpError, DataError, InstallError, ModelError
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import Chain
@@ -68,6 +69,9 @@ class StepOfModule:
         trains: bool = False,
         steps: DrySteps | None = None,
     ) -> None:
+        if steps is not None:
+            own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
+            around = replace(around, own_parts=own)
         self._module, self._take_batch, self._around = module, take_batch, around
         self._trains, self._steps = trains, steps
         self._batch_size = batch_size
@@ -101,7 +105,8 @@ class StepOfModule:
         if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
             return None
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
-        around = replace(around, values=values, limit_bytes=limit_bytes)
+        own = getattr(trainer.strategy, "own_parts", None)
+        around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = training_loaders(trainer)
         return cls(module, partial(_batch_of, loaders, why), around=around, trains=True, steps=steps)
 

@@ -5,8 +5,8 @@ random numbers are put right, for rank 0 may have drawn some, as for a picture.
 
 Collectives per batch, over the model axis, which the strategy asks for only where it has more than one rank: one
 all-reduce of four integers, and one broadcast where random numbers differ. Known limits: of a large tensor some
-thousand entries are compared, and of a batch nothing but its tensors and arrays of numbers; what a step draws from
-other generators, or from those of differing devices, is not compared.
+thousand entries are compared, of a sharded tensor its shape and how it is split, and of a batch nothing but its tensors
+and arrays of numbers; what a step draws from other generators, or from those of differing devices, is not compared.
 """
 
 import random
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.batch_parts import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.same_on_ranks.replicas import share_random_state
 
@@ -38,14 +39,15 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
     both = torch.tensor([*prints, *(-p for p in prints)], device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())
     largest, smallest = both[:2].tolist(), (-both[2:]).tolist()
+    if largest[1] != smallest[1]:
+        share_draws(mesh=mesh, device=device)
     if largest[0] != smallest[0]:
         raise DataError(
             f"the same batch is needed on the {mesh.size()} ranks of a model group, found different ones, seen from"
             f" its rank {mesh.get_local_rank()}: shapes here are {_shapes(batch)!r}. Let Lightning make the sampler, or"
-            " make it with num_replicas and rank of trainer.distributed_sampler_kwargs, not those of all ranks"
+            " make it with num_replicas and rank of trainer.distributed_sampler_kwargs, not those of all ranks. A rank"
+            " that reads its own part of a tensor hands over lightning_amp.as_sharded(...) in on_after_batch_transfer"
         )
-    if largest[1] != smallest[1]:
-        share_draws(mesh=mesh, device=device)
 
 
 def share_draws(*, mesh: DeviceMesh, device: torch.device) -> None:
@@ -64,6 +66,9 @@ def _print_of(batch: object) -> int:
     seen = 0
     for tensor in _compared(batch, set()):
         seen = zlib.crc32(repr((_shape(tensor), tensor.dtype)).encode(), seen)
+        if isinstance(tensor, ShardedTensor):
+            seen = zlib.crc32(str(tensor.splits).encode(), seen)
+            continue
         for part in _parts(tensor.detach()):
             some = part.reshape(-1)[:: max(1, part.numel() // COMPARED)].cpu()
             # a clone, for a single entry may have any stride, which a view as bytes refuses

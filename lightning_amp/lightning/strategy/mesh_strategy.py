@@ -1,7 +1,7 @@
 """A strategy over a mesh of data and model ranks: data ranks read different cells, a model group the same ones.
 
 Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
-are logged with sync_dist count them once. Knows nothing of plans.
+are logged with sync_dist count them once. Of a plan it only knows how batches are split.
 """
 
 from typing import Any
@@ -12,19 +12,27 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.dist.own_parts import OwnParts
+from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.errors import DataError
 from lightning_amp.lightning.same_on_ranks.replicas import seed_workers
 from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_batch, share_draws
 from lightning_amp.lightning.steps.cell_order import with_same_draws
 from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
 from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.scores.dense_entries import find_entries
 from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood
+from lightning_amp.planning.plan.plan import Plan
 
 
 class MeshStrategy(DDPStrategy):
     """Which cells a rank reads, and what ranks count; AMPStrategy says `_model_ranks` and overrides nothing else."""
 
     _meshes: dict[tuple[int, ...], DeviceMesh]
+    request: Request
+    plan: Plan | None
 
     @classmethod
     def register_strategies(cls, strategy_registry: object) -> None:
@@ -39,6 +47,14 @@ class MeshStrategy(DDPStrategy):
     def _model_ranks(self) -> int:
         """Ranks of a model group."""
         raise NotImplementedError
+
+    @property
+    def own_parts(self) -> OwnParts:
+        """Which part of a batch this rank may read alone, for `lightning_amp.own_part` and `as_sharded`."""
+        # late, for it reaches every technique, which a Trainer does not need
+        from lightning_amp.lightning.strategy.stepped import own_parts_of
+
+        return own_parts_of(self.request, self.plan, self._here)
 
     @property
     def data_parallel_size(self) -> int:
@@ -93,10 +109,21 @@ class MeshStrategy(DDPStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, once it is certain that a model group reads the same one."""
+        differs: DataError | None = None
         # asked here: to cut the model axis out of a mesh takes a tenth of a millisecond and more
         if self._model_ranks > 1:
-            make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
+            try:
+                make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
+            except DataError as error:
+                differs = error
         moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._model_ranks > 1 and any(isinstance(tensor, ShardedTensor) for tensor in tensors_in(moved)):
+            self.own_parts.model_axis()
+            # ranks have read different parts: what these are parts of is compared
+            if differs is not None:
+                make_sure_of_same_batch(moved, self.mesh["model"], device=self.root_device)
+        elif differs is not None:
+            raise differs
         if self.lightning_module is not None:
             find_entries(batch, moved, SparseLikelihood, self.lightning_module)
         return moved

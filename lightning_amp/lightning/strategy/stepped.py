@@ -1,12 +1,14 @@
 """Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.own_parts import OwnParts
+from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
@@ -26,14 +28,34 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
     Raises:
         PlanError: A value outside what is allowed.
     """
-    plan = trained
-    if request.plan is not None:
-        plan = request.plan if isinstance(request.plan, Plan) else Plan.read(request.plan)
+    plan = trained if request.plan is None else _given(request)
     if plan is not None and (name := with_steps(plan.strategies)):
         return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model)
     size = request.model_parallel_size
     ranks = here.node_ranks if size == "auto" else int(size)
     return DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
+
+
+def own_parts_of(request: Request, plan: Plan | None, here: ThisRank) -> OwnParts:
+    """The place of a rank in the model axis; before a plan is made, of the size that a person has given.
+
+    Args:
+        request: The options of the strategy.
+        plan: The plan in force, if it is made.
+        here: The rank.
+    """
+    given = _given(request) if plan is None else plan
+    asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
+    size = given.mesh.model if given is not None else asked if here.n_ranks > 1 else 1
+    splits = plan is not None and bool(with_steps(plan.strategies))
+    even = request.sequence_sizes == "even" and not request.sequence_grid
+    dims = request.sequence_dim if even and isinstance(request.sequence_dim, Mapping) else {}
+    return OwnParts(
+        rank=here.rank % max(size, 1),
+        size=size,
+        axis=(lambda: axis_of(here.mesh_of(size)["model"])) if splits else None,
+        dims={path: (own,) if isinstance(own, int) else tuple(own) for path, own in dims.items()},
+    )
 
 
 def in_parts(
@@ -92,6 +114,12 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
             " anchors over the model axis"
         )
     return put_steps(module, name, _rule_of(name, plan.rules).spec, mesh["model"])
+
+
+def _given(request: Request) -> Plan | None:
+    """The plan that is to be carried out."""
+    given = request.plan
+    return given if given is None or isinstance(given, Plan) else Plan.read(given)
 
 
 def _rule_of(name: str, rules: Iterable[Rule]) -> Rule:

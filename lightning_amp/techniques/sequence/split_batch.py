@@ -31,11 +31,16 @@ class HowToSplit:
         """The batch with its tensors split; those that are split already, and all others, are as they were.
 
         Raises:
-            ShardError: None of the tensors that are to be split is in the batch.
+            ShardError: None of the tensors that are to be split is in the batch, or one is split over other ranks.
         """
         found = list[str]()
 
         def split(path: str, x: Tensor) -> Tensor:
+            if isinstance(x, ShardedTensor) and not all(own.axis in self.axes for own in x.splits):
+                raise ShardError(
+                    f"{path!r} of the batch is split over another axis than the step ({x.splits}); allowed is the model"
+                    " axis, without a sequence_grid: make it with lightning_amp.as_sharded"
+                )
             if path not in self.dims:
                 return x
             found.append(path)

@@ -1,0 +1,102 @@
+"""Read only a rank's part of a batch: which indices the rank reads, and the sharded tensor that its part becomes.
+
+A loader yields plain tensors with the own indices of a dim. Once they are on the device, `as_sharded` wraps them;
+nothing is sent. A tensor that was read whole stays as it is, so that the same data module serves one process.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.dist.splits import MeshAxis
+from lightning_amp.errors import ShardError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnParts:
+    """A rank's place in the model axis, as `trainer.strategy.own_parts`.
+
+    Attributes:
+        rank, size: This rank, and ranks of the model axis; size 0 where a plan is still to find it.
+        axis: Gives the axis; None where no technique splits the batches of the run.
+        dims: Tensors of the batch that a person has named to be split evenly, and along which dims.
+    """
+
+    rank: int = 0
+    size: int = 1
+    axis: Callable[[], MeshAxis] | None = None
+    dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def part(self, length: int) -> slice:
+        """See `own_part`."""
+        if not self.size:
+            raise ShardError(
+                "own_part was called before a plan is made, and model_parallel_size='auto' leaves the size of the model"
+                " axis to the plan; give AMPStrategy(model_parallel_size=...) a number of ranks"
+            )
+        if length < self.size:
+            raise ShardError(
+                f"own_part({length!r}) for {self.size!r} ranks of the model axis; a dim requires at least one index per"
+                " rank: read it whole, or use fewer ranks"
+            )
+        (own,) = Owners.even(length, self.size).spans[self.rank]
+        return slice(own.start, own.stop)
+
+    def sharded(self, local: Tensor, *, dim: int, length: int) -> Tensor:
+        """See `as_sharded`."""
+        if local.shape[dim] == length:
+            return local
+        own = self.part(length)
+        if local.shape[dim] != own.stop - own.start:
+            raise ShardError(
+                f"as_sharded(dim={dim!r}, length={length!r}) got a tensor of shape {tuple(local.shape)!r}; rank"
+                f" {self.rank!r} of {self.size!r} of the model axis owns {own.stop - own.start!r} indices: read those of"
+                " own_part(length, trainer)"
+            )
+        sizes = Owners.even(length, self.size).counts
+        return ShardedTensor.from_local(local, self.model_axis(), dim=dim, sizes=sizes)
+
+    def model_axis(self) -> MeshAxis:
+        """The axis that the batches of the run are split over, or a ShardError."""
+        if self.axis is None:
+            raise ShardError(
+                "the batch has a tensor that is split over the model axis, and no technique of this run splits batches;"
+                " name one, as in AMPStrategy(strategies='sequence', sequence_dim={'x': 1}), or read whole rows"
+            )
+        return self.axis()
+
+
+def own_part(length: int, trainer: Any) -> slice:
+    """The indices of a dim that this rank reads, when the dim is split evenly over the model axis.
+
+    Args:
+        length: Of the whole dim.
+        trainer: The Trainer; all indices are own under another strategy than "amp", and without a Trainer.
+
+    Raises:
+        ShardError: The number of ranks of the model axis is left to the plan, or larger than the dim is long.
+    """
+    return _of(trainer).part(length)
+
+
+def as_sharded(local: Tensor, trainer: Any, *, dim: int, length: int) -> Tensor:
+    """The sharded tensor of which every rank of the model axis has read its own part; for `on_after_batch_transfer`.
+
+    Args:
+        local: The own part, on the device; a tensor that is whole is returned as it is.
+        trainer: The Trainer.
+        dim: The dim that is split.
+        length: Of the whole dim.
+
+    Raises:
+        ShardError: Another part than `own_part` gives, or the run does not split batches over the model axis.
+    """
+    return _of(trainer).sharded(local, dim=dim, length=length)
+
+
+def _of(trainer: Any) -> OwnParts:
+    return getattr(getattr(trainer, "strategy", None), "own_parts", None) or OwnParts()
