@@ -93,10 +93,14 @@ def _refuse_other_leaves(outputs: Sequence[Tensor], known: set[int]) -> None:
             continue
         seen.add(node)
         nodes += [other for other, _ in node.next_functions]
-        leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
-        if leaf is not None and id(leaf) not in known and not hasattr(leaf, "is_part"):
-            why = "it would leave one rank's share of a gradient on a tensor that is no parameter of the module"
-            raise shard_error(Tensor.backward, [leaf], why, remedy="take its gradient with torch.autograd.grad")
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in known and not hasattr(leaf, "is_part"):
+            why = (
+                "it would leave one rank's share of a gradient on a tensor that is no parameter of the module"
+            )
+            raise shard_error(
+                Tensor.backward, [leaf], why, remedy="take its gradient with torch.autograd.grad"
+            )
 
 
 def _gradients(

@@ -104,7 +104,11 @@ def other_splits(case: Case, axes: Sequence[MeshAxis], how: str) -> list[list[Sp
     inputs = made(case.inputs)
     for i, t in enumerate(inputs):
         dims = [d for d in range(t.dim()) if t.shape[d] >= axes[0].size]
-        ways = [(d,) for d in dims if case.at.keys() != {i} or case.dims(i)[0] != d] if len(axes) == 1 else list(permutations(dims, 2))
+        ways = (
+            [(d,) for d in dims if case.at.keys() != {i} or case.dims(i)[0] != d]
+            if len(axes) == 1
+            else list(permutations(dims, 2))
+        )
         for way in ways:
             own = [Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in zip(axes, way, strict=True)]
             found.append([Splits.of(own) if k == i else WHOLE for k in range(len(inputs))])

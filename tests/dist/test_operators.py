@@ -24,11 +24,12 @@ from tests.dist.table.modules import MODULES
 from tests.dist.table.odd import ODD
 from tests.dist.table.places import PLACES
 from tests.dist.table.products import PRODUCTS
+from tests.dist.table.steps import STEPS
 from tests.dist.table.values import VALUES
 from tests.ranks import run_ranks
 
 CASES = [*VALUES, *PLACES, *PRODUCTS, *LAYERS, *CLASSES]
-REST = [*ODD, *MODULES, *COPIES]
+REST = [*ODD, *STEPS, *MODULES, *COPIES]
 IN_ORDER = ("put with a step",)
 """Cases that are refused where a rank owns several ranges."""
 FEW = {2: 1, 3: 3, 4: 3}

@@ -9,7 +9,15 @@ from torch import Tensor
 from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
-from lightning_amp.dist.sharded_tensor import ShardedTensor, copy_of, local_of, meta_of, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    ShardedTensor,
+    copy_of,
+    local_of,
+    meta_of,
+    shape_of,
+    splits_of,
+    wrap,
+)
 
 METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),

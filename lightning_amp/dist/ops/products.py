@@ -10,7 +10,15 @@ from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.collectives import gather, reduce_scatter
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import computed_in, local_of, part_in, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    computed_in,
+    local_of,
+    part_in,
+    redistribute,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import WHOLE, MeshAxis
 
 
