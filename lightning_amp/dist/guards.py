@@ -31,7 +31,7 @@ def guarded(axes: Sequence[MeshAxis], parameters: Iterable[Tensor] = ()) -> Iter
         parameters: Whole tensors whose gradients are averaged over the ranks after a backward pass.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
-    AXES_OF_STEP[:] = axes
+    AXES_OF_STEP[:], known = axes, set(map(id, parameters))
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
@@ -57,7 +57,7 @@ def guarded(axes: Sequence[MeshAxis], parameters: Iterable[Tensor] = ()) -> Iter
         """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
         if kwargs.get("accumulate_grad"):
             if not inputs:
-                _refuse_other_leaves(outputs, {id(p) for p in parameters})
+                _refuse_other_leaves(outputs, known)
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
         call = lambda o, i, s: engine(o, s, retain, create, i, *args, **kwargs)  # noqa: E731
         return _gradients(axes, outputs, inputs, seeds, call)

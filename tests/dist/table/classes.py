@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_amp.dist.ops import ShardedTensor
+from lightning_amp.errors import ShardError
 from tests.dist.table.case import Case, case, ints
 
 SIZES = {1: (13,), 2: (13, 9), 3: (9, 8, 5)}
@@ -236,6 +237,47 @@ CLASSES += [
         "in attention": lambda x, y: F.scaled_dot_product_attention(y, x, y),
     }.items()
 ]
+
+
+# --- options that are seldom used ---
+CLASSES += [
+    case("conv1d with an even kernel, padded to the same size", lambda x, w: F.conv1d(x, w, padding="same"), (2, 4, 13), (3, 4, 4), at=2),
+    case("conv2d of split channels and rows", lambda x, w, b: F.conv2d(x, w, b, padding=1), (1, 4, 8, 4), (1, 4, 3, 3), (1,), at={0: (2, 1)}),
+    case("constant_pad_nd", lambda x: torch.constant_pad_nd(x, (1, 0, 2, 3), 3.0), (2, 9, 4)),
+    case("circular padding wider than the dim", lambda x: _fails(lambda: F.pad(x, (0, 0, 12, 0), mode="circular")),
+         (2, 4, 9, 4), at=2),
+    case("cross_entropy of split classes, summed or not", lambda x, t: [
+        F.cross_entropy(x, t, reduction=how) for how in ("none", "sum")], (7, 9), ints(9, 7), at=1),
+    case("embedding with split rows and padding", lambda i, w: F.embedding(i, w, padding_idx=2), ints(9, 2, 7), (9, 3), at={1: 0}),
+    case("embedding with split rows, scaled", lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), ints(9, 2, 7), (9, 3),
+         at={1: 0}, refused="scaled"),
+    case("embedding of split places, scaled", lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), ints(9, 2, 7), (9, 3),
+         at={0: 1}, refused="scaled"),
+    case("bernoulli of certain values", lambda x: torch.bernoulli((x > 0).double()), (2, 9, 4)),
+    case("uniform_ of one value", lambda x: (x * 1).detach().uniform_(2.0, 2.0), (2, 9, 4)),
+    case("spread without a correction", lambda x: [x.std(False), x.var(False), torch.std_mean(x, 1, unbiased=False)], (2, 9, 4)),
+    case("norm of order 0", lambda x: torch.linalg.vector_norm(x.round(), 0, dim=1), (2, 9, 4)),
+    case("frobenius_norm", lambda x: [torch.frobenius_norm(x, [1, 2]), torch.norm(x, "fro"), x.norm("fro", dim=(1, 2))], (2, 9, 4)),
+    case("histc without a range", lambda x: torch.histc(x, 4), (9, 4), at=0),
+    case("vdot and ger", lambda x, y: torch.vdot(x, y) * torch.ger(x, y), (9,), (9,), at={0: 0, 1: 0}),
+    case("cat with an empty tensor of one dim", lambda x: torch.cat([torch.empty(0).double(), x], 1), (2, 9, 4)),
+    case("index_put of split places along another split", lambda x, i, s: x.index_put((i,), s, accumulate=True),
+         (4, 9), ints(4, 8), (8, 9), at={0: 1, 1: 0, 2: 0}),
+    case("attention of few queries, dropped and causal", lambda q, k: F.scaled_dot_product_attention(
+        q, k, k, dropout_p=1.0, is_causal=True), (2, 3, 9, 4), (2, 3, 9, 4), at={0: 2, 1: 2}),
+    case("attention of split heads by split rows", lambda q, k: F.scaled_dot_product_attention(q, k, k),
+         (2, 4, 9, 4), (2, 4, 9, 4), at={0: 1, 1: 2}),
+    case("sums of tensors split along each other's dims", lambda x, y: x + y * x, (2, 9, 8), (2, 9, 8), at={0: (1, 2), 1: (2, 1)}),
+    case("a dim of one owner taken apart", lambda x: x[:, :4].unflatten(1, (2, 2)) * 2, (2, 9, 4)),
+]  # fmt: skip
+
+
+def _fails(call: Any) -> bool:
+    try:
+        call()
+    except (RuntimeError, ShardError):
+        return True
+    return False
 
 
 # --- how a tensor is split, changed by hand ---
