@@ -36,6 +36,10 @@ from lightning_amp.dist.sharded_tensor import (
 from lightning_amp.dist.splits import MeshAxis, Splits
 
 
+KERNELS = ("cpu",)
+"""Kinds of devices on which torch has a kernel that returns `log_sums`; elsewhere they are written out."""
+
+
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -45,7 +49,7 @@ def block_forward(
         mask: Added to the scores; of booleans true where a row sees a column.
     """
     bias = _additive(mask, q.dtype)
-    if q.device.type == "cpu":
+    if q.device.type in KERNELS:
         out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     else:
         scores = _scores(q, k, bias, causal, scale)
@@ -95,7 +99,7 @@ def block_backward(
         out, log_sums: Of all blocks.
     """
     bias = _additive(mask, q.dtype)
-    if q.device.type == "cpu":
+    if q.device.type in KERNELS:
         return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
     weights = (_scores(q, k, bias, causal, scale) - log_sums[..., None]).exp().nan_to_num(0)
     inner = weights * ((grad @ v.mT) - (grad * out).sum(-1, keepdim=True)).to(_wide(q))
@@ -230,7 +234,9 @@ def _attention(
 ) -> Any:
     n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:
-        raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
+        raise shard_error(
+            func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask"
+        )
     if n != 4:
         return _with_four_dims(func, q, k, v, mask, p, causal, scale, enable_gqa)
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
