@@ -113,7 +113,7 @@ _LAYOUTS: dict[Any, Layout | None] = {}
 
 
 def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | None:
-    """What an operator returns on whole tensors; None where torch cannot say without values: a new contiguous tensor."""
+    """What an operator returns on whole tensors; None where torch cannot say so: a new contiguous tensor."""
     try:
         key = key_of(func, args, kwargs, [])
         if key in _LAYOUTS:
@@ -245,7 +245,7 @@ def needs_whole(func: Any, args: Any, x: Tensor, split: Split) -> Exception:
     return shard_error(
         func,
         args,
-        f"it needs dim {split.dim} whole, and none of the dims {dims} can be split instead over {split.axis.size} ranks",
+        f"it needs dim {split.dim} whole, and none of the dims {dims} can be split over {split.axis.size} ranks",
     )
 
 

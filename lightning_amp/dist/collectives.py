@@ -120,12 +120,13 @@ def reduce_now(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor
     """Reduce over the ranks, without a gradient."""
     if axis.size == 1:
         return x
-    # a clone: the operator works in place
-    found = x.contiguous().clone()
+    # a copy: the operator works in place; short integers cannot be added up as the type they are sent as
+    kind = torch.int32 if x.dtype == torch.int16 else x.dtype
+    found = x.to(kind, copy=True, memory_format=torch.contiguous_format)
     record(axis, "all_reduce", found.nbytes)
     if _sends(found, axis):
         dist.all_reduce(_sendable(found), op, group=axis.group)
-    return found
+    return found.to(x.dtype)
 
 
 @torch.no_grad()
@@ -274,11 +275,13 @@ def _all_to_all(
     return arrived
 
 
+SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.float16}
+"""Types that gloo does not send, and those of as many bytes that it does."""
+
+
 def _sendable(x: Tensor) -> Tensor:
-    """A view in a type that the backends can send: booleans as bytes, complex numbers as pairs."""
-    if x.dtype == torch.bool:
-        return x.view(torch.uint8)
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    """A view in a type that the backends can send; complex numbers as pairs."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.view(SENT_AS.get(x.dtype, x.dtype))
 
 
 def _periods_last(x: Tensor, dim: int, owners: Owners) -> Tensor:

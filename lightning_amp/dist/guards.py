@@ -4,7 +4,7 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 `torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
-from lightning_amp.dist.splits import MeshAxis
+from lightning_amp.dist.splits import AXES_OF_STEP, MeshAxis
 
 autograd: Any = torch.autograd
 PASSED_ON = ("RegisterPostBackwardFunction",)
@@ -23,13 +23,15 @@ PASSED_ON = ("RegisterPostBackwardFunction",)
 
 
 @contextmanager
-def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
-    """For the time of a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
+def guarded(axes: Sequence[MeshAxis], parameters: Iterable[Tensor] = ()) -> Iterator[None]:
+    """During a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
 
     Args:
         axes: All axes that tensors of the step may be split over.
+        parameters: Whole tensors whose gradients are averaged over the ranks after a backward pass.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
+    AXES_OF_STEP[:], known = axes, set(map(id, parameters))
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
@@ -54,6 +56,8 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     ) -> Any:
         """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
         if kwargs.get("accumulate_grad"):
+            if not inputs:
+                _refuse_other_leaves(outputs, known)
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
         call = lambda o, i, s: engine(o, s, retain, create, i, *args, **kwargs)  # noqa: E731
         return _gradients(axes, outputs, inputs, seeds, call)
@@ -78,6 +82,25 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         autograd._engine_run_backward = engine
         FUNCTIONS.pop(torch.autograd.grad, None)
+
+
+def _refuse_other_leaves(outputs: Sequence[Tensor], known: set[int]) -> None:
+    """Refuse a backward pass that would leave one rank's share of a gradient on a whole tensor."""
+    nodes, seen = [t.grad_fn for t in outputs], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [other for other, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in known and not hasattr(leaf, "is_part"):
+            why = (
+                "it would leave one rank's share of a gradient on a tensor that is no parameter of the module"
+            )
+            raise shard_error(
+                Tensor.backward, [leaf], why, remedy="take its gradient with torch.autograd.grad"
+            )
 
 
 def _gradients(

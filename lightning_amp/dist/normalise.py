@@ -1,6 +1,7 @@
 """Normalise by statistics over the values of all ranks of some axes.
 
-    mean = sum_r n_r mean_r / n     M2 = sum_r M2_r + n_r (mean_r - mean)^2     n = sum_r n_r     rstd = (M2 / n + eps)^-1/2
+    mean = sum_r n_r mean_r / n     M2 = sum_r M2_r + n_r (mean_r - mean)^2     n = sum_r n_r
+    rstd = (M2 / n + eps)^-1/2
     y = weight x' + bias            dx = rstd (g - sum g / n - x' sum (g x') / n)
     with x' = (x - mean) rstd and g = weight dy
 

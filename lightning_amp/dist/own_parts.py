@@ -54,8 +54,8 @@ class OwnParts:
         if local.shape[dim] != own.stop - own.start:
             raise ShardError(
                 f"as_sharded(dim={dim!r}, length={length!r}) got a tensor of shape {tuple(local.shape)!r}; rank"
-                f" {self.rank!r} of {self.size!r} of the model axis owns {own.stop - own.start!r} indices: read those of"
-                " own_part(length, trainer)"
+                f" {self.rank!r} of {self.size!r} of the model axis owns {own.stop - own.start!r} indices: read"
+                " those of own_part(length, trainer)"
             )
         sizes = Owners.even(length, self.size).counts
         return ShardedTensor.from_local(local, self.model_axis(), dim=dim, sizes=sizes)

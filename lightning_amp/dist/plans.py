@@ -1,4 +1,4 @@
-"""Plans: how an operator is computed on parts. A call that comes again with the same shapes and splits reuses its plan."""
+"""Plans: how an operator is computed on parts. A call with the same shapes and splits reuses its plan."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

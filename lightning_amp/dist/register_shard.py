@@ -1,6 +1,7 @@
 """`register_shard`: a handler from outside for an operator, a function or an autograd Function on sharded tensors."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +95,7 @@ def check_shard(
             for arg in args
         ]
         given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
-        with guarded([axis]):
+        with guarded([axis]) if sharded else nullcontext():
             results = [part_in(t, WHOLE) for t in tensors_in(function(*given))]
         total = sum(
             (t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results

@@ -5,8 +5,8 @@ logarithms of their sums of exponentials (Liu, Zaharia and Abbeel, Ring Attentio
 given the output and the logarithms of all blocks, and yields that block's share; gradients of keys and values travel
 on with their block and end where they belong.
 
-Collectives: R - 1 steps of the ring forward with keys and values, R backward: R - 1 with these and their gradients, and
-one with the gradients alone.
+Collectives: R - 1 steps of the ring forward with keys and values; backward R - 1 with these, and R with their
+gradients. All but the last are under way while a block is computed.
 
 Legend: `log_sums` are the logarithms of the sums of exponentials, [batch, head, row]; R ranks.
 """
@@ -196,28 +196,33 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, log_sums = ctx.saved_tensors
         causal, scale, axis, rows, columns = ctx.of
-        grad, sums = grad.contiguous(), list[Tensor]()
-        held = [k, v]
+        grad, held = grad.contiguous(), [k, v]
+        of_q: Tensor | None = None
+        sums, arrive_sums = list[Tensor](), None
         for step in range(axis.size):
             at = (axis.rank - step) % axis.size
-            how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
-            # the sums so far of the gradients of the own queries, and of the keys and values that are here
-            so_far = [*sums, *held[2:]]
+            shapes = [_with_rows(t, len(columns[(at - 1) % axis.size])) for t in (k, v)]
+            # keys and values are sent on while this block is computed, and so are the gradients of the block before
+            arrive = ring(held, shapes, axis) if step + 1 < axis.size else None
+            how, found = _seen(mask, causal, rows[axis.rank], columns[at], q.device), list[Tensor]()
             if how is not None:
-                found = block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)
-                so_far = [a.add_(b) for a, b in zip(so_far, found, strict=True)] if so_far else list(found)
-                del found
-            elif not so_far:
-                so_far = [torch.zeros_like(t) for t in (q, k, v)]
-            sums, held = so_far[:1], [*held[:2], *so_far[1:]]
-            del so_far
-            n = len(columns[(at - 1) % axis.size])
-            if step + 1 == axis.size:
-                # home again: only gradients are needed
-                held = [k, v, *ring(held[2:], [_with_rows(t, n) for t in (k, v)], axis)()]
-            else:
-                held = ring(held, [_with_rows(t, n) for t in (k, v, k, v)], axis)()
-        return sums[0], held[2], held[3], None, None, None, None, None, None
+                found = [*block_backward(grad, q, *held, out, log_sums, how[1], how[0], scale)]
+            if arrive_sums is not None:
+                sums = arrive_sums()
+            if found:
+                of_q = found[0] if of_q is None else of_q.add_(found[0])
+                sums = [a.add_(b) for a, b in zip(sums, found[1:], strict=True)] if sums else found[1:]
+                found.clear()
+            elif not sums:
+                sums = [torch.zeros_like(t) for t in held]
+            # the last step brings them home
+            arrive_sums = ring(sums, shapes, axis)
+            sums = []
+            held = held if arrive is None else arrive()
+        assert arrive_sums is not None, "there is a rank"
+        of_k, of_v = arrive_sums()
+        of_q = torch.zeros_like(q) if of_q is None else of_q
+        return of_q, of_k, of_v, None, None, None, None, None, None
 
 
 def _with_rows(x: Tensor, n: int) -> list[int]:

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.below_autograd import STATE
+from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
 from lightning_amp.dist.registry import FUNCTIONS, describe, shard_error
-from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits, axis_of
+from lightning_amp.dist.splits import AXES_OF_STEP, WHOLE, MeshAxis, Split, Splits, axis_of
 from lightning_amp.errors import ShardError
 
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -120,8 +121,8 @@ class ShardedTensor(Tensor):
         dim = range(local.dim())[dim]
         if sizes is None and axis.group is None:
             raise ShardError(
-                "from_local was called without sizes before the fit, where the step is counted and nothing is sent; give"
-                " the size of every rank's part, or use lightning_amp.as_sharded, which knows them"
+                "from_local was called without sizes before the fit, where the step is counted and nothing is sent;"
+                " give the size of every rank's part, or use lightning_amp.as_sharded, which knows them"
             )
         if sizes is None:
             found: list[Any] = [None] * axis.size
@@ -172,6 +173,8 @@ class ShardedTensor(Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.held.requires_grad = value
+        # its gradient is read as that of the whole, unlike one of a plain tensor
+        self.held.is_part = True  # type: ignore[attr-defined]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -185,12 +188,19 @@ class ShardedTensor(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of the part, split as the tensor is: the sum of the gradients of all ranks' losses."""
-        return None if self.local.grad is None else ShardedTensor(self.local.grad, self.splits)
+        """A copy of the gradient, split as the tensor is; every rank has differentiated its copy of the loss."""
+        found = self.local.grad
+        if found is None:
+            return None
+        for axis in AXES_OF_STEP or [split.axis for split in self.splits]:
+            found = (found if self.splits.on(axis) else reduce_now(found, axis)) / axis.size
+        return ShardedTensor(found, self.splits, copied=True)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.local.grad = local_of(value)
+        if value is not None:
+            raise ShardError(f"grad of a sharded tensor was set to {value!r}; allowed is None")
+        self.local.grad = None
 
     def __copy__(self) -> "ShardedTensor":
         return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)

@@ -33,6 +33,8 @@ class MeshAxis:
     sent: "list[Sent] | None" = field(default=None, repr=False)
 
 
+AXES_OF_STEP: list[MeshAxis] = []
+"""All axes that tensors of the last step may be split over."""
 _AXES: dict[Any, MeshAxis] = {}
 
 

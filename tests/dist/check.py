@@ -64,7 +64,7 @@ def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> f
         given = [redistribute(t, s) if sharded else t for t, s in zip(own, splits, strict=True)]
         results = []
         # of what is refused, one process may have no result
-        with guarded(axes), nullcontext() if sharded or not case.refused else suppress(Exception):
+        with guarded(axes) if sharded else suppress(Exception) if case.refused else nullcontext():
             results = [whole(t) for t in leaves_of(case.call(*given))]
         draw = torch.Generator().manual_seed(3)
         loss = torch.zeros((), dtype=torch.float64)
@@ -89,13 +89,12 @@ def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> f
     return max([difference(b, a) for a, b in zip(*found, strict=True)], default=0.0)
 
 
-def named_splits(case: Case, axis: MeshAxis, how: str) -> list[Splits]:
-    """The tensors of a case split along the dims that its row names."""
+def named_splits(case: Case, axes: Sequence[MeshAxis], how: str) -> list[Splits]:
+    """The tensors of a case split along the dims that its row names, as many of them as there are axes."""
     found = []
     for i, t in enumerate(made(case.inputs)):
-        dim = case.at.get(i)
-        split = None if dim is None else Split(axis, dim, owners_of(t.shape[dim], axis.size, how))
-        found.append(WHOLE if split is None else Splits.of([split]))
+        dims = zip(axes, case.dims(i), strict=False)
+        found.append(Splits.of([Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in dims]))
     return found
 
 
@@ -105,11 +104,26 @@ def other_splits(case: Case, axes: Sequence[MeshAxis], how: str) -> list[list[Sp
     inputs = made(case.inputs)
     for i, t in enumerate(inputs):
         dims = [d for d in range(t.dim()) if t.shape[d] >= axes[0].size]
-        ways = [(d,) for d in dims if case.at != {i: d}] if len(axes) == 1 else list(permutations(dims, 2))
+        ways = (
+            [(d,) for d in dims if case.at.keys() != {i} or case.dims(i)[0] != d]
+            if len(axes) == 1
+            else list(permutations(dims, 2))
+        )
         for way in ways:
             own = [Split(a, d, owners_of(t.shape[d], a.size, how)) for a, d in zip(axes, way, strict=True)]
             found.append([Splits.of(own) if k == i else WHOLE for k in range(len(inputs))])
     return found
+
+
+def judged(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> tuple[str, str]:
+    """Whether a case is "exact", "refused" or "wrong", and why."""
+    try:
+        apart = compare(case, splits, axes)
+    except ShardError as error:
+        return "refused", str(error)
+    except Exception:
+        return "wrong", traceback.format_exc(limit=-3)
+    return ("exact", "") if apart <= case.tolerance else ("wrong", f"differs by {apart:.1e}")
 
 
 def outcome(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis], *, named: bool) -> str:
@@ -118,14 +132,11 @@ def outcome(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis], *, n
     Args:
         named: Whether the splits are those of the row, which says what is refused; else a ShardError is right too.
     """
-    what = f"{case.name!r} with {' | '.join(map(str, splits))}"
-    try:
-        apart = compare(case, splits, axes)
-    except ShardError as error:
-        right = case.refused == "?" or not named or (case.refused and case.refused in str(error))
-        return "" if right else f"{what}: {error}"
-    except Exception:
-        return f"{what}: {traceback.format_exc(limit=-3)}"
-    if named and case.refused not in ("", "?"):
-        return f"{what}: not refused"
-    return "" if apart <= case.tolerance else f"{what}: differs by {apart:.1e}"
+    kind, why = judged(case, splits, axes)
+    if kind == "refused" and (case.refused == "?" or not named or (case.refused and case.refused in why)):
+        return ""
+    if kind == "exact":
+        if not named or case.refused in ("", "?"):
+            return ""
+        why = "not refused"
+    return f"{case.name!r} with {' | '.join(map(str, splits))}: {why}"

@@ -29,7 +29,8 @@ def test_a_part_is_made_once_for_each_operator() -> None:
         return made[-1]
 
     w = ShardedTensor.made_when_read(make, whole, (4, 6), Splits.of([Split(axis, 0, Owners.even(4, 2))]))
-    assert w.requires_grad and w.dtype == whole.dtype and tuple(w.shape) == (4, 6) and not made
+    assert w.requires_grad
+    assert (w.dtype, tuple(w.shape), made) == (whole.dtype, (4, 6), [])
     # the second time by its plan
     for use in [*USES, *USES]:
         made.clear()

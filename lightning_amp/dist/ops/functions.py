@@ -27,7 +27,7 @@ METADATA = (
 PROPERTIES = ("dtype", "device", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes")
 VALUES = (
     *("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_"),
+    *("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_", "__dlpack__"),
 )
 """Methods that read numbers, or memory."""
 
@@ -67,8 +67,14 @@ def _of_part(method: Any) -> Any:
     return call
 
 
+@function(Tensor.requires_grad_)
+def _requires_grad(x: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
+    x.requires_grad = requires_grad
+    return x
+
+
 NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new")
-for _name in ("requires_grad_", "retain_grad", *NEW):
+for _name in ("retain_grad", "is_pinned", *NEW):
     FUNCTIONS[getattr(Tensor, _name)] = _of_part(getattr(Tensor, _name))
 
 

@@ -198,10 +198,11 @@ def _embedding(
     func: Any, weight: Tensor, index: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> Any:
     """By rule, but for a table whose rows are split."""
-    if splits_of(weight).at(0) is None:
+    rows = splits_of(weight).at(0)
+    if (scale and (rows or splits_of(index))) or (sparse and rows):
+        raise shard_error(func, [weight, index], "its gradient is scaled by counts of positions, or sparse")
+    if rows is None:
         return BY_RULE
-    if scale or sparse:
-        raise shard_error(func, [weight, index], "its gradient is scaled or sparse")
     found = _index(func, weight, [index])
     if padding_idx >= 0:
         found = torch.where((index == padding_idx)[..., None], found.detach(), found)

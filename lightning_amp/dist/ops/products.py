@@ -10,7 +10,15 @@ from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.collectives import gather, reduce_scatter
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import computed_in, local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    computed_in,
+    local_of,
+    part_in,
+    redistribute,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import WHOLE, MeshAxis
 
 
@@ -109,6 +117,7 @@ COMPOSED: dict[str, Any] = {
     "dot": lambda a, b: (a * b).sum(),
     "ger": lambda a, b: a[:, None] * b,
     "inner": lambda a, b: torch.tensordot(a, b, ([-1], [-1])),
+    "isin": lambda x, among, **how: _is_in(x, among, **how),
     "mv": torch.matmul,
     "outer": lambda a, b: a[:, None] * b,
     "rot90": lambda x, k=1, dims=(0, 1): _turned(x.clone(), k % 4, dims),
@@ -118,6 +127,11 @@ COMPOSED: dict[str, Any] = {
     "vdot": lambda a, b: (a.conj() * b).sum(),
 }
 """Operators in terms of others, by name."""
+
+
+def _is_in(x: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    among = part_in(among, WHOLE) if isinstance(among, Tensor) else among
+    return wrap(torch.isin(local_of(x), among, invert=invert), splits_of(x))
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plans of operators that merge, split, reorder, add or drop dims; they send nothing, unless borders lie inside a new dim."""
+"""Plans of operators that merge, split, reorder, add or drop dims; nothing is sent, unless borders lie inside a dim."""
 
 from collections.abc import Sequence
 from math import prod
@@ -34,9 +34,12 @@ Groups = list[tuple[list[int], list[int]]]
 )
 def _view(func: Any, x: Tensor, *args: Any) -> Plan:
     """A view in another shape, with the owners of the merged and split dims."""
-    if func._overloadname == "dtype":
-        raise shard_error(func, [x], "it reads the bytes of a tensor as another type")
     (new,), old = result_shapes(func, (x, *args), {}), shape_of(x)
+    if func._overloadname == "dtype":
+        # bytes of another type; where it has another size, values of the last dim are put together or taken apart
+        whole = [] if new == old else [len(old) - 1]
+        splits = splits_with_whole(func, x, splits_of(x), whole)
+        return plan_of_call(func, [splits], splits, new, Tensor.view, TENSOR, *args, view=True)
     pairs = groups(old, new)
     # of an empty tensor nothing is to be split
     splits = _one_split_per_group(func, x, pairs) if prod(old) else WHOLE

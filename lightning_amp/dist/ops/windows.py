@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Windows along one dim: the rows from the first to the last that one covers, the steps between, rows of padding."""
+    """Windows along one dim: the rows from the first to the last of one, the steps between, rows of padding."""
 
     span: int
     stride: int
@@ -102,7 +102,7 @@ def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list
 def _with_windows(
     x: Tensor, parts: Sequence[tuple[Split, Owners]], first: int, windows: Sequence[Window], fill: float = 0.0
 ) -> tuple[Tensor, list[int], list[Split]]:
-    """The rows of own outputs, the padding that is left to do along each dim from `first` on, and the outputs' splits."""
+    """The rows of own outputs, the padding that is left along each dim from `first` on, and the outputs' splits."""
     part, size, padding, done = local_of(x), shape_of(x), [w.padding for w in windows], list[Split]()
     for split, outputs in parts:
         window = windows[split.dim - first]

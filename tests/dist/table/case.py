@@ -16,7 +16,7 @@ class Case(NamedTuple):
         name: Of the row; unique.
         call: Takes the tensors.
         inputs: Shapes of float64 tensors, or what makes one.
-        at: Number of an input -> its dim that is split.
+        at: Number of an input -> its dim that is split, or two of them that are split on a grid of ranks.
         refused: Words of the ShardError that is the right outcome; "" where results and gradients are to be exact.
         tolerance: Of differences; larger where a shorter type rounds sums over ranks.
     """
@@ -24,9 +24,14 @@ class Case(NamedTuple):
     name: str
     call: Callable[..., Any]
     inputs: tuple[Any, ...]
-    at: dict[int, int]
+    at: dict[int, int | tuple[int, int]]
     refused: str = ""
     tolerance: float = 1e-10
+
+    def dims(self, i: int) -> tuple[int, ...]:
+        """The dims of an input that are split."""
+        dims = self.at.get(i, ())
+        return (dims,) if isinstance(dims, int) else dims
 
 
 def case(

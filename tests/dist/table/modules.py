@@ -54,6 +54,27 @@ MODULES = [
         at={0: 1, 1: 1},
     ),
     case(
+        "encoder with padding in evaluation, which may drop it",
+        lambda x, p: _under(
+            torch.no_grad(),
+            lambda: (
+                _layer(
+                    nn.TransformerEncoder(
+                        nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True),
+                        2,
+                        enable_nested_tensor=True,
+                    ).eval(),
+                    x.detach(),
+                    src_key_padding_mask=p,
+                )
+                * ~p[..., None]
+            ),
+        ),
+        X,
+        _padding,
+        at={0: 1, 1: 1},
+    ),
+    case(
         "encoder and decoder",
         lambda x, y: _layer(
             nn.Transformer(6, 2, 1, 1, 12, 0.0, batch_first=True),
