@@ -206,7 +206,7 @@ class _Ring(torch.autograd.Function):
             arrive = ring(held, shapes, axis) if step + 1 < axis.size else None
             how, found = _seen(mask, causal, rows[axis.rank], columns[at], q.device), list[Tensor]()
             if how is not None:
-                found = [*block_backward(grad, q, *held, out, log_sums, how[1], how[0], scale)]
+                found = [*block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)]
             if arrive_sums is not None:
                 sums = arrive_sums()
             if found:

@@ -1,8 +1,8 @@
 """Every row of the tables is exact on sharded tensors, results and gradients, or refused by the name that the row says.
 
 On 2 ranks parts are even, and each operator is split in one way more; on 3 ranks parts are uneven, or have their
-indices in any order; on 4 ranks, as a grid of 2 x 2, tensors are split over one axis or over both. Every case is run on 2 ranks;
-`make full` runs all of them on 3 and 4, where `make test` runs a few.
+indices in any order; on 4 ranks, as a grid of 2 x 2, tensors are split over one axis or over both. Every case is run on
+2 ranks; `make full` runs all of them on 3 and 4, where `make test` runs a few.
 """
 
 from typing import Any

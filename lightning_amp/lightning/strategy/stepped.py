@@ -1,7 +1,10 @@
 """Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
+from math import inf
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -16,6 +19,7 @@ from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.planning.modules.plan_module import plan_module
+from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together, parse_strategies, with_steps
 from lightning_amp.planning.time.device_rates import Rates
@@ -76,10 +80,18 @@ def in_parts(
         try:
             seen = counted.seen(rates)
             base = make(asked=["S1", name], size=here.node_ranks, steps=steps)
-            for more in ((), ("recompute",)):
-                found = plan_module(base, seen, named=more, count=counted.count)
-                if found.fits:
-                    return _chosen(found, name, whole)
+            made = [plan_module(base, seen, named=(), count=counted.count)]
+            others = [other for other in STRATEGIES[name].together if other in TECHNIQUES]
+            # one technique more only where fewer do not fit; of as many the fastest
+            for n in range(1, len(others) + 1):
+                if any(plan.fits for plan in made):
+                    break
+                for more in combinations(others, n):
+                    # what this step cannot have is left out
+                    with suppress(AmpError):
+                        made.append(plan_module(base, seen, named=more, count=counted.count))
+            if fitting := [plan for plan in made if plan.fits]:
+                return _chosen(min(fitting, key=lambda plan: plan.predicted_step_seconds or inf), name, whole)
         except AmpError as error:
             whole = replace(whole, notes=(*whole.notes, f"{name} cannot be: {error}"))
     return whole
