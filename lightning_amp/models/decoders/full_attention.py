@@ -48,6 +48,6 @@ class FullAttention(nn.Module):
                 raise
             raise ModelError(
                 f"full attention was called with {q.shape[-1]!r} channels of {q.dtype!r} on {q.device.type!r}, for"
-                " which torch has no fused kernel, and its other form makes all scores; use float32 or bfloat16 and a dim"
-                " that is a multiple of 8, or key='attention', which is local"
+                " which torch has no fused kernel, and its other form makes all scores; use float32 or bfloat16 and a"
+                " dim that is a multiple of 8, or key='attention', which is local"
             ) from error
