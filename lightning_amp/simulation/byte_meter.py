@@ -32,7 +32,7 @@ MADE_OUTSIDE = ("lift_fresh",)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
 WRAPPING = ("_wrap_tensor_autograd", "wait_tensor")
-"""Operators that return their argument, in a wrapper or waited for; torch's meta kernel makes a new tensor of it."""
+"""Operators whose result is their argument, wrapped or waited for, for which torch's meta kernel makes a new one."""
 
 
 class OutOfBudget(Exception):

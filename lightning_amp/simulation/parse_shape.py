@@ -103,7 +103,9 @@ def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) ->
     if choices["key"] == "full_attention" and "window" in numbers:
         raise _refusal(text, f"window={numbers['window']!r} was found", "no window with key=full_attention")
     if choices["key"] == "attention" and numbers["dim"] % 2:
-        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim, or another key")
+        raise _refusal(
+            text, f"dim={numbers['dim']!r} was found", "an even dim, or another key than attention"
+        )
     if choices["key"] == "convolution" and choices["chained"] == "yes":
         raise _refusal(text, "chained=yes with key=convolution was found", "chained=yes with key=attention")
 

@@ -160,6 +160,9 @@ def test_is_recognised_with_what_its_parts_can_have() -> None:
     shape = with_unsupported(module, describe(module, batch_size=6)).decoder
     assert shape is not None
     assert shape.unsupported == ("S5", "nodes")
+    assert not shape.full
+    kind = type(module.decoder).__name__
+    assert shape.known_from == f"detected: {kind} computes what our decoder does with it"
     assert (shape.anchors, shape.window, shape.n_batches, len(shape.features)) == (29, 5, 2, 7)
     found.undo()
     assert "forward" not in vars(module.decoder)

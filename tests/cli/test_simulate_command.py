@@ -192,7 +192,11 @@ def test_where_the_reference_model_ends(budget, place, capsys, tmp_path) -> None
         (f"{SHAPE},depth=3", "'depth=3' was found"),
         (f"{SHAPE},variant", "'variant' was found"),
         (f"{SHAPE},dim=9", "'dim' was found twice"),
-        ("anchors=120,dim=9,strata=3", "dim=9 was found; allowed is an even dim, or key=convolution"),
+        (
+            "anchors=120,dim=9,strata=3,key=full_attention,window=4",
+            "allowed is no window with key=full_attention",
+        ),
+        ("anchors=120,dim=9,strata=3", "dim=9 was found; allowed is an even dim, or another key"),
         ("anchors=1e3,dim=8,strata=3", "anchors='1e3' was found"),
         ("anchors=120,dim=8,strata=0", "strata='0' was found"),
         ("anchors=9999999,dim=8,strata=3", "a whole number from 1 to 1,000,000"),
@@ -281,6 +285,7 @@ def test_strata_that_read_the_same_share_a_column(capsys) -> None:
         "anchors=120,dim=8,strata=3,window=16",
         "anchors=120,dim=8,strata=3,key=convolution,n_batches=2,features=100",
         "anchors=120,dim=8,strata=3,variant=paper,chained=yes",
+        "anchors=120,dim=7,strata=3,key=full_attention",
     ],
 )
 def test_a_planned_decoder_is_the_one_that_is_simulated(text) -> None:

@@ -181,7 +181,7 @@ def test_full_attention_gets_what_does_not_need_buckets() -> None:
     assert {"S2", "S4", "nodes", "strata", "stream", "recompute"} <= taken
     for strategy in ("S3", "S5", "fused", "sdpa"):
         with pytest.raises(
-            PlanError, match=rf"{strategy} need local attention.*is full \(as asked\).*use 'nodes'"
+            PlanError, match=rf"local attention is required by {strategy}.*is full \(as asked\).*use 'nodes'"
         ):
             plan(FULL, devices=4, strategies=strategy)
     with pytest.raises(PlanError, match="window=20 was asked for, and full attention has no window"):

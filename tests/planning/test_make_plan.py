@@ -228,7 +228,7 @@ def test_more_cells_in_a_step_than_there_are_is_said() -> None:
 def test_sizes_that_no_model_can_have() -> None:
     for latent_dim in (-800, 0, 7):
         with pytest.raises(
-            PlanError, match=f"latent_dim={latent_dim} was asked for; allowed .* even for attention"
+            PlanError, match=f"latent_dim={latent_dim} was asked for; allowed .* even for local attention"
         ):
             reference_shape(profile(), batch_size=8, latent_dim=latent_dim)
     with pytest.raises(PlanError, match="window=0 was asked for; allowed is a whole number of bins"):

@@ -45,6 +45,7 @@ SHAPES = {
     "convolution": reference(anchors=1500, strata=6, attention=False),
     "large": reference(anchors=113_505, strata=4),
     "chained": decoder(chained=True, variant="paper", n_batches=2),
+    "full attention": decoder(full=True, window=1, chained=True),
     "chained convolution": decoder(chained=True, attention=False, dim=15),
     "threads": decoder(threads=4, distances=(0, 1, 0, 1, 2), unsupported=("sparse",)),
     "copies": decoder(features=(900, 700, 500, 300, 100), n_batches=3),

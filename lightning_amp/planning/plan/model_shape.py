@@ -4,7 +4,7 @@ Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dim
 stratum k, w attention window, V vertices of the guidance graph.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.profiling.profile import Profile
@@ -58,7 +58,7 @@ class DecoderShape:
     threads: int = 1
     launched: bool = False
     full: bool = False
-    known_from: str = ""
+    known_from: str = field(default="", compare=False)
 
     @property
     def parts(self) -> dict[str, int]:

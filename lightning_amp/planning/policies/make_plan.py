@@ -287,7 +287,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
     local = [s for s in chosen if s in LOCAL_ATTENTION_ONLY]
     if shape.decoder is not None and shape.decoder.full and local:
         raise PlanError(
-            f"{', '.join(local)} need local attention, and that of {shape.decoder.fqn!r} is full"
+            f"local attention is required by {', '.join(local)}, and that of {shape.decoder.fqn!r} is full"
             f" ({shape.decoder.known_from}); it is computed in torch's fused kernels as it is: leave"
             f" {', '.join(local)} out, or use 'nodes', which splits its anchors over ranks"
         )
