@@ -173,7 +173,18 @@ def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
 
 def has_no_values(value: object) -> bool:
     """Whether it is a tensor without memory: one of a fake mode (a placeholder too), or on the device "meta"."""
-    return isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+    if not isinstance(value, Tensor):
+        return False
+    return any(isinstance(part, FakeTensor) or part.is_meta for part in parts_of(value))
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper of torch's protocol holds, such as a rank's part; of another tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    # a DTensor lists its mesh among the parts
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [inner for part in parts if isinstance(part, Tensor) for inner in parts_of(part)]
 
 
 def is_watched() -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import FakeTensor, TorchDispatchMode
+from lightning_amp._torch import FakeTensor, TorchDispatchMode, parts_of
 from lightning_amp.data.batch_parts import dense_parts, tensors_in
 
 RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -226,8 +226,7 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Untyp
         if type(tensor) in _PLAIN and tensor.layout is torch.strided:
             yield tensor, tensor.untyped_storage()
         elif hasattr(tensor, "__tensor_flatten__"):
-            # a wrapper: its storage has a size and no memory; a DTensor lists its mesh among the parts
-            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            yield from storages_of(part for part in parts if isinstance(part, Tensor))
+            # a wrapper: its storage has a size and no memory
+            yield from storages_of(parts_of(tensor))
         else:
             yield from ((part, part.untyped_storage()) for part in dense_parts(tensor))

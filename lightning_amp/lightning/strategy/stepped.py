@@ -92,6 +92,9 @@ def in_parts(
                         made.append(plan_module(base, seen, named=more, count=counted.count))
             if fitting := [plan for plan in made if plan.fits]:
                 return _chosen(min(fitting, key=lambda plan: plan.predicted_step_seconds or inf), name, whole)
+            least = min(made, key=lambda plan: plan.predicted_peak_bytes)
+            why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
+            whole = replace(whole, notes=(*whole.notes, why))
         except AmpError as error:
             whole = replace(whole, notes=(*whole.notes, f"{name} cannot be: {error}"))
     return whole

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp._torch import has_no_values, tree_leaves, tree_unflatten
+from lightning_amp._torch import has_no_values, parts_of, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
 from lightning_amp.footprint.forward_overrides import Position
@@ -119,8 +119,13 @@ class RecomputedForward:
 
 
 def _digests(result: Any) -> list[tuple[str, float, float]]:
-    """Two sums over every tensor of a result; none of tensors without values."""
-    tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.layout is torch.strided]
+    """Two sums over every tensor of a result, or what this rank holds of it; none of tensors without values."""
+    tensors = [
+        part
+        for t in tree_leaves(result)
+        if isinstance(t, Tensor) and t.layout is torch.strided
+        for part in parts_of(t)
+    ]
     with torch.no_grad():
         return [
             (t.device.type, float(t.sum(dtype=torch.float64)), float(t.norm(dtype=torch.float64)))

@@ -300,6 +300,33 @@ def test_a_policy_splits_samples_where_no_plan_that_leaves_them_whole_fits(tmp_p
         assert any("every plan that leaves samples whole needs" in note for note in plan.notes)
 
 
+class Deep(Noisy):
+    """Parameters take as much as what is saved of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(8)])
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch) - batch).square().mean()
+
+
+def with_fsdp(rank: int, ranks: int) -> dict[str, Any]:
+    case = Case(Deep, lambda: torch.randn(1, 240, 48).double(), {"sequence_dim": "auto"})
+    named = run(case, rank, ranks, strategies="sequence,fsdp")
+    budget = f"{named['plan'].predicted_peak_bytes}B"
+    auto = {"strategies": None, "model_parallel_size": "auto", "device_memory": budget}
+    found = run(case, rank, ranks, **auto)
+    return {**found, "plan": found["plan"].to_json()}
+
+
+@pytest.mark.ranks
+def test_a_policy_splits_parameters_too_where_samples_alone_do_not_suffice(tmp_path: Path) -> None:
+    for found in run_ranks(with_fsdp, 2, tmp_path):
+        plan = Plan.from_json(found["plan"])
+        assert (plan.strategies, plan.fits) == (("S1", "fsdp", "sequence"), True)
+
+
 def test_options_are_checked_before_processes_start() -> None:
     with pytest.raises(
         PlanError, match="sequence_dim=.* which is of sequence; ask for strategies='sequence'"
