@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,10 @@ def main() -> None:
         path, how, ranks, rank = asked.read
         read(Path(path), how, int(rank), int(ranks))
         return
-    rows = []
+    if asked.format == "table":
+        print("| file | read | ranks | peak of all ranks | of whole rows | first batch | of whole rows |")
+        print("|---|---|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for layout, readings in READ.items():
             path = Path(folder) / "counts.h5ad"
@@ -154,29 +158,18 @@ def main() -> None:
                 store_by_columns(path)
             else:
                 write(path, asked.gib, dense=layout == "dense")
-            for how in readings:
-                rows += [
-                    {"file": layout, "read": how, "ranks": n, **measure(path, how, n)} for n in asked.ranks
-                ]
-    today = {(row["file"], row["ranks"]): row for row in rows if row["read"] == "whole rows"}
-    for row in rows:
-        of = today["dense" if row["file"] == "dense" else "csr", row["ranks"]]
-        row |= {f"{name}_ratio": row[name] / of[name] for name in ("bytes", "seconds")}
+            for how, ranks in product(readings, asked.ranks):
+                row = {"file": layout, "read": how, "ranks": ranks, **measure(path, how, ranks)}
+                rows.append(row)
+                same = (other for other in rows if other["read"] == "whole rows" and other["ranks"] == ranks)
+                of = next(other for other in same if (layout == "dense") == (other["file"] == "dense"))
+                row |= {f"{name}_ratio": row[name] / of[name] for name in ("bytes", "seconds")}
+                if asked.format == "table":
+                    line = [layout, how, str(ranks), format_bytes(row["bytes"]), f"{row['bytes_ratio']:.2f}"]
+                    line += [format_seconds(row["seconds"]), f"{row['seconds_ratio']:.2f}"]
+                    print(f"| {' | '.join(line)} |", flush=True)
     if asked.format == "json":
         print(json.dumps(rows, indent=2))
-        return
-    print("| file | read | ranks | peak of all ranks | of whole rows | first batch | of whole rows |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        cells = (
-            row["file"],
-            row["read"],
-            row["ranks"],
-            format_bytes(row["bytes"]),
-            f"{row['bytes_ratio']:.2f}",
-        )
-        print("|", " | ".join(map(str, cells)), end=" | ")
-        print(format_seconds(row["seconds"]), "|", f"{row['seconds_ratio']:.2f} |")
 
 
 if __name__ == "__main__":

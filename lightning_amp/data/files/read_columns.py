@@ -90,8 +90,10 @@ def _blocks(matrix: Any, columns: slice) -> Iterator[tuple[int, int, Any]]:
 
     stored, by_columns, ends = sparse_dataset(matrix), is_by_columns(matrix), matrix["indptr"][:]
     first, last = (columns.start, columns.stop) if by_columns else (0, len(ends) - 1)
+    # a block of columns has all cells, whose number of entries is worked out anew for each
+    most = max(BLOCK, 4 * shape_of(matrix)[0]) if by_columns else BLOCK
     while first < last:
-        stop = min(max(first + 1, int(np.searchsorted(ends, ends[first] + BLOCK, side="right")) - 1), last)
+        stop = min(max(first + 1, int(np.searchsorted(ends, ends[first] + most, side="right")) - 1), last)
         block = (stored[:, first:stop] if by_columns else stored[first:stop]).astype(np.float32, copy=False)
         block.sum_duplicates()
         yield (0, first - columns.start, block.tocsr()) if by_columns else (first, 0, block[:, columns])
