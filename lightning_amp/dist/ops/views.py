@@ -97,18 +97,6 @@ def _other_borders(split: Split, old: Sequence[int], new: Sequence[int], pairs: 
     return None
 
 
-@operator("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims")
-def _reorder(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Plan:
-    """Dims in another order."""
-    n = len(shape_of(x))
-    with no_modes():
-        strides = func(torch.empty([2] * n, device="meta"), *args, **kwargs).stride()
-    order = [n - stride.bit_length() for stride in strides]
-    splits = splits_of(x).mapped(order.index)
-    shape = [shape_of(x)[d] for d in order]
-    return plan_of_call(func, [splits_of(x)], splits, shape, torch.permute, TENSOR, order, view=True)
-
-
 @operator("expand", "broadcast_to", "expand_as")
 def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> Plan | Tensor:
     """Dims of size 1 repeated without memory."""
